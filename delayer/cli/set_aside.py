@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
 import click
 
-from delayer.amqp.reading import address, raw
-from delayer.broker.errors import QueueMissing
+from delayer.amqp.reading import raw
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.cli.errors import ExitCode
 from delayer.cli.options import (
@@ -27,45 +26,28 @@ from delayer.cli.options import (
 )
 from delayer.cli.output import note, print_json, print_table
 from delayer.config.model import Settings
-from delayer.config.texts import Scalar
-from delayer.config.topology import cascade_of, native_of, unread_delays
+from delayer.config.topology import native_of, unread_delays
 from delayer.core.readable import instant
-from delayer.intake.refusals import AS_IT_IS, EntryPoints, Mend
-from delayer.intake.set_aside import (
-    ANY,
-    KEPT,
-    SETTLED,
-    RefusedMessage,
-    Result,
-    Selection,
-    SetAside,
-    Stray,
-    refused_queue,
-    strays_queue,
-)
-from delayer.store.admin import actions, audit_log
-
-
-def refused_of(settings: Settings, mend: Mend = AS_IT_IS) -> SetAside[RefusedMessage]:
-    entries = EntryPoints.of(settings.intake.queue, (route.from_ for route in settings.routes))
-    return refused_queue(settings.broker_url, settings.management_url, settings.refused.queue, entries, mend)
-
-
-def strays_of(settings: Settings) -> SetAside[Stray]:
-    due_queue = settings.native.due_queue.encode()
-    return strays_queue(settings.broker_url, settings.management_url, cascade_of(settings), due_queue)
+from delayer.daemon import set_aside
+from delayer.daemon.set_aside import SetAsideName
+from delayer.intake.refusals import AS_IT_IS, Mend
+from delayer.intake.set_aside import ANY, KEPT, SETTLED, RefusedMessage, Result, Selection, Stray
+from delayer.store.admin.actions import PAST
 
 
 def _refused_row(one: RefusedMessage) -> tuple[object, ...]:
-    refusal = one.refusal
-    where = "?" if refusal.exchange is None else address(refusal.exchange, refusal.routing_key or b"")
-    return refusal.id, where, one.size, refusal.message_id, refusal.reason
+    return one.id, one.place, one.size, one.message_id, one.reason
 
 
 def _stray_row(one: Stray) -> tuple[object, ...]:
-    due = "?" if one.due_ms is None else instant(one.due_ms)
-    to = address(one.target.exchange, one.target.routing_key)
-    return one.id, due, to, one.attempts, one.message_id, one.hold.text
+    return (
+        one.id,
+        "?" if one.due_ms is None else instant(one.due_ms),
+        one.place,
+        one.attempts,
+        one.message_id,
+        one.reason,
+    )
 
 
 class SetAsideQueue(NamedTuple):
@@ -73,11 +55,10 @@ class SetAsideQueue(NamedTuple):
     message that a retry left in the queue "stays ``stays``". ``limit``: the messages that a list without ids looks
     at; None for KEPT. ``about``, ``retry``, ``example``: help texts, and options for their examples."""
 
-    name: str
+    name: SetAsideName
     noun: str
     stays: str
     retried: str
-    queue: Callable[[Settings], SetAside[Any]]
     columns: Sequence[str]
     right: int
     row: Callable[[Any], tuple[object, ...]]
@@ -88,7 +69,7 @@ class SetAsideQueue(NamedTuple):
 
 
 REFUSED: Final = SetAsideQueue(
-    "refused", "refused messages", "refused", "Published again", refused_of,
+    "refused", "refused messages", "refused", "Published again",
     ("id", "came in at", "bytes", "message_id", "reason"), 2, _refused_row, 50,
     """List, retry or drop refused messages. They could not be delayed, and are in the queue delays.refused, or in that
     of the configuration ([refused] queue).
@@ -105,7 +86,7 @@ REFUSED: Final = SetAsideQueue(
     "--reason 'too long' --route orders.in",
 )  # fmt: skip
 STRAYS: Final = SetAsideQueue(
-    "strays", "strays", "a stray", "On their way again", strays_of,
+    "strays", "strays", "a stray", "On their way again",
     ("id", "due", "to", "attempts", "message_id", "reason"), 3, _stray_row, None,
     """List, retry or drop strays: messages in the strays queue on the broker, where no store holds them. Their
     destination did not take them ten times, or they came too late for their route (late_limit).
@@ -123,7 +104,7 @@ def _list(context: click.Context, /, source: SetAsideQueue, *, limit: int | None
     settings = request_of(context).settings()
     wanted = Selection(**given)
     # A message that an operator names may be anywhere in the queue.
-    seen = asyncio.run(_look(settings, source, wanted, limit or (None if wanted.ids else source.limit)))
+    seen = asyncio.run(set_aside.look(settings, source.name, wanted, limit or (None if wanted.ids else source.limit)))
     if as_json:
         messages = [one.as_dict() for one in seen.found]
         print_json({"depth": seen.depth, "delayed": seen.delayed, "messages": messages})
@@ -150,13 +131,16 @@ def _change(
     **given: Any,
 ) -> None:
     """Look at the messages, ask the operator, then retry or drop exactly these."""
-    mends = {name: given.pop(name) for name in ("delay_ms", "headers", "dropped") if name in given}
+    mends = [given.pop(name) for name in ("delay_ms", "headers", "dropped") if name in given]
     wanted = Selection(**given)
     if everything == (wanted != ANY):
         raise click.UsageError("expected the messages: ids, a filter, or --all alone")
     settings = request_of(context).settings()
-    mend = _mend(settings, **mends) if mends else AS_IT_IS
-    seen = asyncio.run(_look(settings, source, wanted))
+    mend = AS_IT_IS
+    if mends:
+        delay_ms, headers, dropped = mends
+        mend = Mend.of(delay_ms, headers, map(raw, dropped), unread_delays(settings))
+    seen = asyncio.run(set_aside.look(settings, source.name, wanted))
     _say_hidden(seen)
     if seen.cut:
         _say_cut(source, seen)
@@ -165,23 +149,25 @@ def _change(
     some, sure = bool(seen.found), yes or bool(wanted.ids)
     fine = (some or everything) and not seen.cut
     go_on(context, question, missing, some=some, fine=fine, dry_run=dry_run, yes=sure)
-    queue = refused_of(settings, mend) if mend.headers else source.queue(settings)
-    change = partial(queue.change, verb, wanted, limit=seen.looked)
-    done = asyncio.run(_recorded(settings, source, verb, {**wanted.as_dict(), **mend.asked}, change))
-    click.echo(f"{source.retried if verb == 'retry' else actions.PAST[verb]}: {len(done.found):,}.")
+    if source is REFUSED and settings.store_url is None:
+        note("There is no store, and so no audit log of this.")
+    if source is STRAYS and verb == "retry":
+        # A retry publishes strays by an exchange of native mode to the due queue, so both must exist.
+        asyncio.run(_declare(settings))
+    change = set_aside.change(settings, source.name, verb, wanted, who=whoami(), mend=mend, limit=seen.looked)
+    done, back = asyncio.run(change)
+    click.echo(f"{source.retried if verb == 'retry' else PAST[verb]}: {len(done.found):,}.")
     for one, why in done.left:
         note(f"{min(one.names, default='a message without an id')} stays {source.stays}: {why}.")
-    back = 0
     if source is REFUSED and verb == "retry" and done.found:
-        back = asyncio.run(queue.returned(done))
         click.echo(f"Refused again within {SETTLED:.0f} s: {back:,}.")
     if seen.cut or missing or back or len(done.found) < len(seen.found):
         context.exit(ExitCode.FOUND)
 
 
-def _mend(settings: Settings, delay_ms: int | None, headers: Mapping[str, Scalar], dropped: Sequence[str]) -> Mend:
-    """The changes of a retry."""
-    return Mend.of(delay_ms, headers, map(raw, dropped), unread_delays(settings))
+async def _declare(settings: Settings) -> None:
+    async with pipelined_admin(settings.broker_url, "delayer strays") as broker:
+        await broker.declare(native_of(settings))
 
 
 def _say_hidden(seen: Result[Any]) -> None:
@@ -191,36 +177,6 @@ def _say_hidden(seen: Result[Any]) -> None:
 
 def _say_cut(source: SetAsideQueue, seen: Result[Any]) -> None:
     note(f"The queue has {seen.depth:,} {source.noun}; only the first {seen.looked:,} were looked at.")
-
-
-async def _look(settings: Settings, source: SetAsideQueue, wanted: Selection, limit: int | None = None) -> Result[Any]:
-    """The messages that match. There are none without a strays queue in store mode: the store holds such messages."""
-    try:
-        return await source.queue(settings).look(wanted, limit)
-    except QueueMissing:
-        if source is REFUSED or settings.mode != "store":
-            raise
-        return Result(0)
-
-
-async def _recorded(
-    settings: Settings,
-    source: SetAsideQueue,
-    verb: str,
-    asked: Mapping[str, Any],
-    change: Callable[..., Awaitable[Any]],
-) -> Any:
-    """Make the change. With a store, a change of refused messages gets an entry in the audit log."""
-    if source is REFUSED and settings.store_url is not None:
-        async with actions.recorded(settings.store_url, whoami(), f"refused {verb}", asked) as (connection, log_id):
-            return await change(partial(audit_log.add, connection, log_id))
-    if source is REFUSED:
-        note("There is no store, and so no audit log of this.")
-    elif verb == "retry":
-        # A retry publishes strays by an exchange of native mode to the due queue, so both must exist.
-        async with pipelined_admin(settings.broker_url, "delayer strays") as broker:
-            await broker.declare(native_of(settings))
-    return await change(lambda _messages: asyncio.sleep(0))
 
 
 _SELECTING: Final = joined(

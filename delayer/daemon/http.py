@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import structlog
-
-from delayer.amqp import reading
 from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import BrokerRefused, QueueMissing
 from delayer.config.model import Settings
-from delayer.config.topology import cascade_of, unread_delays
+from delayer.config.topology import cascade_of
 from delayer.core.errors import BrokerLost
+from delayer.daemon import set_aside
+from delayer.daemon.set_aside import SetAsideName
 from delayer.daemon.wiring import Daemon
 from delayer.http.recent import Recent, host_ms
 from delayer.http.server import HttpPart
-from delayer.http.view import Depths, RefusedRow, Repair, SetAsideChange, SetAsideList, State, StrayRow
-from delayer.intake.refusals import AS_IT_IS, EntryPoints, Mend
-from delayer.intake.set_aside import RefusedMessage, Selection, SetAside, Stray, refused_queue, strays_queue
-from delayer.store.admin import actions, audit_log
-
-log = structlog.get_logger(__name__)
+from delayer.http.view import Depths, State
+from delayer.intake.refusals import Mend
+from delayer.intake.set_aside import Result, Selection
 
 
 class DaemonInside:
@@ -69,64 +66,15 @@ class DaemonInside:
             raise BrokerLost(str(refused)) from refused
         return Depths(seen.queues, {level.level: level.depth for level in seen.levels}, seen.delayed)
 
-    async def refused(self, limit: int) -> SetAsideList[RefusedRow]:
+    async def look_aside(self, name: SetAsideName, limit: int) -> Result[Any]:
         with _reached():
-            seen = await self._refused().look(limit=limit)
-        return SetAsideList([_row(one) for one in seen.found], seen.depth, seen.hidden)
+            return await set_aside.look(self.settings, name, limit=limit)
 
-    async def act_on_refused(self, verb: str, ids: frozenset[str], who: str, repair: Repair) -> SetAsideChange:
-        wanted, url = Selection(ids), self.settings.store_url
-        mend = Mend.of(repair.delay_ms, repair.headers, map(reading.raw, repair.dropped), unread_delays(self.settings))
-        asked = {**wanted.as_dict(), **mend.asked}
-        queue = self._refused(mend)
+    async def change_aside(
+        self, name: SetAsideName, verb: str, ids: frozenset[str], who: str, mend: Mend
+    ) -> tuple[Result[Any], int]:
         with _reached():
-            if url is None:
-
-                async def add(messages: int) -> None:
-                    if messages:
-                        log.warning("refused acted on", verb=verb, messages=messages, ids=sorted(ids), who=who)
-
-                done = await queue.change(verb, wanted, add)
-            else:
-                async with actions.recorded(url, who, f"refused {verb}", asked) as (connection, log_id):
-                    done = await queue.change(
-                        verb, wanted, lambda messages: audit_log.add(connection, log_id, messages)
-                    )
-            again = await queue.returned(done) if verb == "retry" else 0
-        left = [(one.refusal.id, why) for one, why in done.left]
-        left += [("the rest", "too many stand before it")] if done.cut else []
-        return SetAsideChange(len(done.found), left, again)
-
-    async def strays(self, limit: int) -> SetAsideList[StrayRow]:
-        with _reached():
-            try:
-                seen = await self._strays().look(limit=limit)
-            except QueueMissing:
-                if self.settings.mode != "store":
-                    raise
-                return SetAsideList()  # The store holds such messages.
-        return SetAsideList([_stray_row(one) for one in seen.found], seen.depth, seen.hidden)
-
-    async def act_on_strays(self, verb: str, ids: frozenset[str], who: str) -> SetAsideChange:
-        async def add(messages: int) -> None:
-            if messages:
-                log.warning("strays acted on", verb=verb, messages=messages, ids=sorted(ids), who=who)
-
-        with _reached():
-            done = await self._strays().change(verb, Selection(ids), add)
-        left = [(one.id, why) for one, why in done.left]
-        left += [("the rest", "too many stand before it")] if done.cut else []
-        return SetAsideChange(len(done.found), left)
-
-    def _strays(self) -> SetAside[Stray]:
-        settings = self.settings
-        due_queue = settings.native.due_queue.encode()
-        return strays_queue(settings.broker_url, settings.management_url, cascade_of(settings), due_queue)
-
-    def _refused(self, mend: Mend = AS_IT_IS) -> SetAside[RefusedMessage]:
-        settings = self.settings
-        entries = EntryPoints.of(settings.intake.queue, (route.from_ for route in settings.routes))
-        return refused_queue(settings.broker_url, settings.management_url, settings.refused.queue, entries, mend)
+            return await set_aside.change(self.settings, name, verb, Selection(ids), who=who, mend=mend)
 
 
 @contextmanager
@@ -135,28 +83,6 @@ def _reached() -> Iterator[None]:
         yield
     except (BrokerRefused, QueueMissing) as error:
         raise BrokerLost(str(error)) from error
-
-
-def _row(one: RefusedMessage, preview: int = 80, most: int = 40, longest: int = 300) -> RefusedRow:
-    """A row with so many bytes of the body, and so many properties and headers of so many characters."""
-    refusal = one.refusal
-    came_in = "?" if refusal.exchange is None else reading.address(refusal.exchange, refusal.routing_key or b"")
-    body = reading.preview(one.head, preview)
-    read = reading.read(one.properties)
-    said = [*read.properties.items(), *((f"{header.name} ({header.type})", header.value) for header in read.headers)]
-    shown = [
-        (name, text if len(text := reading.value_text(value)) <= longest else f"{text[:longest]}…")
-        for name, value in said[:most]
-    ]
-    shown += [("…", f"{len(said) - most} more: `delayer refused list --json`")] if len(said) > most else []
-    shown += [("not readable", read.broken)] if read.broken else []
-    return RefusedRow(refusal.id, came_in, one.size, refusal.message_id, refusal.reason, body, shown, one.as_dict())
-
-
-def _stray_row(one: Stray, preview: int = 80) -> StrayRow:
-    to = reading.address(one.target.exchange, one.target.routing_key)
-    body = reading.preview(one.head, preview)
-    return StrayRow(one.id, one.due_ms, to, one.attempts, one.message_id, one.reason, body, one.as_dict())
 
 
 def serve(daemon: Daemon) -> None:

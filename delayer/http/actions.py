@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from delayer.amqp import reading
+from delayer.config.topology import unread_delays
 from delayer.core.errors import BrokerLost
 from delayer.core.filters import Token
 from delayer.core.message import as_text
@@ -24,12 +25,15 @@ from delayer.http import forms, render
 from delayer.http.forms import FieldError, Search
 from delayer.http.pages import Pages
 from delayer.http.recent import host_ms
-from delayer.http.view import STORE_ERRORS, Repair, SetAsideList
+from delayer.http.view import STORE_ERRORS
+from delayer.intake.refusals import AS_IT_IS
+from delayer.intake.set_aside import Result
 from delayer.store.admin import actions, detail, listing
 from delayer.store.admin.actions import PAST, Do, NewDue
 from delayer.store.admin.detail import ABSENT, FoundIn, absent
 from delayer.store.admin.listing import Entry
 
+_RETRIED: Final = {"refused": "Published again", "strays": "On their way again"}
 SHOWN: Final = 20
 """Messages that a question names; it counts the others."""
 _LOCKED: Final = "This needs the token: give it on the page, or send the header `Authorization: Bearer TOKEN`."
@@ -147,29 +151,21 @@ class Actions:
             done = await actions.change_held(connection, verb, dues, log_id)
         return ActionResult(f"{PAST[verb]}: {render.number(done)}", [], done, "/held")
 
-    async def refused(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
-        """Refused messages by their ids: retry, with changes of their headers, or drop."""
-        forms.known(form, ("verb", "id", "back", "confirmed", *forms.MENDS))
-        verb = forms.verb(form, "retry", "drop")
-        ids = forms.ids(form)
-        if (question := await self._sure(request, verb, form, "/refused")) is not None:
+    async def set_aside(
+        self, request: Request, who: str, form: Mapping[str, Any], *, name: Literal["refused", "strays"]
+    ) -> ActionResult | Response:
+        """Refused messages or strays by their ids: drop, or retry, refused ones with changes of their headers."""
+        forms.known(form, ("verb", "id", "back", "confirmed", *(forms.MENDS if name == "refused" else ())))
+        verb, ids, inside = forms.verb(form, "retry", "drop"), forms.ids(form), self.pages.answers.inside
+        if (question := await self._sure(request, verb, form, f"/{name}")) is not None:
             return question
-        repair = forms.repair(form) if verb == "retry" else Repair()
-        done, left, again = await self.pages.answers.inside.act_on_refused(verb, frozenset(ids), who, repair)
-        past = "Published again" if verb == "retry" else PAST[verb]
-        lines = _left(len(ids), done, left)
-        lines += [f"Refused again within 2 s: {again}."] if verb == "retry" and done else []
-        return ActionResult(f"{past}: {done} of {len(ids)}", lines, done, "/refused")
-
-    async def strays(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
-        """Strays by their ids: retry, drop."""
-        forms.known(form, ("verb", "id", "back", "confirmed"))
-        verb, ids = forms.verb(form, "retry", "drop"), forms.ids(form)
-        if (question := await self._sure(request, verb, form, "/strays")) is not None:
-            return question
-        done, left, _ = await self.pages.answers.inside.act_on_strays(verb, frozenset(ids), who)
-        past = "On their way again" if verb == "retry" else PAST[verb]
-        return ActionResult(f"{past}: {done} of {len(ids)}", _left(len(ids), done, left), done, "/strays")
+        mend = forms.mend(form, unread_delays(inside.settings)) if verb == "retry" else AS_IT_IS
+        done, again = await inside.change_aside(name, verb, frozenset(ids), who, mend)
+        count, left = len(done.found), [(one.id, why) for one, why in done.left]
+        lines = _left(len(ids), count, left + ([("the rest", "too many stand before it")] if done.cut else []))
+        lines += [f"Refused again within 2 s: {again}."] if verb == "retry" and name == "refused" and count else []
+        past = _RETRIED[name] if verb == "retry" else PAST[verb]
+        return ActionResult(f"{past}: {count} of {len(ids)}", lines, count, f"/{name}")
 
     async def filtered(self, request: Request, who: str, form: Mapping[str, Any]) -> ActionResult | Response:
         """All messages that match a filter: counted first, then changed once a person confirmed."""
@@ -254,12 +250,9 @@ class Actions:
     async def _told(self, path: str, ids: Sequence[str]) -> dict[str, str]:
         """For each message the text of a question: its destination, instant, key and message_id."""
         view = self.pages.answers.view
-        if path == "/actions/refused":
-            refused = (await view.refused.get()).fresh or SetAsideList()
-            return {one.id: f"{one.came_in}, {one.reason}" for one in refused.rows}
-        if path == "/actions/strays":
-            strays = (await view.strays.get()).fresh or SetAsideList()
-            return {one.id: f"{one.to}, {one.reason}" for one in strays.rows}
+        if (aside := {"/actions/refused": view.refused, "/actions/strays": view.strays}.get(path)) is not None:
+            seen = (await aside.get()).fresh or Result(0)
+            return {one.id: f"{one.place}, {one.reason}" for one in seen.found}
         wanted = {forms.token(text): text for text in ids}
         async with listing.looking(view.url, "show") as connection:
             there, _ = await listing.named(connection, list(wanted))

@@ -15,7 +15,7 @@ from delayer.config.texts import instant_ms, shift_ms, typed_header
 from delayer.config.values import duration_ms
 from delayer.core import readable
 from delayer.core.filters import Filter, Token, read_place, read_token
-from delayer.http.view import Repair
+from delayer.intake.refusals import Mend
 
 _RAW: Final = ("route", "to_exchange", "to_key", "key", "message_id")
 FIELDS: Final = (*_RAW, "header", "due_after", "due_before")
@@ -212,8 +212,8 @@ MENDS: Final = ("delay", "set_header", "drop_header")
 """The fields that mend refused messages. The headers may be given several times."""
 
 
-def repair(form: Mapping[str, Sequence[str]]) -> Repair:
-    """The changes of refused messages. An empty field changes nothing. Raises FieldError."""
+def mend(form: Mapping[str, Sequence[str]], unread: Mapping[bytes, str]) -> Mend:
+    """The changes of refused messages. An empty field changes nothing. ``unread``: see Mend.of. Raises FieldError."""
     given = {name: [text for one in form.get(name, ()) if (text := one.strip())] for name in MENDS}
     once(["delay" for _ in given["delay"]])
     delay_ms = _understood("Delay", given["delay"][0], duration_ms) if given["delay"] else None
@@ -221,7 +221,7 @@ def repair(form: Mapping[str, Sequence[str]]) -> Repair:
         headers = dict(map(typed_header, given["set_header"]))
     except ValueError as error:
         raise FieldError(f"Set header: {error}") from None
-    return Repair(delay_ms, headers, given["drop_header"])
+    return Mend.of(delay_ms, headers, map(raw, given["drop_header"]), unread)
 
 
 def back(form: Mapping[str, Sequence[str]], path: str) -> str:

@@ -20,7 +20,8 @@ from delayer.http import as_json, forms, recent, render
 from delayer.http.access import Sessions, cookie_name
 from delayer.http.forms import FieldError, said
 from delayer.http.health import Answers
-from delayer.http.view import ROWS, STORE_ERRORS, Cached, RefusedRow, SetAsideList, StrayRow
+from delayer.http.view import ROWS, STORE_ERRORS, Cached
+from delayer.intake.set_aside import Result
 from delayer.store.admin import audit_log, detail, listing
 from delayer.store.admin.detail import FoundIn, FullMessage
 
@@ -320,23 +321,17 @@ class Pages:
         """The first strays."""
         return await self._set_aside(request, "strays.html", self.answers.view.strays)
 
-    async def _set_aside(
-        self,
-        request: Request,
-        template: str,
-        look: Cached[SetAsideList[RefusedRow]] | Cached[SetAsideList[StrayRow]],
-        **more: Any,
-    ) -> Response:
+    async def _set_aside(self, request: Request, template: str, look: Cached[Result[Any]], **more: Any) -> Response:
         if _by_program(request) and request.query_params:
             wrong = f"Expected no fields, found {next(iter(request.query_params))[:40]!r}: this list has no filter."
             return await self.html(request, "", 400, wrong=wrong)
         seen = await look.get(patience=60.0)
-        there = seen.fresh or SetAsideList()
+        there = seen.fresh or Result(0)
         if _by_program(request) and not seen.error:
-            messages = [one.figures for one in there.rows]
+            messages = [one.as_dict() for one in there.found]
             return JSONResponse({"depth": there.depth, "hidden": there.hidden, "messages": messages})
         status = 503 if seen.error else 200
-        return await self.html(request, template, status, **there._asdict(), wrong=seen.error, **more)
+        return await self.html(request, template, status, there=there, wrong=seen.error, **more)
 
     async def audit_log(self, request: Request) -> Response:
         """The audit log: the changes that operators made."""

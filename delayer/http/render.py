@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse
 
 from delayer import __version__
 from delayer.amqp import reading
-from delayer.amqp.reading import message_id, value_text
+from delayer.amqp.reading import message_id, preview, value_text
 from delayer.core import horizon
 from delayer.core.message import as_text
 from delayer.core.readable import away, duration, instant, size
@@ -58,6 +58,19 @@ def address(exchange: bytes, routing_key: bytes) -> str:
     return name(reading.address(exchange, routing_key))
 
 
+def properties(raw: bytes, most: int = 40, longest: int = 300) -> list[tuple[str, str]]:
+    """The first properties and headers of a message, each with its value; values are cut after ``longest``."""
+    read = reading.read(raw)
+    found = [*read.properties.items(), *((f"{header.name} ({header.type})", header.value) for header in read.headers)]
+    shown = [(name, text[:longest] + "…" * (len(text) > longest)) for name, text in map(_with_text, found[:most])]
+    shown += [("…", f"{len(found) - most} more: `delayer refused list --json`")] if len(found) > most else []
+    return shown + ([("not readable", read.broken)] if read.broken else [])
+
+
+def _with_text(field: tuple[str, Any]) -> tuple[str, str]:
+    return field[0], value_text(field[1])
+
+
 def query(given: Mapping[str, Any], **more: Any) -> str:
     """A query string without empty values."""
     return urlencode({key: value for key, value in {**given, **more}.items() if value not in ("", None)})
@@ -80,6 +93,8 @@ for function in (
     name,
     address,
     query,
+    properties,
+    preview,
     message_id,
     quote,
     as_text,

@@ -26,7 +26,7 @@ from starlette.types import Scope
 from delayer.config.texts import is_loopback
 from delayer.core.backoff import LogThrottle
 from delayer.http.access import RequestGuard, Sessions
-from delayer.http.actions import Actions
+from delayer.http.actions import Actions, ChangeHandler
 from delayer.http.health import Answers
 from delayer.http.pages import Pages
 from delayer.http.view import DaemonPort, View
@@ -87,6 +87,9 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
 
         return answered
 
+    def changing(path: str, change: ChangeHandler) -> Route:
+        return Route(f"/actions/{path}", partial(actions.answer, change=change), methods=["POST"])
+
     looks = asyncio.Semaphore(at_once)
 
     return Starlette(
@@ -111,12 +114,12 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
             Route("/audit-log", shown(pages.audit_log, looks)),
             Route("/login", pages.login, methods=["GET", "POST"]),
             Route("/logout", pages.logout, methods=["POST"]),
-            Route("/actions/messages", partial(actions.answer, change=actions.named), methods=["POST"]),
-            Route("/actions/held", partial(actions.answer, change=actions.held), methods=["POST"]),
-            Route("/actions/held-filtered", partial(actions.answer, change=actions.held_filtered), methods=["POST"]),
-            Route("/actions/refused", partial(actions.answer, change=actions.refused), methods=["POST"]),
-            Route("/actions/strays", partial(actions.answer, change=actions.strays), methods=["POST"]),
-            Route("/actions/filtered", partial(actions.answer, change=actions.filtered), methods=["POST"]),
+            changing("messages", actions.named),
+            changing("filtered", actions.filtered),
+            changing("held", actions.held),
+            changing("held-filtered", actions.held_filtered),
+            changing("refused", partial(actions.set_aside, name="refused")),
+            changing("strays", partial(actions.set_aside, name="strays")),
             Mount("/static", Files(directory=STATIC)),
         ],
         middleware=[Middleware(RequestGuard, listen=lambda: settings.settings.http.listen)],

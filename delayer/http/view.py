@@ -10,12 +10,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from time import monotonic
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from delayer.config.model import Settings
-from delayer.config.texts import Scalar
 from delayer.config.topology import cascade_of
 from delayer.core.errors import BrokerLost, StoreLost
+from delayer.intake.refusals import Mend
+from delayer.intake.set_aside import Result
 from delayer.store.admin import listing, stats
 from delayer.store.admin.stats import Census, StoreOverview
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
@@ -48,61 +49,7 @@ class Depths(NamedTuple):
     delayed: Mapping[str, int | None] = {}
 
 
-class RefusedRow(NamedTuple):
-    """A message of the refused queue, as the page shows it."""
-
-    id: str
-    came_in: str
-    size: int
-    message_id: str
-    reason: str
-    body: str
-    said: Sequence[tuple[str, str]] = ()
-    """Its properties and headers, each with its value."""
-    figures: Mapping[str, Any] = {}
-    """The same for programs."""
-
-
-class StrayRow(NamedTuple):
-    """A message of the strays queue, as the page shows it. ``due_ms``: None if its envelope cannot be read."""
-
-    id: str
-    due_ms: int | None
-    to: str
-    attempts: int
-    message_id: str
-    reason: str
-    body: str
-    figures: Mapping[str, Any] = {}
-    """The same for programs."""
-
-
 T = TypeVar("T")
-
-
-class SetAsideList(NamedTuple, Generic[T]):
-    """The first messages of a queue, and the number of all. ``hidden``: what the queue hides from us, or ""."""
-
-    rows: Sequence[T] = ()
-    depth: int = 0
-    hidden: str = ""
-
-
-class Repair(NamedTuple):
-    """The changes of refused messages before a retry, as the operator gave them."""
-
-    delay_ms: int | None = None
-    headers: Mapping[str, Scalar] = {}
-    dropped: Sequence[str] = ()
-
-
-class SetAsideChange(NamedTuple):
-    """The result of a change of refused messages or strays: how many it changed, the ids that stay with their reasons,
-    and how many the daemon refused again."""
-
-    done: int
-    left: Sequence[tuple[str, str]]
-    again: int = 0
 
 
 class DaemonPort(Protocol):
@@ -118,17 +65,14 @@ class DaemonPort(Protocol):
     async def depths(self) -> Depths:
         """Ask the broker. Raises BrokerLost."""
 
-    async def refused(self, limit: int) -> SetAsideList[RefusedRow]:
-        """The first refused messages. Raises BrokerLost."""
+    async def look_aside(self, name: Literal["refused", "strays"], limit: int) -> Result[Any]:
+        """The first messages of that queue. Raises BrokerLost."""
 
-    async def act_on_refused(self, verb: str, ids: frozenset[str], who: str, repair: Repair) -> SetAsideChange:
-        """Do "retry", with these changes, or "drop". Raises BrokerLost, StoreLost."""
-
-    async def strays(self, limit: int) -> SetAsideList[StrayRow]:
-        """The first strays. Raises BrokerLost."""
-
-    async def act_on_strays(self, verb: str, ids: frozenset[str], who: str) -> SetAsideChange:
-        """Do "retry" or "drop". Raises BrokerLost."""
+    async def change_aside(
+        self, name: Literal["refused", "strays"], verb: str, ids: frozenset[str], who: str, mend: Mend
+    ) -> tuple[Result[Any], int]:
+        """Do "retry", with these changes of refused messages, or "drop". Returns the result, and how many the daemon
+        refused again. Raises BrokerLost, StoreLost."""
 
 
 ROWS: Final = 50
@@ -225,8 +169,8 @@ class View:
         self.census = Cached(self._census, 20.0, "backlog", late=inf)
         self.depths = Cached[Depths](inside.depths, 15.0, "queues")
         # Requests share one look: two into the queue at a time would see half of it each.
-        self.refused = Cached(lambda: inside.refused(ROWS), 3.0, "refused messages", late=inf)
-        self.strays = Cached(lambda: inside.strays(ROWS), 3.0, "strays", late=inf)
+        self.refused = Cached(lambda: inside.look_aside("refused", ROWS), 3.0, "refused messages", late=inf)
+        self.strays = Cached(lambda: inside.look_aside("strays", ROWS), 3.0, "strays", late=inf)
 
     @property
     def parts(self) -> Sequence[Cached[Any]]:

@@ -62,8 +62,22 @@ class RefusedMessage(NamedTuple):
         return names_of(self.refusal.id, self.refusal.message_id)
 
     @property
+    def id(self) -> str:
+        return self.refusal.id
+
+    @property
+    def message_id(self) -> str:
+        return self.refusal.message_id
+
+    @property
     def exchange(self) -> bytes | None:
         return self.refusal.exchange
+
+    @property
+    def place(self) -> str:
+        """Where it came in, for people."""
+        refusal = self.refusal
+        return "?" if refusal.exchange is None else reading.address(refusal.exchange, refusal.routing_key or b"")
 
     @property
     def reason(self) -> str:
@@ -119,6 +133,11 @@ class Stray(NamedTuple):
     @property
     def reason(self) -> str:
         return self.hold.text
+
+    @property
+    def place(self) -> str:
+        """Where it goes, for people."""
+        return reading.address(self.target.exchange, self.target.routing_key)
 
     def as_dict(self) -> dict[str, Any]:
         """For programs."""

@@ -122,7 +122,7 @@ async def test_without_a_store_the_log_names_the_author_of_a_drop(place: OwnVhos
         allowed = {"Authorization": f"Bearer {token}", "X-Delayer-Who": "nightly"}
         done = await web.post("/actions/refused", {"verb": "drop", "id": ids}, **allowed)
         assert done.status == 200, done.text
-        told = await daemon.event("refused acted on")
+        told = await daemon.event("set aside acted on")
         assert (told["verb"], told["messages"], told["ids"]) == ("drop", 1, ids)
         assert told["who"] == "nightly (http, 127.0.0.1)"
         await daemon.stop()
@@ -291,7 +291,7 @@ async def test_strays_are_retried_and_dropped(place: OwnVhost) -> None:
         await counted(place.rabbitmq, place.url)
         none = "There are no strays." if place.rabbitmq.version < DELAYS_FROM else "up to 12 s ago"
         assert none in (await web.get("/strays")).text
-        told = await daemon.event("strays acted on")
+        told = await daemon.event("set aside acted on")
         assert (told["verb"], told["ids"], told["who"]) == ("retry", ["id:one"], "nightly (http, 127.0.0.1)")
         assert (await web.post("/actions/strays", {"verb": "drop", "id": "two"})).status == 403
 

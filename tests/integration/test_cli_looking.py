@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from importlib import import_module
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,13 +16,13 @@ import pytest
 
 from delayer.amqp import edits, reading
 from delayer.broker.pipelined_admin import DELAYS_FROM, pipelined_admin
-from delayer.cli.set_aside import refused_of
 from delayer.config.loading import load
 from delayer.core.filters import read_token
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.readable import instant
 from delayer.core.units import DAY_MS
+from delayer.daemon.set_aside import queue_of
 from delayer.intake import set_aside
 from tests.integration.cli import Run, channel_to, ids, said, take
 from tests.support.place import counted
@@ -238,6 +239,7 @@ def envelope(number: int, reason: str, body: bytes = b"body") -> tuple[Parcel, b
 
 @pytest.mark.words
 async def test_messages_beyond_the_look_are_reported(delayer: Run, vhost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import_module("delayer.cli.set_aside")  # It bounds --limit by KEPT when it is loaded.
     monkeypatch.setattr(set_aside, "KEPT", 6)
     delayer("--mode", "native", "topology", "apply")
     async with await Raw.connect(vhost) as raw:
@@ -376,7 +378,7 @@ async def test_a_look_ends_when_its_messages_are_back_in_their_places(applied: R
     """RabbitMQ returns them a moment after it has closed the channel."""
     async with await Raw.connect(vhost) as raw, pipelined_admin(vhost, "test") as admin:
         await raw.publish(*refused_ones(MANY))
-        refused = refused_of(load(None, {}, {"broker.url": vhost}))
+        refused = queue_of(load(None, {}, {"broker.url": vhost}), "refused")
         for _ in range(LOOKS):
             found = (await refused.look()).found
             assert [one.refusal.id for one in found] == [f"id:delayer.in-{n}" for n in range(MANY)]
@@ -414,7 +416,7 @@ async def test_large_ones_are_looked_at_without_being_kept(applied: Run, vhost: 
     async with await Raw.connect(vhost) as raw:
         await raw.publish(*(one._replace(body=b"\xc3\xa4" * 150_000) for _ in range(3)))
     settings = load(None, {}, {"broker.url": vhost})
-    seen = await refused_of(settings).look(limit=2)
+    seen = await queue_of(settings, "refused").look(limit=2)
     found = seen.found
     assert (len(found), seen.depth) == (2, 3)
     assert {one.size for one in found} == {300_000}

@@ -48,7 +48,7 @@ HOUSE: Mapping[str, Layer] = {
     # The daemon imports neither `imports` nor `audit`: it never starts a JVM.
     "imports": layer("core", "amqp", "broker", "store", never="aio_pika aiormq pyspark"),
     "audit": layer("core", "amqp", "broker", "store", "config", never="sqlalchemy"),
-    "http": layer("core", "amqp", "store", "config", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
+    "http": layer("core", "amqp", "store", "config", "intake", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
 }
 # The edge may import everything below it. Nothing below may import the edge.
 EDGE = frozenset({"__main__", "cli", "daemon"})

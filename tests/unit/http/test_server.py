@@ -14,10 +14,14 @@ import pytest
 from delayer.cli import status
 from delayer.config.model import Settings
 from delayer.core.errors import BrokerLost
+from delayer.core.hold import Hold, HoldKind
+from delayer.core.message import Target
 from delayer.http import server
 from delayer.http.access import HEADERS
 from delayer.http.server import HttpPart
-from delayer.http.view import Depths, RefusedRow, Repair, SetAsideChange, SetAsideList, State, StrayRow
+from delayer.http.view import Depths, State
+from delayer.intake.refusals import AS_IT_IS, Mend, Refusal
+from delayer.intake.set_aside import RefusedMessage, Result, Stray
 from tests.support.fakes import until
 from tests.support.logged import capture_logs
 from tests.support.web import Web
@@ -25,6 +29,12 @@ from tests.unit.http.states import state
 
 TOKEN = "open-sesame-open-sesame"
 EVIL = "<script>alert(1)</script>"
+REFUSED = RefusedMessage(
+    Refusal("id-1 $(reboot)", f"x-delay: {EVIL}", b"", EVIL.encode(), EVIL, mangled=False), b"\0\0", EVIL.encode(), 10
+)
+STRAY = Stray(
+    "s-1", 0, Target(b"", b"q"), b"", b"", 10, Hold(HoldKind.RETURNED, EVIL), EVIL.encode(), len(EVIL), message_id=EVIL
+)
 
 
 class Inside:
@@ -36,7 +46,7 @@ class Inside:
         self.lost = False
         self.blocked = False
         self.done: list[tuple[str, frozenset[str], str]] = []
-        self.repairs: list[Repair] = []
+        self.mends: list[Mend] = []
         self.looks = 0
 
     def state(self) -> State:
@@ -49,21 +59,15 @@ class Inside:
             raise BrokerLost("no connection")
         return Depths({"delays": 3, "delays.due": 0, "delays.refused": 1}, {27: 5, 0: None})
 
-    async def refused(self, limit: int) -> SetAsideList[RefusedRow]:
-        rows = [RefusedRow("id-1 $(reboot)", EVIL, 10, EVIL, f"x-delay: {EVIL}", EVIL, figures={"id": "id-1"})]
-        return SetAsideList(rows[:limit], 1)
+    async def look_aside(self, name: str, limit: int) -> Result[Any]:
+        return Result(1, found=[REFUSED if name == "refused" else STRAY][:limit])
 
-    async def strays(self, limit: int) -> SetAsideList[StrayRow]:
-        return SetAsideList([StrayRow("s-1", 0, "queue q", 10, EVIL, EVIL, EVIL)][:limit], 1)
-
-    async def act_on_strays(self, verb: str, ids: frozenset[str], who: str) -> SetAsideChange:
-        self.done.append((f"strays {verb}", ids, who))
-        return SetAsideChange(1, [])
-
-    async def act_on_refused(self, verb: str, ids: frozenset[str], who: str, repair: Repair) -> SetAsideChange:
-        self.done.append((verb, ids, who))
-        self.repairs.append(repair)
-        return SetAsideChange(1, [("id-2", "the broker returned it")], 1)
+    async def change_aside(
+        self, name: str, verb: str, ids: frozenset[str], who: str, mend: Mend
+    ) -> tuple[Result[Any], int]:
+        self.done.append((f"{name} {verb}", ids, who))
+        self.mends.append(mend)
+        return Result(2, found=[REFUSED], left=[(REFUSED, "the broker returned it")] if name == "refused" else []), 1
 
 
 @asynccontextmanager
@@ -157,16 +161,16 @@ async def test_changes_need_the_token(headers: dict[str, str], status: int) -> N
         answer = await web.post("/actions/refused", {"verb": "retry", "id": "id-1"}, **headers)
         assert answer.status == status, answer.text
         who = "a program (http, 127.0.0.1)"
-        assert inside.done == ([("retry", frozenset({"id-1"}), who)] if status == 200 else [])
+        assert inside.done == ([("refused retry", frozenset({"id-1"}), who)] if status == 200 else [])
 
 
 @pytest.mark.parametrize(
-    ("form", "repair"),
+    ("form", "mend"),
     [
-        ({}, Repair()),
-        ({"delay": " 10s ", "set_header": "", "drop_header": ""}, Repair(10_000)),
+        ({}, AS_IT_IS),
+        ({"delay": " 10s ", "set_header": "", "drop_header": ""}, Mend.of(10_000, {}, [], {})),
         ({"set_header": ["tries:int=3", "who=me"], "drop_header": ["x-dealy", "b"]},
-         Repair(None, {"tries": 3, "who": "me"}, ["x-dealy", "b"])),
+         Mend.of(None, {"tries": 3, "who": "me"}, [b"x-dealy", b"b"], {})),
         ({"delay": "soon"}, "Delay: expected a duration"),
         ({"delay": ["1s", "2s"]}, "delay: expected once"),
         ({"set_header": "tries:int=x"}, "Set header: tries: expected a value of type int"),
@@ -174,31 +178,26 @@ async def test_changes_need_the_token(headers: dict[str, str], status: int) -> N
     ],
     ids=str,
 )  # fmt: skip
-async def test_a_retry_of_refused_messages_mends_headers(form: dict[str, Any], repair: Repair | str) -> None:
+async def test_a_retry_of_refused_messages_mends_headers(form: dict[str, Any], mend: Mend | str) -> None:
     inside = Inside()
     async with served(inside) as web:
         headers = {"Authorization": f"Bearer {TOKEN}", "Accept": "application/json"}
         answer = await web.post("/actions/refused", {"verb": "retry", "id": "id-1", **form}, **headers)
-        if isinstance(repair, str):
+        if isinstance(mend, str):
             assert (answer.status, inside.done) == (400, [])
-            assert repair in answer.text
+            assert mend in answer.text
         else:
             assert answer.json["lines"][-1] == "Refused again within 2 s: 1."
-            assert [(one.delay_ms, one.headers, list(one.dropped)) for one in inside.repairs] == [
-                (repair.delay_ms, repair.headers, list(repair.dropped))
-            ]
+            assert inside.mends == [mend]
 
 
 async def test_a_program_with_the_token_lists_what_is_set_aside() -> None:
     inside = Inside()
     allowed = {"Authorization": f"Bearer {TOKEN}"}
     async with served(inside) as web:
-        assert (await web.get("/api/refused", **allowed)).json == {
-            "depth": 1,
-            "hidden": "",
-            "messages": [{"id": "id-1"}],
-        }
-        assert (await web.get("/api/strays", **allowed)).json == {"depth": 1, "hidden": "", "messages": [{}]}
+        for name, one in (("refused", REFUSED), ("strays", STRAY)):
+            listed = {"depth": 1, "hidden": "", "messages": [one.as_dict()]}
+            assert (await web.get(f"/api/{name}", **allowed)).json == listed
         filtered = await web.get("/api/refused?reason=x", **allowed)
         assert (filtered.status, "no filter" in filtered.json["error"]) == (400, True)
         held = await web.get("/api/held", **allowed)
@@ -208,10 +207,11 @@ async def test_a_program_with_the_token_lists_what_is_set_aside() -> None:
 async def test_the_menu_counts_without_a_look_into_a_queue() -> None:
     inside = Inside()
 
-    async def refused(limit: int) -> SetAsideList[RefusedRow]:
-        raise AssertionError(limit)
+    async def look(name: str, limit: int) -> Result[Any]:
+        assert name == "strays", limit
+        return Result(0)
 
-    inside.refused = refused  # type: ignore[method-assign]
+    inside.look_aside = look  # type: ignore[method-assign]
     async with served(inside) as web:
         for path in ("/", "/login", "/strays", "/nowhere"):
             assert '<span class="count">1</span>' in (await web.get(path)).text, path
@@ -225,11 +225,11 @@ async def test_looks_at_refused_messages_are_shared_for_seconds() -> None:
     inside = Inside()
     looks = []
 
-    async def refused(limit: int) -> SetAsideList[RefusedRow]:
+    async def look(_name: str, limit: int) -> Result[Any]:
         looks.append(limit)
-        return SetAsideList([], len(looks))
+        return Result(len(looks))
 
-    inside.refused = refused  # type: ignore[method-assign]
+    inside.look_aside = look  # type: ignore[method-assign]
     async with served(inside) as web:
         for _ in range(5):
             assert (await web.get("/refused")).status == 200
@@ -277,7 +277,7 @@ async def test_a_session_is_a_protected_cookie() -> None:
             assert "Dropped: 1 of 1" in (await web.get(f"/{path}", **session)).text
             assert "Dropped: 1 of 1" not in (await web.get(f"/{path}", **session)).text, "once"
         who = "ada (page, 127.0.0.1)"
-        assert inside.done == [("drop", frozenset({"id-1"}), who), ("strays drop", frozenset({"s-1"}), who)]
+        assert inside.done == [("refused drop", frozenset({"id-1"}), who), ("strays drop", frozenset({"s-1"}), who)]
         await web.post("/logout", {}, **session)
         assert (await web.post("/actions/refused", {"verb": "drop", "id": "id-1"}, **session)).status == 403
 
@@ -380,13 +380,13 @@ async def test_delayed_messages_are_shown_for_every_queue(delayed: dict[str, int
 async def test_a_queue_that_hides_messages_is_not_called_empty(name: str) -> None:
     inside = Inside()
 
-    async def look(limit: int) -> SetAsideList[Any]:
-        return SetAsideList(hidden="The queue holds 7 <messages>.")
+    async def look(_name: str, _limit: int) -> Result[Any]:
+        return Result(0, 7)
 
-    setattr(inside, name, look)
+    inside.look_aside = look  # type: ignore[method-assign]
     async with served(inside) as web:
         text = (await web.get(f"/{name}")).text
-    assert "The queue holds 7 &lt;messages&gt;." in text
+    assert "The queue holds 7 messages that the broker itself delays." in text
     assert "Nothing is refused" not in text and "There are no" not in text
 
 
@@ -394,13 +394,13 @@ async def test_slow_queries_run_one_after_another() -> None:
     inside = Inside()
     began, go, at_once = asyncio.Event(), asyncio.Event(), []
 
-    async def refused(limit: int) -> SetAsideList[RefusedRow]:
+    async def look(_name: str, limit: int) -> Result[Any]:
         at_once.append(1)
         began.set()
         await go.wait()
-        return SetAsideList()
+        return Result(0)
 
-    inside.refused = refused  # type: ignore[method-assign]
+    inside.look_aside = look  # type: ignore[method-assign]
 
     async def status(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
         answer = await reader.read(-1)
