@@ -12,7 +12,7 @@ Names that came over AMQP are bytes and need not be UTF-8. They travel through J
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
@@ -130,78 +130,25 @@ class Calendar:
     destinations_more: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PastHour:
-    """An hour of the history from ``start_ms`` on, or a longer span. The lateness is that of released messages:
-    p50, p99 and maximum, in ms."""
-
-    start_ms: int
-    released: int
-    held: int
-    cancelled: int
-    p50_ms: int
-    p99_ms: int
-    worst_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class PastRoute:
-    """The history of one route: ``whole``, and each hour of the last month."""
-
-    route: bytes
-    whole: PastHour
-    hours: tuple[PastHour, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """The most that was released within ``width_ms``, and the most that is due. None: unknown."""
-
-    width_ms: int
-    released: Bar | None
-    coming: Bar | None
-
-
-@dataclass(frozen=True, slots=True)
-class Worse:
-    """A destination whose last day is worse than the time before: the shares of its messages that were held (0 to 1),
-    and the p99 of the lateness. ``messages``: of the last day."""
-
-    to_exchange: bytes
-    to_key: bytes
-    messages: int
-    held_before: float
-    held_now: float
-    p99_before_ms: int
-    p99_now_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class OddDelays:
-    """A destination with delays that are a thousandth, or a thousandfold, of the median of its route (``usual_ms``):
-    ``odd`` of its ``messages``. ``odd_ms``: the median of these."""
-
-    route: bytes
-    to_exchange: bytes
-    to_key: bytes
-    messages: int
-    odd: int
-    odd_ms: int
-    usual_ms: int
+PastRow = Mapping[str, Any]
+"""A row of a query over the history, as docs/backlog.md has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """The history from ``first_ms`` to ``last_ms``. ``hours``: of the last month. ``routes``: the largest."""
+    """The history from ``first_ms`` to ``last_ms`` (audit.past). ``whole``: all of it. ``hours``: of the last month.
+    ``routes``: the largest, each with its whole and its hours. ``capacity``: the most that was released and the most
+    that is due within some widths. ``worse``: destinations that got worse. ``odd``: those with delays that look wrong.
+    """
 
     first_ms: int
     last_ms: int
-    whole: PastHour
-    hours: tuple[PastHour, ...]
-    routes: tuple[PastRoute, ...]
-    capacity: tuple[Capacity, ...]
-    worse: tuple[Worse, ...]
-    odd: tuple[OddDelays, ...]
+    whole: PastRow
+    hours: Sequence[PastRow]
+    routes: Sequence[PastRow]
+    capacity: Sequence[PastRow]
+    worse: Sequence[PastRow]
+    odd: Sequence[PastRow]
 
 
 @dataclass(frozen=True, slots=True)

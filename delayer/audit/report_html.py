@@ -98,9 +98,9 @@ def _past_charts(past: Past) -> Iterator[Chart]:
     series = [("Released per hour", past.hours, "released"), ("Held per hour", past.hours, "held")]
     series += [("Lateness per hour, p99", past.hours, "p99_ms")]
     routes = past.routes[:LATE_ROUTES] if len(past.routes) > 1 else ()
-    series += [(f"Lateness of {words.name(one.route, 'no route')}", one.hours, "p99_ms") for one in routes]
+    series += [(f"Lateness of {words.name(one['route'], 'no route')}", one["hours"], "p99_ms") for one in routes]
     for title, hours, of in series:
-        bars = [Bar(one.start_ms, HOUR_MS, getattr(one, of), 0) for one in hours]
+        bars = [Bar(one["start_ms"], HOUR_MS, one[of], 0) for one in hours]
         if any(bar.messages for bar in bars):
             yield chart(title, bars, bars[0].start_ms, say=words.late if of == "p99_ms" else "{:,}".format)
 
