@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
-from typing import Any, Final, Self
+from typing import Any, Final
 from urllib.parse import quote
 
 from delayer.amqp.address import Address
@@ -55,111 +55,9 @@ class RouteVerdict:
     way: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RouteMatch:
-    """The queues and exchanges to which one exchange routes a key. ``depends``: only headers decide some bindings."""
-
-    queues: frozenset[str] = frozenset()
-    exchanges: frozenset[str] = frozenset()
-    depends: bool = False
-
-    @property
-    def empty(self) -> bool:
-        return not (self.queues or self.exchanges or self.depends)
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeInfo:
-    """An exchange in the management API. ``alternate`` may come from its arguments or a policy."""
-
-    name: str
-    type: str
-    internal: bool = False
-    alternate: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-
 _DELAYED: Final = "x-delayed-message"
 """The delayed-message plugin's type. It routes like the type in ``x-delayed-type``."""
-
-Bindings = Iterable[tuple[Binding, Mapping[str, Any]]]
-
-
-def matcher(exchange: ExchangeInfo, bindings: Bindings) -> Callable[[bytes], RouteMatch] | None:
-    """A function that routes a key like ``exchange``, without visiting every binding. None for an unknown
-    type."""
-    kind = str(exchange.arguments.get("x-delayed-type", "")) if exchange.type == _DELAYED else exchange.type
-    match kind:
-        case "direct":
-            by_key: dict[bytes, list[Binding]] = {}
-            for binding, _ in bindings:
-                by_key.setdefault(binding.key.encode(), []).append(binding)
-            targets = {one: _targets(some) for one, some in by_key.items()}
-            return lambda key: targets.get(key, RouteMatch())
-        case "fanout":
-            everywhere = _targets(binding for binding, _ in bindings)
-            return lambda _: everywhere
-        case "topic":
-            return Topics(binding for binding, _ in bindings).matched
-        case "headers":
-            certain = _headers(bindings)
-            return lambda _: certain
-        case _:
-            return None
-
-
-def _targets(bindings: Iterable[Binding], *, depends: bool = False) -> RouteMatch:
-    queues: set[str] = set()
-    exchanges: set[str] = set()
-    for binding in bindings:
-        (queues if binding.destination_kind == "queue" else exchanges).add(binding.destination)
-    return RouteMatch(frozenset(queues), frozenset(exchanges), depends)
-
-
-def _headers(bindings: Bindings) -> RouteMatch:
-    """The targets of a headers exchange. Without a message's headers, only bindings without wanted headers are certain:
-    they match every message (``all``) or none (``any``)."""
-    certain, depends = [], False
-    for binding, arguments in bindings:
-        how = str(arguments.get("x-match", "all"))
-        names = set(arguments) - {"x-match"}
-        wanted = names if how.endswith("-with-x") else {name for name in names if not name.startswith("x-")}
-        if wanted:
-            depends = True
-        elif how.startswith("all"):
-            certain.append(binding)
-    return _targets(certain, depends=depends)
-
-
-@dataclass(slots=True)
-class _Node:
-    next: dict[bytes, _Node] = field(default_factory=dict)
-    bindings: list[Binding] = field(default_factory=list)
-    hash: bool = False
-
-
-class Topics:
-    """Patterns of a topic exchange as a tree of words, as in the broker. The cost of a key depends on its words and the
-    matching branches, not on the number of bindings."""
-
-    def __init__(self, bindings: Iterable[Binding]) -> None:
-        self._root = _Node()
-        for binding in bindings:
-            node = self._root
-            for word in _words(binding.key.encode()):
-                node = node.next.setdefault(word, _Node(hash=word == b"#"))
-            node.bindings.append(binding)
-
-    def matched(self, key: bytes) -> RouteMatch:
-        nodes = _with_hashes([self._root])
-        for word in _words(key):
-            after: list[_Node] = []
-            for node in nodes.values():
-                if node.hash:  # It matches one word more.
-                    after.append(node)
-                after += [node.next[step] for step in {word, b"*"} if step in node.next and step != b"#"]
-            nodes = _with_hashes(after)
-        return _targets(binding for node in nodes.values() for binding in node.bindings)
+_EVERYTHING: Final = b"#"
 
 
 def _words(key: bytes) -> list[bytes]:
@@ -167,98 +65,102 @@ def _words(key: bytes) -> list[bytes]:
     return key.split(b".") if key else []
 
 
-def _with_hashes(nodes: Iterable[_Node]) -> dict[int, _Node]:
-    """These nodes, and all nodes that follow if every ``#`` matches no word."""
-    found: dict[int, _Node] = {}
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if id(node) not in found:
-            found[id(node)] = node
-            if b"#" in node.next:
-                todo.append(node.next[b"#"])
-    return found
+def key_matches(pattern: bytes, key: bytes) -> bool:
+    """Whether the binding ``pattern`` of a topic exchange matches ``key``."""
+    words, ends = _words(key), {0}  # The numbers of words that the pattern may have matched so far.
+    for step in _words(pattern):
+        if step == b"#":
+            ends = set(range(min(ends), len(words) + 1))
+        else:
+            ends = {end + 1 for end in ends if end < len(words) and step in (b"*", words[end])}
+        if not ends:
+            return False
+    return len(words) in ends
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """An exchange on the way of a message. ``matched`` is None for an unknown type. ``leads``: the exchanges that it
-    may route messages to."""
+class ExchangeRoutes:
+    """An exchange with its bindings. ``known``: whether its type is. ``depends``: whether headers decide about some
+    bindings. ``alternate`` may come from its arguments or a policy."""
 
-    exchange: ExchangeInfo
-    matched: Callable[[bytes], RouteMatch] | None
-    leads: frozenset[str] = frozenset()
+    def __init__(
+        self,
+        kind: str,
+        bindings: Iterable[tuple[Binding, Mapping[str, Any]]],
+        *,
+        arguments: Mapping[str, Any],
+        internal: bool = False,
+        alternate: str | None = None,
+    ) -> None:
+        self.kind, self.internal, self.alternate = kind, internal, alternate
+        kind = str(arguments.get("x-delayed-type", "")) if kind == _DELAYED else kind
+        self.known = kind in ("direct", "fanout", "topic", "headers")
+        self.depends = False
+        self.leads = set() if alternate is None else {alternate}
+        self._exact: dict[bytes, list[Binding]] = {}
+        self._patterns: list[tuple[bytes, Binding]] = []
+        for binding, table in bindings:
+            if binding.destination_kind == "exchange":
+                self.leads.add(binding.destination)
+            key = binding.key.encode()
+            if kind == "fanout" or (kind == "headers" and self._is_certain(table)):
+                self._patterns.append((_EVERYTHING, binding))
+            elif kind == "topic" and not {b"*", b"#"}.isdisjoint(_words(key)):
+                self._patterns.append((key, binding))
+            elif kind != "headers":
+                self._exact.setdefault(key, []).append(binding)
 
-    @classmethod
-    def of(cls, exchange: ExchangeInfo, bindings: Sequence[tuple[Binding, Mapping[str, Any]]]) -> Self:
-        """The stop for an exchange and its bindings in the management API."""
-        leads = {one.destination for one, _ in bindings if one.destination_kind == "exchange"}
-        if exchange.alternate is not None:
-            leads.add(exchange.alternate)
-        return cls(exchange, matcher(exchange, bindings), frozenset(leads))
+    def _is_certain(self, table: Mapping[str, Any]) -> bool:
+        """Whether a binding of a headers exchange matches every message. Without wanted headers it matches every
+        message (``all``) or none (``any``)."""
+        how = str(table.get("x-match", "all"))
+        names = set(table) - {"x-match"}
+        if names if how.endswith("-with-x") else any(not name.startswith("x-") for name in names):
+            self.depends = True
+            return False
+        return how.startswith("all")
+
+    def taking(self, key: bytes) -> list[Binding]:
+        """The bindings that certainly match ``key``."""
+        return [*self._exact.get(key, ()), *(one for pattern, one in self._patterns if key_matches(pattern, key))]
 
 
-@dataclass(slots=True)
-class _Walk:
-    """The state of a walk. ``alternates`` are those that were needed."""
-
-    queue: bool = False
-    queue_by_alternate: bool = False
-    depends: bool = False
-    unknown: list[str] = field(default_factory=list)
-    alternates: list[str] = field(default_factory=list)
-
-
-def route(start: str, key: bytes, stops: Mapping[str, Stop]) -> RouteVerdict:
-    """The route of a message for exchange ``start`` with ``key``. ``stops``: every exchange that ``start`` leads to,
-    with alternates; a missing one does not exist. Never raises."""
-    if start not in stops:
+def route(start: str, key: bytes, exchanges: Mapping[str, ExchangeRoutes]) -> RouteVerdict:
+    """The route of a message for exchange ``start`` with ``key``. ``exchanges``: every one that ``start`` leads to,
+    with alternates; a missing one does not exist. Certain verdicts come first, then possible ones, then unknown ones.
+    """
+    if start not in exchanges:
         return RouteVerdict(Verdict.MISSING)
-    if stops[start].exchange.internal:
+    if exchanges[start].internal:
         return RouteVerdict(Verdict.CLOSED, "the exchange is internal")
-    return _judged(_walked(start, key, stops))
-
-
-def _walked(start: str, key: bytes, stops: Mapping[str, Stop]) -> _Walk:
-    walk = _Walk()
-    todo, seen = [(start, False)], {start}
-    while todo:
-        name, alternate = todo.pop()
+    queue = queue_by_alternate = depends = False
+    unknown: list[str] = []
+    alternates: list[str] = []
+    way = {start: False}  # The exchanges on the way, and whether an alternate led there.
+    todo = [start]
+    for name in todo:
+        by_alternate, exchange = way[name], exchanges.get(name)
         if not name:
-            walk.unknown.append("an alternate exchange is the default exchange")
-            continue
-        stop = stops.get(name)
-        if stop is None:
-            continue
-        if stop.matched is None:
-            walk.unknown.append(f"exchange {name!r} is of type {stop.exchange.type!r}")
-            continue
-        found = stop.matched(key)
-        walk.depends |= found.depends
-        if found.queues:
-            walk.queue, walk.queue_by_alternate = walk.queue or not alternate, walk.queue_by_alternate or alternate
-        leads = [(one, alternate) for one in sorted(found.exchanges)]
-        if found.empty and stop.exchange.alternate is not None:
-            walk.alternates.append(stop.exchange.alternate)
-            leads = [(stop.exchange.alternate, True)]
-        for lead in leads:
-            if lead[0] not in seen:
-                seen.add(lead[0])
-                todo.append(lead)
-    return walk
-
-
-def _judged(walk: _Walk) -> RouteVerdict:
-    """Certain verdicts first, then possible ones, then unknown ones."""
-    if walk.queue:
-        return RouteVerdict(Verdict.ROUTED)
-    if walk.depends:
-        return RouteVerdict(Verdict.DEPENDS)
-    if walk.unknown:
-        return RouteVerdict(Verdict.UNKNOWN, "; ".join(walk.unknown))
-    if walk.queue_by_alternate:
-        return RouteVerdict(Verdict.ALTERNATE, ", ".join(walk.alternates))
-    return RouteVerdict(Verdict.UNROUTABLE, f"nor does its alternate {walk.alternates[0]!r}" if walk.alternates else "")
+            unknown.append("an alternate exchange is the default exchange")
+        elif exchange is not None and not exchange.known:
+            unknown.append(f"exchange {name!r} is of type {exchange.kind!r}")
+        elif exchange is not None:
+            found = exchange.taking(key)
+            depends |= exchange.depends
+            if any(one.destination_kind == "queue" for one in found):
+                queue, queue_by_alternate = queue or not by_alternate, queue_by_alternate or by_alternate
+            leads = {one.destination: by_alternate for one in found if one.destination_kind == "exchange"}
+            if not found and not exchange.depends and exchange.alternate is not None:
+                alternates.append(exchange.alternate)
+                leads = {exchange.alternate: True}
+            todo += sorted(leads.keys() - way.keys())
+            way = leads | way
+    if queue or depends:
+        return RouteVerdict(Verdict.ROUTED if queue else Verdict.DEPENDS)
+    if unknown:
+        return RouteVerdict(Verdict.UNKNOWN, "; ".join(unknown))
+    if queue_by_alternate:
+        return RouteVerdict(Verdict.ALTERNATE, ", ".join(alternates))
+    return RouteVerdict(Verdict.UNROUTABLE, f"nor does its alternate {alternates[0]!r}" if alternates else "")
 
 
 NAME: Final = "delayer audit"
@@ -344,7 +246,7 @@ class _Inquiry:
     def __init__(self, management: Management | None, name: str) -> None:
         self._name = name
         self._management = management
-        self._stops: dict[str, Stop | None] = {}
+        self._stops: dict[str, ExchangeRoutes | None] = {}
         self.answers: dict[CheckedTarget, RouteVerdict] = {}
         self.remarks: list[str] = []
 
@@ -433,9 +335,9 @@ class _Inquiry:
             if n % 1000 == 0:
                 await asyncio.sleep(0)  # Other tasks of the loop run now.
 
-    async def _reachable(self, admin: Admin, management: Management, start: str) -> dict[str, Stop]:
+    async def _reachable(self, admin: Admin, management: Management, start: str) -> dict[str, ExchangeRoutes]:
         """``start``, and every exchange that its bindings and alternates lead to."""
-        found: dict[str, Stop] = {}
+        found: dict[str, ExchangeRoutes] = {}
         todo, seen = [start], {start}
         while todo:
             name = todo.pop()
@@ -451,19 +353,19 @@ class _Inquiry:
                 raise BrokerUnreachable(f"more than {MOST_EXCHANGES} exchanges follow {start!r}")
         return found
 
-    async def _stop(self, admin: Admin, management: Management, name: str) -> Stop | None:
-        """The stop of an exchange; None if it does not exist, since an alternate exchange may be missing."""
+    async def _stop(self, admin: Admin, management: Management, name: str) -> ExchangeRoutes | None:
+        """The exchange with its bindings; None if it does not exist, since an alternate exchange may be missing. An
+        alternate exchange by argument has priority over one by policy."""
         if not await admin.exchange_exists(name):
             return None
-        return Stop.of(await exchange_info(management, name), await bindings_from(management, name))
-
-
-async def exchange_info(management: Management, name: str) -> ExchangeInfo:
-    """An exchange, which must exist. An alternate exchange by argument has priority over one by policy."""
-    columns = "type,internal,arguments,policy"
-    row = await management.get(f"exchanges/{management.vhost}/{quote(name, safe='')}?columns={columns}")
-    alternate = row["arguments"].get("alternate-exchange")
-    if alternate is None and row.get("policy"):
-        in_force = [one for one in await policies_of(management) if one.name == row["policy"] and not one.by_operator]
-        alternate = next((one.definition.get("alternate-exchange") for one in in_force), None)
-    return ExchangeInfo(name, row["type"], row["internal"], alternate, row["arguments"])
+        columns = "type,internal,arguments,policy"
+        row = await management.get(f"exchanges/{management.vhost}/{quote(name, safe='')}?columns={columns}")
+        alternate = row["arguments"].get("alternate-exchange")
+        if alternate is None and row.get("policy"):
+            policies = await policies_of(management)
+            in_force = [one for one in policies if one.name == row["policy"] and not one.by_operator]
+            alternate = next((one.definition.get("alternate-exchange") for one in in_force), None)
+        bindings = await bindings_from(management, name)
+        return ExchangeRoutes(
+            row["type"], bindings, arguments=row["arguments"], internal=row["internal"], alternate=alternate
+        )
