@@ -156,7 +156,8 @@ class PostgresStore:
             return applied
         finally:
             # Also when the commit is in doubt: a note too many costs one claim that finds nothing.
-            if dues := [parcel.due_ms for parcel in batch.kept if lane_of(parcel, place) == lane.number]:
+            # The others are notified, or found long before they are due.
+            if dues := [one.due_ms for one in batch.kept if one.due_ms < far_ms and one.route not in routes]:
                 lane.cursor.note_parked(min(dues))
 
     async def hold(self, lane: PostgresLane, parcels: Sequence[tuple[Parcel, Hold]]) -> None:
@@ -264,11 +265,16 @@ class PostgresStore:
                 await history.keep_up(connection, self._clock.now_upper_ms() // DAY_MS, self._history_days)
 
 
+def lanes_of(parcels: Iterable[Parcel], place: Placement) -> list[int]:
+    """The lanes that these messages go into."""
+    number, routes, _, far, far_ms, _ = place
+    limited = routes.get  # No lane has the number 0.
+    return [limited(one.route) or (far if one.due_ms >= far_ms else number) for one in parcels]
+
+
 def lane_of(parcel: Parcel, place: Placement) -> int:
     """The lane that this message goes into."""
-    if (number := place.routes.get(parcel.route)) is not None:
-        return number
-    return place.far if parcel.due_ms >= place.far_ms else place.number
+    return lanes_of([parcel], place)[0]
 
 
 def to_notify(place: Placement, dues: Iterable[tuple[Parcel, int]]) -> dict[int, int]:
@@ -294,7 +300,7 @@ async def apply_batch(
 
 async def park_plain(connection: Connection, place: Placement, parcels: Sequence[Parcel]) -> None:
     """Messages without keys: one COPY."""
-    lanes = [lane_of(parcel, place) for parcel in parcels]
+    lanes = lanes_of(parcels, place)
     records = [envelope.row(parcel, lane) for parcel, lane in zip(parcels, lanes, strict=True)]
     await connection.copy_records_to_table("message", records=records, columns=envelope.COLUMNS)
     reach("park.copied")
@@ -310,7 +316,7 @@ async def _park_keyed(
     and the epoch of the term."""
     touched = batch.keys | await keys.of_groups(connection, batch.groups)
     cancelled = await keys.cancel_waiting(connection, touched)
-    lanes = [lane_of(parcel, place) for parcel in batch.kept]
+    lanes = lanes_of(batch.kept, place)
     ids = await _new_ids(connection, len(lanes))
     if lanes:
         placed = zip(batch.kept, lanes, ids, strict=True)
