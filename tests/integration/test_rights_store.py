@@ -12,6 +12,7 @@ import pytest
 from delayer.audit import compact as compaction
 from delayer.core.errors import StoreLost
 from delayer.core.filters import Filter, Token
+from delayer.core.operations import Cancel, Term, fold
 from delayer.core.segment import Broken, Restored
 from delayer.core.units import DAY_MS
 from delayer.release.ports import Lane
@@ -93,6 +94,9 @@ async def work(url: str) -> None:
             await store.park(lane, [parcel(now + 500, key=b"k"), parcel(now - 1, key=b"released")], [])
             await store.park(lane, [parcel(now + 600, key=b"k")], [])
             await store.park(lane, [], [b"k"])
+            term = Term((await store.look()).intake)
+            for _ in range(2):  # The first batch of a term raises its epoch, and the others hold it.
+                await store.apply(lane, fold([Cancel(b"k")]), lane.number, term)
             await store.hold(lane, [(parcel(now), WHY)])
             await retry(url, lane)
             first, *rest = await claim_when_due(lane)

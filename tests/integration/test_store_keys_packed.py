@@ -110,7 +110,7 @@ async def test_a_group_cancel_meets_rows_held_ones_and_packed_ones(database: str
         await compact(admin)
         await park(store, lane, b"saga:1:c", b"saga:2:b")
         await store.hold(lane, [(parcel(store.now_upper_ms(), key=b"saga:1:d"), WHY)])
-        await store.apply(lane, fold([Cancel(KeyGroup(b"saga:1:"))]), lane.number)
+        await store.apply(lane, fold([Cancel(KeyGroup(b"saga:1:"))]), lane.number, None)
         assert (await bodies(admin)).keys() == {b"saga:2:a", b"saga:2:b"}
         assert (await conserved(admin))["cancelled"] == 4
 
