@@ -10,7 +10,7 @@ from typing import Self
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 _PORTS = {"amqp": 5672, "amqps": 5671}
-# The first names are RabbitMQ's, the others are aio-pika's: one URL serves both libraries.
+# RabbitMQ's name for each parameter, and aio-pika's, so that both libraries can use the same URL.
 _PARAMETERS = {
     "heartbeat": "heartbeat",
     "connection_timeout": "connection_timeout",

@@ -291,8 +291,8 @@ def _takeovers(settings: Settings, queues: Mapping[str, str]) -> Iterator[Mistak
 
 
 def mistakes(url: str, environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The mistakes in the parameters of a store's URL: expected and found. The driver would report them late, as a
-    store out of reach."""
+    """The mistakes in the parameters of a store's URL: expected and found. The driver would not
+    report them until it connects, and then as a store that cannot be reached."""
     query = urlsplit(url).query
     if urlsplit(url).netloc.count("@") > 1:  # For the driver the host begins behind the first @.
         return [("a URL in which an @ of user or password is written %40", "another one (not shown)")]

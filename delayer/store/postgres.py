@@ -138,8 +138,8 @@ class PostgresStore:
         return self._clock.now_lower_ms()
 
     async def apply(self, lane: PostgresLane, batch: Fold, far: int, term: Term | None) -> Applied:
-        """Commit what is left of a batch: messages that are due soon into ``lane``, those due later into lane ``far``,
-        and those of a route with a lane of its own there. Wakes ``lane`` afterwards.
+        """Commit the rest of a batch, then wake ``lane``. Messages that are due soon go into ``lane``, later ones into
+        lane ``far``, and those of a limited route into the lane of that route.
 
         Raises LaneLost if this process does not own ``lane`` any more (nothing is committed), Rejected, StoreLost; also
         if the batch has keys, and another process has begun a term since ``term``.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 
 import asyncpg
 import pytest
@@ -136,6 +136,22 @@ async def test_commands_meet_packed_messages_by_their_key(database: str) -> None
         assert await bodies(admin) == {b"c": b"body"}
 
 
+@asynccontextmanager
+async def changing(
+    store: Store, lane: PostgresLane, admin: asyncpg.Connection, new: Sequence[bytes], statement: str
+) -> AsyncIterator[None]:
+    """Replace message k by ``new``, or cancel it. Its ``statement`` waits until the body has ended what blocks it."""
+    parcels = [parcel(store.now_upper_ms() + LATER_MS, b"new", key=key) for key in new]
+    change = asyncio.create_task(store.park(lane, parcels, [] if new else [b"k"]))
+    await blocked(admin, statement)
+    yield
+    assert await change == (set() if new else {b"k"})
+    left = dict.fromkeys(new, b"new") | {b"l": b"old"}
+    assert await bodies(admin) == left
+    await restore_all(admin)
+    assert await bodies(admin) == left
+
+
 @pytest.mark.parametrize("new", [[], [b"k"]])
 @pytest.mark.parametrize("end", ["commit", "rollback"])
 async def test_a_change_waits_for_a_restore(database: str, new: Sequence[bytes], end: str) -> None:
@@ -146,15 +162,8 @@ async def test_a_change_waits_for_a_restore(database: str, new: Sequence[bytes],
         transaction = other.transaction()
         await transaction.start()
         await restore.restore_one(other, catalog.FOREVER_MS)
-        parcels = [parcel(store.now_upper_ms() + LATER_MS, b"new", key=key) for key in new]
-        changing = asyncio.create_task(store.park(lane, parcels, [] if new else [b"k"]))
-        await blocked(admin, "%FROM segment%FOR UPDATE%")
-        await getattr(transaction, end)()
-        assert await changing == (set() if new else {b"k"})
-        left = dict.fromkeys(new, b"new") | {b"l": b"old"}
-        assert await bodies(admin) == left
-        await restore_all(admin)
-        assert await bodies(admin) == left
+        async with changing(store, lane, admin, new, statement="%FROM segment%FOR UPDATE%"):
+            await getattr(transaction, end)()
 
 
 @pytest.mark.parametrize("new", [[], [b"k"]])
@@ -166,15 +175,8 @@ async def test_a_change_waits_for_a_compaction(database: str, new: Sequence[byte
         transaction = other.transaction()
         await transaction.start()
         await compact(other)
-        parcels = [parcel(store.now_upper_ms() + LATER_MS, b"new", key=key) for key in new]
-        changing = asyncio.create_task(store.park(lane, parcels, [] if new else [b"k"]))
-        await blocked(admin, "%DELETE FROM message%")
-        await getattr(transaction, end)()
-        assert await changing == (set() if new else {b"k"})
-        left = dict.fromkeys(new, b"new") | {b"l": b"old"}
-        assert await bodies(admin) == left
-        await restore_all(admin)
-        assert await bodies(admin) == left
+        async with changing(store, lane, admin, new, statement="%DELETE FROM message%"):
+            await getattr(transaction, end)()
 
 
 async def test_a_compaction_leaves_the_key_of_a_newer_message(database: str) -> None:

@@ -250,7 +250,7 @@ def _run(row: asyncpg.Record) -> Run:
 
 
 async def _waiting(connection: Connection, keys: Collection[bytes]) -> set[bytes]:
-    """The keys among these that stand for a waiting or held message. Raises the driver's errors."""
+    """Return those of ``keys`` that belong to a waiting or held message. Raises the driver's errors."""
     there = await connection.fetch(
         "SELECT key, lane, due_at, id, segment FROM message_key WHERE key = ANY($1)", list(keys)
     )

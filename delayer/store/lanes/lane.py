@@ -88,8 +88,7 @@ class PostgresClaimer:
             try:
                 claim = await self._claim_once(connection, limit, max_bytes)
             except (asyncpg.DeadlockDetectedError, Rejected):
-                # A deadlock with a park that replaces several keyed messages at once: the park wins. The lane claims
-                # again in both cases.
+                # A deadlock with a park that replaces several keyed messages: the park wins. The lane claims again.
                 self._forget()
                 await connection.execute("ROLLBACK")
                 return []
@@ -100,8 +99,7 @@ class PostgresClaimer:
         return claim.rows
 
     async def _claim_once(self, connection: Connection, limit: int, max_bytes: int) -> Claim:
-        """Begin a transaction and take waiting or held rows. The two kinds alternate. If one kind has no rows, it takes
-        the other kind."""
+        """Begin a transaction and take waiting or held rows, in turn. If one kind has no rows, take the other."""
         if connection.is_in_transaction():
             raise RuntimeError(f"lane {self._lane.number}: a transaction is open that no claim began")
         await connection.execute("BEGIN")

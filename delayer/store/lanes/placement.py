@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 FAR_MS: Final = 120_000
-"""Messages that are due later than this go to all lanes in turn, whoever owns them: their owners find them in time,
-because a lane claims at least once a minute, and looks a minute ahead (lane.py). Sooner ones stay in a lane of this
-process."""
+"""Messages that are due later than this are spread over all lanes, including those of other processes. A lane claims at
+least once a minute and looks a minute ahead (lane.py), so its owner finds them in time. Messages that are due sooner
+stay in a lane of this process."""
 
 
 class Placement(NamedTuple):
