@@ -170,7 +170,7 @@ _OPTIONS = (
                  help="Only messages that are due then or later; the others stay in the source."),
     click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the N that are due soonest."),
     click.option("--rewrite-destination", "rewrites", multiple=True, callback=rewrites_of, metavar="EXPRESSION",
-                 help="Rename destinations, as sed does: 's/@.*//'. May be repeated."),
+                 help="Rename destinations: 's/@.*//'. May be repeated."),
     click.option("--unverified", is_flag=True, help="Do not ask the broker whether the destinations exist."),
     as_json,
 )  # fmt: skip

@@ -207,15 +207,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """One ``s/pattern/replacement/flags`` in the syntax of sed, for destinations such as ``queue@MACHINE``."""
+    """One ``s/pattern/replacement/`` for destinations such as ``queue@MACHINE``. It replaces the first match."""
 
     pattern: re.Pattern[str]
     replacement: str
-    everywhere: bool
     text: str
 
     def __call__(self, name: str) -> str:
-        return self.pattern.sub(self.replacement, name, count=0 if self.everywhere else 1)
+        return self.pattern.sub(self.replacement, name, count=1)
 
 
 REPLIES: Final = "rewrite_reply_to"
@@ -232,8 +231,8 @@ def rewriting(rewrites: Sequence[Rewrite], name: str = "rewrite") -> dict[str, o
 
 
 def read_rewrite(text: str) -> Rewrite:
-    """Read ``s/@.*//``. Any character can replace the slashes; flags are ``g`` and ``i``. The pattern has Python's
-    syntax, the replacement sed's (``&``, ``\\1``). Raises ValueError with the expected form.
+    """Read ``s/@.*//``. Any punctuation can replace the slashes. Pattern and replacement have the syntax of Python's
+    ``re.sub``. Raises ValueError with the expected form.
 
     >>> read_rewrite("s/@.*//")("sales@SERVER7")
     'sales'
@@ -241,28 +240,15 @@ def read_rewrite(text: str) -> Rewrite:
     expected = "an expression such as s/@.*//"
     found = _EXPRESSION.fullmatch(text)
     if found is None:
-        raise ValueError(f"{expected}, with flags of g and i only")
-    delimiter = found["delimiter"]
-    pattern, replacement = (found[name].replace(f"\\{delimiter}", delimiter) for name in ("pattern", "replacement"))
+        raise ValueError(expected)
+    _, pattern, replacement = found.groups()
     try:
-        compiled = re.compile(pattern, re.IGNORECASE if "i" in found["flags"].lower() else 0)
-        template = _BACK_REFERENCE.sub(_in_python, replacement)
+        compiled = re.compile(pattern)
         # This checks that the referenced groups exist; a pattern without a match would not show it.
-        re.compile(f"(?:{pattern})|").sub(template, "")
+        re.compile(f"{pattern}|").sub(replacement, "")
     except (re.error, IndexError) as error:
         raise ValueError(f"{expected}; this one does not compile: {error}") from None
-    return Rewrite(compiled, template, "g" in found["flags"], text)
+    return Rewrite(compiled, replacement, text)
 
 
-_EXPRESSION: Final = re.compile(
-    r"s(?P<delimiter>[^a-zA-Z0-9\\\n])(?P<pattern>(?:\\.|(?!(?P=delimiter))[^\\])*)(?P=delimiter)"
-    r"(?P<replacement>(?:\\.|(?!(?P=delimiter))[^\\])*)(?P=delimiter)(?P<flags>[giI]*)",
-    re.DOTALL,
-)
-_BACK_REFERENCE: Final = re.compile(r"&|\\(.)", re.DOTALL)
-
-
-def _in_python(found: re.Match[str]) -> str:
-    if found[0] == "&":
-        return r"\g<0>"
-    return rf"\g<{found[1]}>" if found[1].isdigit() else found[1].replace("\\", "\\\\")
+_EXPRESSION: Final = re.compile(r"s([^\w\\])((?:(?!\1).)*)\1((?:(?!\1).)*)\1", re.DOTALL)

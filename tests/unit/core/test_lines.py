@@ -29,13 +29,10 @@ def parcel(exchange: bytes = b"", routing_key: bytes = b"sales", body: bytes = b
         ("s/@.*//", "sales", "sales"),
         ("s/@.*//", "a@b@c", "a"),
         ("s/a/b/", "aaa", "baa"),
-        ("s/a/b/g", "aaa", "bbb"),
-        ("s/A/b/gi", "aAa", "bbb"),
-        ("s|/|.|g", "a/b/c", "a.b.c"),
-        (r"s/\//./g", "a/b/c", "a.b.c"),
+        ("s/(?i)A/b/", "aAa", "bAa"),
+        ("s|/|.|", "a/b/c", "a.b/c"),
         (r"s/^(.*)@(.*)$/\2.\1/", "sales@SERVER7", "SERVER7.sales"),
-        ("s/.*/prod.&/", "sales", "prod.sales"),
-        (r"s/s/\&/", "sales", "&ales"),
+        (r"s/.*/prod.\g<0>/", "sales", "prod.sales"),
         (r"s/a/\\/", "a", "\\"),
         ("s,@.*,,", "sales@x", "sales"),
         ("s/ö/oe/", "Mörder", "Moerder"),
@@ -46,7 +43,7 @@ def test_rewriting(expression: str, name: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "s", "s/a/b", "s/a", "y/a/b/", "s/a/b/x", "s/(/b/", r"s/a/\1/", "saabba", "s/a/b/c/d", "@.*"]
+    "text", ["", "s", "s/a/b", "s/a", "y/a/b/", "s/a/b/g", "s/(/b/", r"s/a/\1/", "saabba", "s/a/b/c/d", "@.*"]
 )
 def test_invalid_rewrites(text: str) -> None:
     with pytest.raises(ValueError, match="an expression such as"):
