@@ -42,7 +42,6 @@ def import_failures() -> Iterator[None]:
         raise CommandFailed(f"the counts differ: {error}. Nothing is lost; see docs/importing.md.") from error
 
 
-SUPERSEDED = "because a message waits under their key already, and stays"
 SHOWN_GOALS = 20
 
 
@@ -50,7 +49,7 @@ def tell_preview(seen: Preview, as_json: bool) -> None:
     survey = seen.survey
     goals = sorted(survey.goals.items(), key=lambda one: (-one[1].messages, one[0]))
     if as_json:
-        names = ("messages", "first_due_ms", "last_due_ms", "superseded", "left", "remarks")
+        names = ("messages", "first_due_ms", "last_due_ms", "left", "remarks")
         print_json(
             {
                 **{name: getattr(survey, name) for name in names},
@@ -95,8 +94,6 @@ def lines_of(seen: Preview) -> list[str]:
     if seen.reasons:
         said.append(f"{seen.to_hold:,} of them would be held, as far as can be seen:")
         said += [f"  {count:,}, {why}" for count, why in _reasons(seen.reasons)]
-    if survey.superseded:
-        said.append(f"{survey.superseded:,} of them would not be imported: {SUPERSEDED}.")
     said += [f"Left where they are: {count:,} {why}." for why, count in survey.left.items()]
     return said + [f"Note: {remark}." for remark in survey.remarks]
 
@@ -143,7 +140,7 @@ def tell_report(report: ImportReport, as_json: bool) -> None:
     for count, why in _reasons(report.reasons):
         note(f"Held: {count:,}, {why}.")
     if report.superseded:
-        note(f"Not imported: {report.superseded:,}, {SUPERSEDED}. `delayer audit-log` names the keys.")
+        note(f"Not imported: {report.superseded:,}, because messages wait under their keys. See `delayer audit-log`.")
     for why, count in report.left.items():
         note(f"Left where they are: {count:,} {why}.")
     for doubt in report.doubts:

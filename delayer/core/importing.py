@@ -137,8 +137,7 @@ class Survey:
     ``messages``: the number of matching messages. ``unfit``: reasons why some would be held at any destination, with
     their numbers, for the examined part of the source. ``left``: reasons why others stay, with their numbers.
     ``remarks``: texts for operators. ``doubts``: remarks about possibly missing or repeated messages, which a run
-    reports too. ``brought``: earlier imports of the same messages. ``superseded``: messages that would not be parked,
-    because their keys have other waiting messages."""
+    reports too. ``brought``: earlier imports of the same messages."""
 
     messages: int = 0
     first_due_ms: int | None = None
@@ -149,7 +148,6 @@ class Survey:
     remarks: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
     brought: list[int] = field(default_factory=list)
-    superseded: int = 0
 
     def add(self, target: Target, due_ms: int, problem: str = "") -> None:
         """Count a message. ``problem``: the reason why any destination would hold it, or ""."""

@@ -22,9 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from io import BufferedReader
-from itertools import islice
 from pathlib import Path
-from typing import ClassVar, Final, NamedTuple, TypeVar
+from typing import ClassVar, Final, NamedTuple
 
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties, entry, long_string, splice
@@ -37,8 +36,6 @@ from delayer.core.plan import LATEST_MS
 from delayer.imports.state_machine import ImportImpossible, SourceLost
 from delayer.store.admin.importing import ImportStore
 from delayer.store.rows.envelope import checksum
-
-T = TypeVar("T")
 
 
 @contextmanager
@@ -55,13 +52,6 @@ def seen_now(path: Path) -> tuple[int, int, int]:
     with reading(path):
         found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def portions(records: Iterable[T]) -> Iterator[list[T]]:
-    """The records in lists of 10,000, each for one statement."""
-    records = iter(records)
-    while some := list(islice(records, 10_000)):
-        yield some
 
 
 BATCH: Final = 2_000
@@ -103,6 +93,8 @@ class FileSource(ABC):
         self._file: BufferedReader | None = None
         self._run: Run | None = None
         self._after = _BEFORE
+        self._to_come = 0
+        """The staged records that no batch has brought yet."""
         self._survey: Survey | None = None
         self._messages = 0
         """The messages that the last reading met, unreadable ones among them."""
@@ -128,7 +120,7 @@ class FileSource(ABC):
             self._parameters = {**said, **self.more_parameters(), **self.meant.as_dict()}
         return self._parameters
 
-    async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
+    async def survey(self, unfinished: Run | None = None) -> Survey:
         """See Source. It skips and reports unreadable records. It always reads every line."""
         if self._survey is None:
             self._survey = self._look()
@@ -139,26 +131,7 @@ class FileSource(ABC):
                         f"import {earlier} brought {messages:,} messages of this very file: messages of both imports "
                         "come in twice, and are delivered twice"
                     )
-            if thorough:
-                await self._add_superseded(self._survey, unfinished)
         return self._survey
-
-    async def _add_superseded(self, survey: Survey, unfinished: Run | None) -> None:
-        """Count messages that would not be parked, as a message waits under their key. No limit bounds the count."""
-        done = _BEFORE if unfinished is None or unfinished.progress is None else tuple(json.loads(unfinished.progress))
-        keyed = (
-            (number, item.parcel.key)
-            for number, position, _, item in self._meant_records()
-            if item.parcel.key is not None and (item.parcel.due_ms, position) > done
-        )
-        for portion in portions(keyed):
-            waiting = await self.notes.waiting_under({key for _, key in portion})
-            found = [(number, key) for number, key in portion if key in waiting]
-            survey.remarks += [
-                f"line {number}: will not be imported: a message waits under its key {key.decode(errors='replace')!r}"
-                for number, key in found[: max(0, NAMED - survey.superseded)]
-            ]
-            survey.superseded += len(found)
 
     def _look(self) -> Survey:
         """Read and count the whole file. Raises ImportImpossible for a file that was cut."""
@@ -222,21 +195,20 @@ class FileSource(ABC):
 
     async def stage(self, run: Run) -> int:
         records = ((item.parcel.due_ms, position, size) for _, position, size, item in self._meant_records())
-        count = await self.notes.write_items(run, portions(records))
-        if self.meant.limit is not None and count > self.meant.limit:
-            count = await self.notes.keep_items(run, self.meant.limit)
-        return count
+        count = await self.notes.write_items(run, records)
+        return count if self.meant.limit is None else min(count, self.meant.limit)
 
     async def resume(self, run: Run) -> None:
         """See Source. It removes nothing, and passes over committed records."""
         self._run = run
+        self._to_come = (run.staged or 0) - run.committed
         if run.progress is not None:
             due_ms, position = json.loads(run.progress)
             self._after = (due_ms, position)
 
     async def next_batch(self) -> ImportBatch | None:
         assert self._run is not None
-        places = await self.notes.read_items(self._run, self._after, BATCH)
+        places = await self.notes.read_items(self._run, self._after, min(BATCH, self._to_come))
         if not places:
             return None
         items: list[ImportItem] = []
@@ -252,6 +224,7 @@ class FileSource(ABC):
                 break
         if self._state not in (None, seen_now(self.path)):
             raise ImportImpossible(f"{self.path}: it changed since it was staged")
+        self._to_come -= len(items)
         return ImportBatch(items, json.dumps(self._after))
 
     def _read_at(self, position: int, length: int) -> LineReading:

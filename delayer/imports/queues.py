@@ -160,7 +160,7 @@ class Queues(ABC):
     def parameters(self) -> dict[str, object]:
         return {"broker": str(address_of(self.url)), **self.more_parameters(), **self.meant.as_dict()}
 
-    async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
+    async def survey(self, unfinished: Run | None = None) -> Survey:
         """See Source. A look into a queue counts as a delivery, so the survey asks for numbers only."""
         survey = Survey()
         now_ms = await self.now()

@@ -124,7 +124,7 @@ class SqlTimeouts:
         )
         return said | rewriting(self.replies, REPLIES) | self.meant.as_dict()
 
-    async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
+    async def survey(self, unfinished: Run | None = None) -> Survey:
         """See Source. The survey reads every row, because only its headers tell whether it would be held."""
         survey = Survey()
         async with self._database.connected() as connection:

@@ -53,10 +53,9 @@ class ImportSource(Protocol):
     @property
     def parameters(self) -> Mapping[str, object]: ...
 
-    async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
+    async def survey(self, unfinished: Run | None = None) -> Survey:
         """Count and check the messages without lasting changes. ``unfinished``: this import was interrupted, and its
-        staged messages still come. ``thorough``: look at every message, however long that takes, as a run does. Raises
-        ImportImpossible for a source that no run could read."""
+        staged messages still come. Raises ImportImpossible for a source that no run could read."""
 
     async def stage(self, run: Run) -> int | None:
         """Take the chosen messages out of reach of others, or note their places. Safe to repeat. Returns their number;
@@ -111,7 +110,7 @@ class Preview:
     def clean(self) -> bool:
         """Whether a run would need no operator: no messages to hold, none unreadable, nothing to decide."""
         held_before = self.own and self.unfinished is not None and self.unfinished.held > 0
-        found = self.reasons or self.survey.superseded or not FOR_PEOPLE.isdisjoint(self.survey.left)
+        found = self.reasons or not FOR_PEOPLE.isdisjoint(self.survey.left)
         return not (found or self.refusal or held_before)
 
 
@@ -157,7 +156,7 @@ async def preview(source: ImportSource, book: ImportStore, judge: Destinations, 
         own = None if unfinished is None else same(unfinished, source)
     except ImportImpossible as error:
         refusal = str(error)
-    survey = await source.survey(own, thorough=True)
+    survey = await source.survey(own)
     problems = await judge.problems(survey.goals)
     return Preview(survey, problems, unfinished, own is not None, refusal or _brought(survey, again))
 

@@ -324,11 +324,6 @@ async def test_a_waiting_message_wins_over_an_imported_one_of_its_key(
         await place.park(lane, new[:1], [])
         await place.park(lane, new[1:], [])
         await admin.execute("UPDATE message_key SET id = -1 WHERE key = 'order-1'")  # and one key without a message
-        seen = json.loads(delayer("import", "jsonl", "preview", *words, expect=ExitCode.FOUND).stdout)
-        assert seen["superseded"] == 1
-        assert seen["remarks"][-1] == "line 1: will not be imported: a message waits under its key 'order-0'"
-        told = delayer("import", "jsonl", "preview", str(file), "--unverified", expect=ExitCode.FOUND).stdout
-        assert "1 of them would not be imported: because a message waits under their key already" in told
         report = json.loads(delayer("import", "jsonl", "run", *words, "--yes", expect=ExitCode.FOUND).stdout)
         assert (report["parked"], report["held"], report["superseded"], report["staged"]) == (3, 0, 2, 5)
         waiting = await admin.fetch("SELECT right(encode(key, 'escape'), 1), body FROM message ORDER BY key, body")
@@ -356,7 +351,7 @@ async def test_a_held_message_keeps_its_key_from_an_imported_one(delayer: Run, d
         await hold(admin)
         run = ("import", "jsonl", "run", str(file), "--unverified", "--yes", "--again")
         told = delayer(*run, expect=ExitCode.FOUND).stderr
-        assert "Not imported: 1, because a message waits under their key already, and stays" in told
+        assert "Not imported: 1, because messages wait under their keys" in told
         assert await admin.fetchval("SELECT count(*) FROM held WHERE body = 'waits'") == 1
 
 
@@ -370,9 +365,6 @@ async def test_an_imported_message_that_is_held_can_be_cancelled_by_its_key(
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         await place.park(lane, [parcel(place.now_upper_ms() + DAY_MS, b"waits", key=b"waits")], [])
         words = (str(file), "--unverified", "--json")
-        assert (
-            json.loads(delayer("import", "jsonl", "preview", *words, expect=ExitCode.FOUND).stdout)["superseded"] == 1
-        )
         run = delayer("import", "jsonl", "run", *words, "--yes", expect=ExitCode.FOUND)
         report = json.loads(run.stdout)
         assert (report["parked"], report["held"], report["superseded"]) == (0, 1, 2)

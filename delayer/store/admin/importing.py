@@ -42,6 +42,12 @@ _COMMIT: Final = (
     "UPDATE import_run SET parked = parked + $2, held = held + $3, superseded = superseded + $4, progress = $5"
     " WHERE id = $1 AND phase = 'running' AND progress IS NOT DISTINCT FROM $6 RETURNING parked, held, superseded"
 )
+_WAITING: Final = """
+SELECT key FROM message_key AS k WHERE key = ANY($1) AND (
+    EXISTS (SELECT FROM message AS m WHERE m.lane = k.lane AND m.due_at = k.due_at AND m.id = k.id)
+    OR EXISTS (SELECT FROM held WHERE held.id = k.id) OR EXISTS (SELECT FROM segment WHERE segment.id = k.segment)
+)
+"""
 SUPERSEDED: Final = "import superseded"
 """The verb in the audit log of messages that were not imported, as others wait under their keys."""
 NAMED: Final = 50
@@ -178,11 +184,6 @@ class ImportStore:
             kept.append(item)
         return kept, superseded
 
-    async def waiting_under(self, wanted: Collection[bytes]) -> set[bytes]:
-        """The keys among these under which a message waits. An import would not park another one. Raises StoreLost."""
-        with translated("import"):
-            return await _waiting(self._connection, wanted)
-
     async def brought(self, source: str, sha256: str) -> list[tuple[int, int]]:
         """Imports of the same bytes that are over: the number of each, and how many messages it brought."""
         with translated("import"):
@@ -194,38 +195,19 @@ class ImportStore:
             )
         return [(row["id"], row["messages"]) for row in rows]
 
-    async def write_items(self, run: Run, items: Iterable[Sequence[tuple[int, int, int]]]) -> int:
-        """Note the records to read, in portions: (due instant, offset, length). Returns their number. Replaces all
-        notes from before, in one transaction."""
-        count = 0
+    async def write_items(self, run: Run, items: Iterable[tuple[int, int, int]]) -> int:
+        """Note the records to read, (due instant, offset, length), in place of all earlier notes. Returns their
+        number."""
         with translated("import"):
             async with pool.transaction(self._connection):
-                await self._connection.execute("TRUNCATE import_item")
-                for some in items:
-                    await self._connection.copy_records_to_table(
-                        "import_item",
-                        records=[(run.id, *one) for one in some],
-                        columns=("run", "due_ms", "position", "size"),
-                    )
-                    count += len(some)
-        return count
-
-    async def keep_items(self, run: Run, limit: int) -> int:
-        """Keep only the soonest ``limit`` notes. Returns how many are left."""
-        with translated("import"):
-            async with pool.transaction(self._connection):
-                await self._connection.execute("SET LOCAL statement_timeout = 0")  # It may take a minute for millions.
-                await self._connection.execute(
-                    "DELETE FROM import_item WHERE run = $1 AND (due_ms, position) > (SELECT due_ms, position"
-                    " FROM import_item WHERE run = $1 ORDER BY due_ms, position OFFSET $2 LIMIT 1)",
-                    run.id,
-                    limit - 1,
+                await self._connection.execute("TRUNCATE import_item; SET LOCAL statement_timeout = 0")
+                status: str = await self._connection.copy_records_to_table(
+                    "import_item",
+                    records=((run.id, *one) for one in items),
+                    columns=("run", "due_ms", "position", "size"),
                     timeout=LONG_SECONDS,
                 )
-                count: int = await self._connection.fetchval(
-                    "SELECT count(*) FROM import_item WHERE run = $1", run.id, timeout=LONG_SECONDS
-                )
-        return count
+        return int(status.removeprefix("COPY "))
 
     async def read_items(self, run: Run, after: tuple[int, int], limit: int) -> list[tuple[int, int, int]]:
         """The next of them behind ``after`` (due instant, position), soonest due first."""
@@ -251,22 +233,7 @@ def _run(row: asyncpg.Record) -> Run:
 
 async def _waiting(connection: Connection, keys: Collection[bytes]) -> set[bytes]:
     """Return those of ``keys`` that belong to a waiting or held message. Raises the driver's errors."""
-    there = await connection.fetch(
-        "SELECT key, lane, due_at, id, segment FROM message_key WHERE key = ANY($1)", list(keys)
-    )
-    return {key for key, *place in there if await _waits(connection, *place)}
-
-
-async def _waits(connection: Connection, lane: int, due_at: int, message_id: int, segment: int | None) -> bool:
-    if segment is not None and await connection.fetchval("SELECT true FROM segment WHERE id = $1", segment):
-        return True
-    by_place = "SELECT true FROM message WHERE lane = $1 AND due_at = $2 AND id = $3"
-    return bool(
-        await connection.fetchval(by_place, lane, due_at, message_id)
-        or await connection.fetchval("SELECT true FROM held WHERE id = $1", message_id)
-        # It was on its way out of the default partition when we looked first.
-        or await connection.fetchval(by_place, lane, due_at, message_id)
-    )
+    return {key for (key,) in await connection.fetch(_WAITING, list(keys))}
 
 
 async def anywhere(connection: Connection, turn: int) -> Placement:
