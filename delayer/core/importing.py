@@ -149,16 +149,19 @@ class Survey:
     doubts: list[str] = field(default_factory=list)
     brought: list[int] = field(default_factory=list)
 
-    def add(self, target: Target, due_ms: int, problem: str = "") -> None:
-        """Count a message. ``problem``: the reason why any destination would hold it, or ""."""
-        self.messages += 1
+    def add(
+        self, target: Target, due_ms: int, problem: str = "", *, messages: int = 1, last_due_ms: int | None = None
+    ) -> None:
+        """Count messages of one destination, the first of them due at ``due_ms``. ``problem``: the reason why any
+        destination would hold them, or ""."""
+        self.messages += messages
         self.first_due_ms = soonest(self.first_due_ms, due_ms)
-        self.last_due_ms = due_ms if self.last_due_ms is None else max(self.last_due_ms, due_ms)
-        self.expect(target, 1, due_ms)
+        self.last_due_ms = max(self.last_due_ms or 0, last_due_ms or due_ms)
+        self.expect(target, messages, due_ms)
         if problem:
-            count_reason(self.unfit, problem)
+            count_reason(self.unfit, problem, messages)
             if (goal := self.goals.get(target)) is not None:
-                goal.unfit += 1
+                goal.unfit += messages
 
     def expect(self, target: Target, messages: int, first_due_ms: int | None = None) -> None:
         """Count messages of one destination, but not in the totals of the survey."""

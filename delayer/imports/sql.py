@@ -7,16 +7,17 @@ after the store has committed them, and drops the empty tables at the end.
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
 from itertools import chain, islice
+from operator import itemgetter
 from typing import Any, Final
 
 from sqlalchemy import Connection, MetaData, Select, Table, delete, func, inspect, literal_column, select
@@ -41,7 +42,7 @@ from delayer.core.message import Target
 from delayer.imports.databases import Database, database_url
 from delayer.imports.state_machine import CountMismatch, ImportImpossible
 from delayer.imports.timeout_table import DuePlace, RowFilter, TimeoutTable, staged_beside, staged_token
-from delayer.imports.timeouts import StoredTimeout, epoch_ms, item_of, moment_of, problem_of
+from delayer.imports.timeouts import StoredTimeout, epoch_ms, item_of, misnamed, moment_of
 
 TABLES: Final[Mapping[str, Sequence[str]]] = {
     "nservicebus-sql": ("*TimeoutData",),
@@ -54,8 +55,6 @@ CLOCKS: Final = {"postgresql": "timezone('UTC', clock_timestamp())", "mssql": "s
 MYSQL_CLOCK: Final = "utc_timestamp(3)"
 BATCH: Final = 2_000
 BATCH_BYTES: Final = 8 << 20
-READ_BYTES: Final = 32 << 20
-"""Bytes of the rows that are in memory, of all tables together; more only where a single row is larger."""
 SOON: Final = "due within a minute, or overdue: a timeout manager may have them in hand (--overdue-too takes them)"
 NO_TIME: Final = "without a due time"
 
@@ -75,22 +74,6 @@ def read_places(text: str | None) -> dict[str, DuePlace]:
         name: (datetime.fromisoformat(due), uuid.UUID(id_["uuid"]) if isinstance(id_, dict) else id_)
         for name, (due, id_) in json.loads(text or "{}").items()
     }
-
-
-async def merged(streams: Sequence[AsyncIterator[Any]]) -> AsyncIterator[tuple[int, Any]]:
-    """The rows of several streams in the order of their due instants (column 3), each with its stream's number."""
-    heads = []
-    for number, stream in enumerate(streams):
-        if (row := await anext(stream, None)) is not None:
-            heads.append((row[3], number, row))
-    heapq.heapify(heads)
-    while heads:
-        _, number, row = heads[0]
-        yield number, row
-        if (row := await anext(streams[number], None)) is None:
-            heapq.heappop(heads)
-        else:
-            heapq.heapreplace(heads, (row[3], number, row))
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -114,7 +97,6 @@ class SqlTimeouts:
         self._database = Database(database_url(self.url))
         self._staged: list[TimeoutTable] = []
         self._removed: dict[str, DuePlace] = {}
-        self._batches: AsyncGenerator[ImportBatch] | None = None
 
     @property
     def parameters(self) -> dict[str, object]:
@@ -125,7 +107,7 @@ class SqlTimeouts:
         return said | rewriting(self.replies, REPLIES) | self.meant.as_dict()
 
     async def survey(self, unfinished: Run | None = None) -> Survey:
-        """See Source. The survey reads every row, because only its headers tell whether it would be held."""
+        """See Source. It counts rows by destination, and reads neither headers nor bodies."""
         survey = Survey()
         async with self._database.connected() as connection:
             tables = await self._tables(connection, "" if unfinished is None else unfinished.token)
@@ -140,7 +122,7 @@ class SqlTimeouts:
             else:
                 for one in tables:
                     if one.staged.name in there:
-                        await self._look(connection, one, one.staged, one.look_at(one.staged), survey)
+                        await self._look(connection, one.goals(one.staged), survey)
                 if survey.messages:  # The move is one transaction, so either all rows are staged or none.
                     survey.remarks.append("these are messages that the interrupted run staged and did not remove yet")
                 if survey.messages or unfinished.phase is Phase.RUNNING:
@@ -149,7 +131,8 @@ class SqlTimeouts:
             shares = await self._shares(connection, tables, pick)
             meant = 0
             for one in tables:
-                await self._look(connection, one, one.source, one.looks(pick, shares.get(one.name)), survey)
+                goals = one.goals(one.source, *one.meant(pick), limit=shares[one.name])
+                await self._look(connection, goals, survey)
                 meant += await self._leave_others(connection, one, pick, survey)
             if self.meant.limit is not None:
                 survey.leave(Left.BEYOND_LIMIT, max(meant - self.meant.limit, 0))
@@ -185,37 +168,24 @@ class SqlTimeouts:
             await connection.commit()
 
     async def next_batch(self) -> ImportBatch | None:
-        if self._batches is None:
-            self._batches = self._read()
-        return await anext(self._batches, None)
-
-    async def _read(self) -> AsyncGenerator[ImportBatch]:
-        """The staged rows, the soonest due first."""
-        tables, upto = self._staged, dict(self._removed)
-        items: list[ImportItem] = []
-        size = 0
+        """See Source. The sizes of the soonest rows in each table tell which of them are one batch."""
+        places = dict(self._removed)
+        rows: list[Any] = []
         async with self._database.connected() as connection:
-            # Otherwise a transaction would stay open for the whole run.
-            await connection.execution_options(isolation_level="AUTOCOMMIT")
-            streams = [self._rows(connection, one, upto.get(one.name)) for one in tables]
-            async for number, row in merged(streams):
-                items.append(self._item(row))
-                upto[tables[number].name] = (row[3], row[0])
-                size += len(row[2] or b"")
-                if len(items) >= BATCH or size >= BATCH_BYTES:
-                    yield ImportBatch(items, write_places(upto))
-                    items, size = [], 0
-        if items:
-            yield ImportBatch(items, write_places(upto))
-
-    async def _rows(self, connection: AsyncConnection, one: TimeoutTable, after: DuePlace | None) -> AsyncIterator[Any]:
-        """The staged rows of one table behind ``after``, read by portions that fit into memory."""
-        share = len(self._staged)
-        limit = await self._fitting(connection, one, one.staged, "state", "headers", share=share)
-        while found := (await connection.execute(one.batch(limit, after))).all():
-            for row in found:
-                yield row
-            after = (found[-1][3], found[-1][0])
+            sizes = {one.name: one.sizes(connection.dialect, BATCH, places.get(one.name)) for one in self._staged}
+            shares: Counter[str] = Counter()
+            size = 0
+            for _, name, row_size in islice(await self._soonest(connection, sizes), BATCH):
+                shares[name] += 1
+                size += row_size
+                if size >= BATCH_BYTES:
+                    break
+            for one in self._staged:
+                if shares[one.name]:
+                    rows += await connection.execute(one.batch(shares[one.name], places.get(one.name)))
+                    places[one.name] = (rows[-1][3], rows[-1][0])
+        rows.sort(key=lambda row: row[3])
+        return ImportBatch([self._item(row) for row in rows], write_places(places)) if rows else None
 
     async def remove(self, batch: ImportBatch) -> int:
         removed = 0
@@ -252,8 +222,6 @@ class SqlTimeouts:
         return back
 
     async def close(self) -> None:
-        if self._batches is not None:
-            await self._batches.aclose()
         await self._database.close()
 
     def _names(self, connection: Connection) -> list[str]:
@@ -298,16 +266,21 @@ class SqlTimeouts:
 
     async def _shares(
         self, connection: AsyncConnection, tables: Sequence[TimeoutTable], pick: RowFilter
-    ) -> dict[str, int]:
-        """The numbers of rows in each table among the ``limit`` soonest; empty without a limit."""
+    ) -> Mapping[str, int | None]:
+        """The numbers of rows in each table among the ``limit`` soonest; None without a limit."""
         limit = self.meant.limit
         if limit is None:
-            return {}
-        dues = [[(due, one.name) for (due,) in await connection.execute(one.dues(pick, limit))] for one in tables]
-        shares = dict.fromkeys((one.name for one in tables), 0)
-        for _, name in islice(heapq.merge(*dues), limit):
-            shares[name] += 1
-        return shares
+            return dict.fromkeys([one.name for one in tables])
+        dues = await self._soonest(connection, {one.name: one.dues(pick, limit) for one in tables})
+        return Counter(name for _, name in islice(dues, limit))
+
+    async def _soonest(self, connection: AsyncConnection, queries: Mapping[str, Select[Any]]) -> Iterator[Any]:
+        """The rows of the queries in the order of their first column, the due instant. The second one is the name of
+        their table."""
+        found = [
+            [(due, name, *more) for due, *more in await connection.execute(query)] for name, query in queries.items()
+        ]
+        return heapq.merge(*found, key=itemgetter(0))
 
     async def _move(self, connection: AsyncConnection, tables: Sequence[TimeoutTable]) -> int:
         """Move the chosen rows in one transaction. A timeout manager reads without locks and sees all of them until the
@@ -332,7 +305,7 @@ class SqlTimeouts:
         shares = await self._shares(connection, tables, pick)
         moved = 0
         for one in tables:
-            copied = (await connection.execute(one.take(pick, shares.get(one.name)))).rowcount
+            copied = (await connection.execute(one.take(pick, shares[one.name]))).rowcount
             deleted = (await connection.exec_driver_sql(one.forget(connection.dialect))).rowcount
             if copied != deleted:
                 raise CountMismatch(
@@ -341,24 +314,14 @@ class SqlTimeouts:
             moved += copied
         return moved
 
-    async def _look(
-        self, connection: AsyncConnection, one: TimeoutTable, table: Table, rows: Select[Any], survey: Survey
-    ) -> None:
-        """Count these rows of ``table`` in ``survey``, with the reason if one would be held."""
-        at_once = await self._fitting(connection, one, table, "headers")
-        async with connection.stream(rows.execution_options(yield_per=at_once)) as found:
-            async for some in found.partitions():
-                for destination, due, headers in some:
-                    target = self._target(destination or "")
-                    survey.add(target, epoch_ms(due), problem=problem_of(headers, target.routing_key))
-                await asyncio.sleep(0)  # Let heartbeats and signals be served.
-
-    async def _fitting(
-        self, connection: AsyncConnection, one: TimeoutTable, table: Table, *names: str, share: int = 1
-    ) -> int:
-        """The number of rows to read at once, so that these columns fit into a share of the memory for all tables."""
-        largest = (await connection.execute(one.largest(connection.dialect, table, *names))).scalar_one() or 1
-        return max(min(BATCH, READ_BYTES // share // largest), 1)
+    async def _look(self, connection: AsyncConnection, goals: Select[Any], survey: Survey) -> None:
+        """Count the rows of each destination in ``survey``."""
+        async with connection.stream(goals) as found:
+            async for destination, messages, first_due, last_due in found:
+                target = self._target(destination or "")
+                hold = misnamed(target.routing_key)
+                problem = "" if hold is None else hold.text
+                survey.add(target, epoch_ms(first_due), problem, messages=messages, last_due_ms=epoch_ms(last_due))
 
     async def _leave_others(
         self, connection: AsyncConnection, one: TimeoutTable, pick: RowFilter, survey: Survey

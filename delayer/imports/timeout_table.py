@@ -113,14 +113,14 @@ class TimeoutTable:
         """Copy the staged rows back into their table."""
         return sa.insert(self.source).from_select([column.name for column in self.source.c], sa.select(*self.staged.c))
 
-    def looks(self, pick: RowFilter, limit: int | None) -> sa.Select[Any]:
-        """The chosen rows as :meth:`look_at` has them; only the ``limit`` soonest, if there is a limit."""
-        rows = self.look_at(self.source).where(*self.meant(pick))
-        return rows if limit is None else rows.order_by(*self._order(self.source)).limit(limit)
-
-    def look_at(self, table: sa.Table) -> sa.Select[Any]:
-        """Destination, due instant and headers of each row."""
-        return sa.select(*(self.of(table, name) for name in ("destination", "time", "headers")))
+    def goals(self, table: sa.Table, *conditions: sa.ColumnElement[bool], limit: int | None = None) -> sa.Select[Any]:
+        """By destination: the number of rows, and their first and last due instants; only of the ``limit`` soonest
+        rows, if there is a limit."""
+        rows = sa.select(self.of(table, "destination"), self.of(table, "time")).where(*conditions)
+        if limit is not None:
+            rows = rows.order_by(*self._order(table)).limit(limit)
+        destination, due = rows.subquery().c
+        return sa.select(destination, sa.func.count(), sa.func.min(due), sa.func.max(due)).group_by(destination)
 
     def dues(self, pick: RowFilter, limit: int) -> sa.Select[Any]:
         """The due instants of the ``limit`` soonest chosen rows."""
@@ -139,13 +139,22 @@ class TimeoutTable:
         counts: list[sa.ColumnElement[Any]] = [sa.func.count(sa.case((one, 1))) for one in conditions]
         return sa.select(*counts).where(*self._of_endpoint)
 
+    def sizes(self, dialect: sa.Dialect, limit: int, after: DuePlace | None) -> sa.Select[Any]:
+        """The due instants of the soonest staged rows behind that place, and the bytes of their bodies and headers."""
+        length = sa.func.datalength if dialect.name == "mssql" else sa.func.octet_length
+        state, headers = (sa.func.coalesce(length(self.of(self.staged, name)), 0) for name in ("state", "headers"))
+        return self._soonest(sa.select(self.of(self.staged, "time"), state + headers), limit, after)
+
     def batch(self, limit: int, after: DuePlace | None = None) -> sa.Select[Any]:
         """The soonest staged rows behind that place."""
         columns = [self.of(self.staged, name) for name in ("id", "destination", "state", "time", "headers")]
-        query = sa.select(*columns).order_by(*self._order(self.staged)).limit(limit)
+        return self._soonest(sa.select(*columns), limit, after)
+
+    def _soonest(self, query: sa.Select[Any], limit: int, after: DuePlace | None) -> sa.Select[Any]:
+        due, id_ = self._order(self.staged)
+        query = query.order_by(due, id_).limit(limit)
         if after is None:
             return query
-        due, id_ = self._order(self.staged)
         since = self._instant(after)
         return query.where(due >= since, sa.or_(due > since, id_ > after[1]))
 
@@ -156,12 +165,6 @@ class TimeoutTable:
         until = self._instant(upto)
         query = sa.delete(self.staged).where(due <= until, sa.or_(due < until, id_ <= upto[1]))
         return query if after is None else query.where(due >= self._instant(after))
-
-    def largest(self, dialect: sa.Dialect, table: sa.Table, *names: str) -> sa.Select[Any]:
-        """The bytes of these columns in the largest row."""
-        length = sa.func.datalength if dialect.name == "mssql" else sa.func.octet_length
-        sizes = [sa.func.coalesce(length(self.of(table, name)), 0) for name in names]
-        return sa.select(sa.func.max(sum(sizes[1:], sizes[0])))
 
     def meant(self, pick: RowFilter) -> list[sa.ColumnElement[bool]]:
         return [self._picked(pick), *self._of_endpoint]

@@ -52,7 +52,7 @@ def item_of(timeout: StoredTimeout, source: bytes, queue: bytes, replies: Sequen
     timeout becomes the message's Hold."""
     headers, unread = _read(timeout.headers)
     raw = str(timeout.headers).encode("utf-8", "surrogateescape") if unread else b""
-    hold = _hold(unread, queue)
+    hold = misnamed(queue) or (unfit(f"its headers cannot be read: {unread}") if unread else None)
     if not _is_name(queue):
         raw = raw or queue
         queue = queue[:SHORT_STRING]
@@ -62,16 +62,11 @@ def item_of(timeout: StoredTimeout, source: bytes, queue: bytes, replies: Sequen
     return ImportItem(Parcel(due_ms, source, b"", address, Target(b"", queue), properties, timeout.body), hold)
 
 
-def problem_of(headers: str | Mapping[str, object] | None, queue: bytes) -> str:
-    """Why the import would hold the message; "" where it would not."""
-    hold = _hold(_read(headers)[1], queue)
-    return "" if hold is None else hold.text
-
-
-def _hold(unread: str, queue: bytes) -> Hold | None:
-    if not _is_name(queue):
-        return unfit(f"its destination has {len(queue)} bytes, expected 1 to {SHORT_STRING}")
-    return unfit(f"its headers cannot be read: {unread}") if unread else None
+def misnamed(queue: bytes) -> Hold | None:
+    """The hold of a message whose destination no queue can have."""
+    if _is_name(queue):
+        return None
+    return unfit(f"its destination has {len(queue)} bytes, expected 1 to {SHORT_STRING}")
 
 
 def _is_name(queue: bytes) -> bool:

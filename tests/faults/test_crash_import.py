@@ -37,7 +37,6 @@ PROGRAM = f"""
 import sys
 from delayer.imports import files, queues, sql
 queues.BATCH = files.BATCH = sql.BATCH = {BATCH}
-sql.READ_BYTES = 1_000
 from delayer.cli.main import main
 main()
 """

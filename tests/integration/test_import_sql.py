@@ -141,8 +141,8 @@ def run_of(delayer: Run, source: Source, *more: str) -> Callable[..., Any]:
 
 @pytest.mark.words
 async def test_all_tables_into_the_store(delayer: Run, database: str, source: Source) -> None:
-    """Every matching timeout is imported once, with its due instant and bytes; the rest stays in its table. Only one
-    row of each table at a time fits into memory."""
+    """Every matching timeout is imported once, with its due instant and bytes; the rest stays in its table. Some rows
+    are larger than a batch."""
     for name in ("Sales_TimeoutData", "Mail_Out_TimeoutData", "Orders"):
         await source.create(name)
     soon = datetime.now(UTC).replace(microsecond=0, tzinfo=None)
@@ -170,14 +170,13 @@ async def test_all_tables_into_the_store(delayer: Run, database: str, source: So
     before = await source.rows("Sales_TimeoutData")
     call = run_of(delayer, source, "--rewrite-destination", "s/@.*//")
     seen = call("preview", expect=1)
-    assert (seen["messages"], seen["would_be_held"]) == (37, 1 + unread)
-    unfit = {one["routing_key"]: one["unfit"] for one in seen["destinations"] if one["unfit"]}
-    assert unfit == {"": 1, "sales.0": 1} | ({} if source.kind == "mysql" else {"unread": 1})
+    assert (seen["messages"], seen["would_be_held"]) == (37, 1)
+    assert {one["routing_key"]: one["unfit"] for one in seen["destinations"] if one["unfit"]} == {"": 1}
     assert sorted(seen["left"].values()) == [1, 2]
     assert await source.rows("Sales_TimeoutData") == before
     report = call("run", expect=1)
     assert (report["parked"], report["held"], report["staged"]) == (36 - unread, 1 + unread, 37)
-    assert report["held_because"] == seen["held_because"]
+    assert seen["held_because"].items() < report["held_because"].items()
     assert sorted(report["left"].values()) == [1, 2]
     assert len(await source.rows("Sales_TimeoutData")) == 3
     assert await source.rows("Mail_Out_TimeoutData") == []
@@ -291,7 +290,7 @@ async def test_a_preview_of_the_soonest_tells_of_no_others(delayer: Run, source:
     """In two tables, with waiting or staged rows: the preview names held messages by the rules of the run."""
     for name in ("A_TimeoutData", "B_TimeoutData"):
         await source.create(name)
-    rows = [source.timeout(n, NOON + timedelta(hours=n), Headers="[7]" if n % 4 == 3 else "{}") for n in range(20)]
+    rows = [source.timeout(n, NOON + timedelta(hours=n), destination="" if n % 4 == 3 else "q") for n in range(20)]
     await source.put("A_TimeoutData", rows[::2])
     await source.put("B_TimeoutData", rows[1::2])
     for limit, unfit, code in ((3, 0, 0), (4, 1, 1), (20, 5, 1)):
@@ -301,7 +300,7 @@ async def test_a_preview_of_the_soonest_tells_of_no_others(delayer: Run, source:
         assert seen["left"] == ({"beyond the limit": 20 - limit} if limit < 20 else {})
     words = ("import", "nservicebus-sql", "preview", "--unverified")
     told = delayer(*words, expect=1, DELAYER_IMPORT_URL=source.url).stdout
-    assert "5 of them would be held, as far as can be seen:\n  5, unfit: its headers cannot be read" in told
+    assert "5 of them would be held, as far as can be seen:\n  5, unfit: its destination has 0 bytes" in told
     assert "5 unfit" in told
 
 

@@ -1,19 +1,16 @@
-"""Timeouts in SQL: the statements for SQL Server that move them, and one order for rows of several tables.
-tests/integration/test_import_sql.py has the other databases."""
+"""Timeouts in SQL: the statements for SQL Server that move them. tests/integration/test_import_sql.py has the other
+databases."""
 
 from __future__ import annotations
 
-import random
 import re
-from collections.abc import AsyncIterator
-from datetime import datetime, timedelta
+from datetime import datetime
 
 import pytest
 from sqlalchemy import DATETIME, Column, DateTime, Dialect, LargeBinary, MetaData, String, Table
 from sqlalchemy.dialects import mssql, mysql, postgresql
 from sqlalchemy.types import TypeEngine
 
-from delayer.imports.sql import merged
 from delayer.imports.state_machine import ImportImpossible
 from delayer.imports.timeout_table import RowFilter, TimeoutTable, staged_beside, staged_name, staged_token
 
@@ -69,11 +66,19 @@ def test_the_staging_table_of_sql_server_has_the_order_of_reading() -> None:
     ]
 
 
-def test_the_size_of_the_largest_row_of_sql_server() -> None:
-    one = table()
-    text = bare(said(one.largest(DIALECTS["mssql"], one.staged, "state", "headers"), "mssql"))
-    assert "max(coalesce(datalength(staged.State), " in text
+def test_sql_server_knows_the_sizes_of_the_soonest_rows() -> None:
+    text = bare(said(table().sizes(DIALECTS["mssql"], 10, None), "mssql"))
+    assert "SELECT TOP " in text
+    assert " staged.Time, coalesce(datalength(staged.State), " in text
     assert " + coalesce(datalength(staged.Headers), " in text
+    assert text.endswith("ORDER BY staged.Time, staged.Id")
+
+
+def test_sql_server_counts_the_soonest_rows_by_destination() -> None:
+    one = table()
+    text = bare(said(one.goals(one.source, *one.meant(RowFilter()), limit=3), "mssql"))
+    assert "SELECT TOP " in text
+    assert "ORDER BY sales.Time, sales.Id) AS anon_1 GROUP BY anon_1.Destination" in text
 
 
 @pytest.mark.parametrize("type_", [mssql.DATETIME2(7), DATETIME()])
@@ -101,7 +106,7 @@ def test_each_run_has_a_table_of_its_own() -> None:
         for name, dialect in DIALECTS.items():
             statements = (
                 one.take(RowFilter(), None), one.batch(1, place), one.remove(place), one.give_back(),
-                one.look_at(one.staged), one.largest(dialect, one.staged, "state"),
+                one.goals(one.staged), one.sizes(dialect, 1, place),
             )  # fmt: skip
             for text in (
                 *one.create(dialect),
@@ -126,34 +131,7 @@ def test_long_names_with_the_same_beginning_have_tables_of_their_own() -> None:
 
 def test_an_endpoint_of_a_table_of_many() -> None:
     columns = ("id", "destination", "sagaid", "state", "endpoint", "time", "headers")
-    text = said(table(columns=columns, endpoint="Sales").looks(RowFilter(), None), "postgresql")
+    text = said(table(columns=columns, endpoint="Sales").dues(RowFilter(), 1), "postgresql")
     assert 'WHERE "Sales_TimeoutData".time IS NOT NULL AND "Sales_TimeoutData".endpoint = %(endpoint_1)s' in text
     with pytest.raises(ImportImpossible, match="expected the columns of a timeout table, 'state' is missing"):
         table(columns=tuple(name for name in columns if name != "state"))
-
-
-# Rows of several tables are merged in one order, each once.
-
-Row = tuple[int, str, bytes, datetime, str]
-
-
-async def stream(rows: list[Row]) -> AsyncIterator[Row]:
-    for row in rows:
-        yield row
-
-
-@pytest.mark.parametrize(("count", "rows"), [(0, 0), (1, 0), (1, 5_000), (3, 700), (40, 130)])
-@pytest.mark.parametrize("seconds", [1, 50, 1_000_000])
-async def test_rows_of_several_tables_come_in_one_order_each_once(count: int, rows: int, seconds: int) -> None:
-    chance = random.Random(count)
-    tables: list[list[Row]] = [
-        sorted(
-            ((i, "q", b"", NOON + timedelta(seconds=chance.randrange(seconds)), "{}") for i in range(rows + n)),
-            key=lambda row: (row[3], row[0]),
-        )
-        for n in range(count)
-    ]
-    found = [one async for one in merged([stream(table) for table in tables])]
-    dues = [row[3] for _, row in found]
-    assert dues == sorted(dues)
-    assert [[row for number, row in found if number == n] for n in range(count)] == tables
