@@ -34,7 +34,6 @@ class Left(StrEnum):
     UNGIVEN = "not delivered by their broker in time: not examined"
     CONSUMED = "in queues with other consumers: not examined, unless you name the queue"
     UNHELD = "in queues that delay nothing: not examined, unless you name the queue"
-    OWN = "in queues of delayer's own ({}): never taken"
     DELAYED = "that their broker delays itself: not examined before they are due"
     UNSEEN = "queues may hold messages that their broker delays itself: no management URL, answer or count yet"
 
@@ -137,7 +136,7 @@ class Survey:
     ``messages``: the number of matching messages. ``unfit``: reasons why some would be held at any destination, with
     their numbers, for the examined part of the source. ``left``: reasons why others stay, with their numbers.
     ``remarks``: texts for operators. ``doubts``: remarks about possibly missing or repeated messages, which a run
-    reports too. ``brought``: earlier imports of the same messages."""
+    reports too. ``brought``: which earlier imports have the same messages, or ""."""
 
     messages: int = 0
     first_due_ms: int | None = None
@@ -147,7 +146,7 @@ class Survey:
     left: dict[str, int] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
-    brought: list[int] = field(default_factory=list)
+    brought: str = ""
 
     def add(
         self, target: Target, due_ms: int, problem: str = "", *, messages: int = 1, last_due_ms: int | None = None

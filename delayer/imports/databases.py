@@ -6,7 +6,6 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import chain
-from pathlib import Path
 from typing import Final
 
 from sqlalchemy import URL
@@ -35,8 +34,6 @@ FORBIDDEN: Final = frozenset({1044, 1142, 1143, 1227})
 SHOWN: Final = frozenset({"host", "port", "server", "database", "dbname", "service", "driver", "user"})
 """The parameters of a URL that name the database. Others stay hidden, because drivers take passwords under many
 names."""
-_FILES: Final = ("ssl_ca", "ssl_cert", "ssl_key")
-"""Parameters of MySQL's drivers that name files. A driver's error about a missing file does not name it."""
 _EXPECTED: Final = "postgresql://, mysql://, mariadb:// or mssql://, and user:password@host/database"
 _ESCAPES: Final = "characters like / @ : # in a password, and an @ elsewhere, are written %2F %40 %3A %23"
 _PASSWORD: Final = re.compile("pass|pwd|secret|token")
@@ -76,16 +73,6 @@ def _refused(error: Exception) -> bool:
     return bool(arguments) and arguments[0] in FORBIDDEN
 
 
-def _look_at_files(url: URL) -> None:
-    """Try to read the files that the URL names. Raises BadSource."""
-    for name in _FILES:
-        for file in url.normalized_query.get(name, ()):
-            try:
-                Path(file).open("rb").close()
-            except OSError as error:
-                raise BadSource(f"the source's URL: {name}: {file}: {error.strerror}") from error
-
-
 class Database:
     """Connections to one database."""
 
@@ -120,7 +107,6 @@ class Database:
         """A new connection. Raises SourceLost, BadSource, and the driver's errors."""
         try:
             if self._engine is None:
-                _look_at_files(self._url)
                 self._engine = create_async_engine(self._url)
             return await self._engine.connect()
         except ModuleNotFoundError as error:

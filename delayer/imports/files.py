@@ -125,12 +125,11 @@ class FileSource(ABC):
         if self._survey is None:
             self._survey = self._look()
             if unfinished is None:
-                for earlier, messages in await self.notes.brought(self.name, str(self.parameters["sha256"])):
-                    self._survey.brought.append(earlier)
-                    self._survey.doubt(
-                        f"import {earlier} brought {messages:,} messages of this very file: messages of both imports "
-                        "come in twice, and are delivered twice"
-                    )
+                brought = await self.notes.brought(self.name, str(self.parameters["sha256"]))
+                if brought:
+                    said = ", ".join(f"import {earlier} brought {messages:,}" for earlier, messages in brought)
+                    self._survey.brought = f"{said} messages of this very file: messages of both are delivered twice"
+                    self._survey.doubt(self._survey.brought)
         return self._survey
 
     def _look(self) -> Survey:

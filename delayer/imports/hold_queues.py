@@ -7,8 +7,8 @@ how long the queue holds it. The management API shows both. Options of the comma
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
@@ -71,14 +71,6 @@ class HoldQueue:
         return min(said, default=None)
 
 
-async def _shown(admin: Admin, queue: str) -> int:
-    """The number of messages in a queue; 0 if RabbitMQ 4.3 hides the queue from this user."""
-    try:
-        return (await admin.depths([queue]))[queue] or 0
-    except BrokerRefused:
-        return 0
-
-
 async def _queues(management: Management) -> dict[str, dict[str, Any]]:
     """Every queue of the vhost with the settings that act on its messages: its arguments, and policies under the names
     of arguments. The shortest time to live counts, as for the broker."""
@@ -110,15 +102,15 @@ def _dead_lettered(raw: bytes, properties: Properties | None, *, rerouted: bool)
 @dataclass(eq=False, repr=False, kw_only=True)
 class HoldQueues(Queues):
     """Reads the queues that match ``patterns``, those of the shortest time first. ``ttl_ms``, ``to_exchange`` and
-    ``to_key`` override the arguments and policies of all of them. ``own``: names of queues that are never read, and
-    their role in delayer's configuration."""
+    ``to_key`` override the arguments and policies of all of them. ``own``: the names of
+    delayer's own queues, which no pattern matches."""
 
     name = "hold-queues"
     patterns: Sequence[str]
     ttl_ms: int | None = None
     to_exchange: str | None = None
     to_key: str | None = None
-    own: Mapping[str, str] = field(default_factory=dict)
+    own: Container[str] = ()
 
     def more_parameters(self) -> Mapping[str, object]:
         more = given(ttl_ms=self.ttl_ms, to_exchange=self.to_exchange, to_key=self.to_key)
@@ -136,15 +128,8 @@ class HoldQueues(Queues):
         return list(holds)
 
     async def _passed_over(self, admin: Admin, name: str, arguments: Mapping[str, Any]) -> bool:
-        """Whether a queue holds no messages to import: delayer's own, or a work queue that the pattern matches as
-        well."""
-        own = self.own.get(name)
-        if own is None and name in self.patterns:
-            return False
-        if own is not None:
-            self.passed_over[name] = (Left.OWN.format(own), await asked(_shown(admin, name)))
-            return True
-        state = await asked(admin.state(name))
+        """Whether a queue holds no messages to import: a work queue that the pattern matches as well."""
+        state = None if name in self.patterns else await asked(admin.state(name))
         if state is None:
             return False
         why = Left.UNHELD if "x-message-ttl" not in arguments else Left.CONSUMED if state.consumers else ""
@@ -170,7 +155,7 @@ class HoldQueues(Queues):
         return {
             name: arguments
             for name, arguments in told.items()
-            if any(fnmatchcase(name, pattern) for pattern in self.patterns)
+            if name not in self.own and any(fnmatchcase(name, pattern) for pattern in self.patterns)
         }
 
     def _hold(self, name: str, arguments: Mapping[str, Any]) -> HoldQueue:

@@ -49,13 +49,6 @@ def _due_ms(found: Mapping[str, Any]) -> int:
     return due_ms
 
 
-def _headers(found: Mapping[str, Any]) -> Mapping[str, object]:
-    said = found.get("Headers") or {}
-    if not isinstance(said, dict):
-        raise Unreadable(f"Headers: expected an object, found {type(said).__name__}")
-    return said
-
-
 def _body(found: Mapping[str, Any]) -> bytes:
     said: Any = found.get("State")
     if said is None:
@@ -101,5 +94,5 @@ class RavenExport(FileSource):
         if self.endpoint is not None and owner not in ("", self.endpoint):
             return SkippedRecord("of other endpoints")
         address = _address(found.get("Destination"))
-        timeout = StoredTimeout(_id(found, metadata), address, _due_ms(found), _headers(found), _body(found))
+        timeout = StoredTimeout(_id(found, metadata), address, _due_ms(found), found.get("Headers"), _body(found))
         return item_of(timeout, self.name.encode(), address.encode("utf-8", "surrogateescape"), self.replies)

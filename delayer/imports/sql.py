@@ -20,7 +20,7 @@ from itertools import chain, islice
 from operator import itemgetter
 from typing import Any, Final
 
-from sqlalchemy import Connection, MetaData, Select, Table, delete, func, inspect, literal_column, select
+from sqlalchemy import MetaData, Select, Table, delete, func, inspect, literal_column, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.schema import DropTable
 
@@ -110,8 +110,7 @@ class SqlTimeouts:
         """See Source. It counts rows by destination, and reads neither headers nor bodies."""
         survey = Survey()
         async with self._database.connected() as connection:
-            tables = await self._tables(connection, "" if unfinished is None else unfinished.token)
-            there = await connection.run_sync(self._names)
+            tables, there = await self._tables(connection, "" if unfinished is None else unfinished.token)
             if unfinished is None:
                 for name in chain.from_iterable(staged_beside(one.name, there) for one in tables):
                     rows = select(func.count()).select_from(Table(name, MetaData(), schema=self.schema))
@@ -143,8 +142,7 @@ class SqlTimeouts:
         async with self._database.connected() as connection:
             # Otherwise MySQL would lock every index to its end, and no timeout manager could store a timeout.
             await connection.execution_options(isolation_level="READ COMMITTED")
-            tables = await self._tables(connection, run.token)
-            there = await connection.run_sync(self._names)
+            tables, there = await self._tables(connection, run.token)
             for one in tables:
                 if one.staged.name not in there:
                     for statement in one.create(connection.dialect):
@@ -157,15 +155,10 @@ class SqlTimeouts:
     async def resume(self, run: Run) -> None:
         """See Source. A table without a staging table is read to its end, or did not exist at the beginning."""
         async with self._database.connected() as connection:
-            there = await connection.run_sync(self._names)
-            tables = await self._tables(connection, run.token)
-            self._staged = [one for one in tables if one.staged.name in there]
-            places = read_places(run.progress)
-            self._removed = {one.name: places[one.name] for one in self._staged if one.name in places}
-            for one in self._staged:
-                if one.name in places:
-                    await connection.execute(one.remove(places[one.name]))
-            await connection.commit()
+            tables, there = await self._tables(connection, run.token)
+        self._staged = [one for one in tables if one.staged.name in there]
+        self._removed = {}
+        await self._remove(read_places(run.progress))
 
     async def next_batch(self) -> ImportBatch | None:
         """See Source. The sizes of the soonest rows in each table tell which of them are one batch."""
@@ -188,8 +181,11 @@ class SqlTimeouts:
         return ImportBatch([self._item(row) for row in rows], write_places(places)) if rows else None
 
     async def remove(self, batch: ImportBatch) -> int:
+        return await self._remove(read_places(batch.progress))
+
+    async def _remove(self, upto: dict[str, DuePlace]) -> int:
+        """Delete the staged rows up to these places. Returns their number."""
         removed = 0
-        upto = read_places(batch.progress)
         async with self._database.connected() as connection:
             for one in self._staged:
                 place, before = upto.get(one.name), self._removed.get(one.name)
@@ -206,7 +202,8 @@ class SqlTimeouts:
                 raise CountMismatch(f"{count} staged timeouts are left")
             await self._drop(connection)
             pick = await self._pick(connection, self.soon_ms)
-            for one in await self._tables(connection, ""):
+            tables, _ = await self._tables(connection, "")
+            for one in tables:
                 await self._leave_others(connection, one, pick, left)
         return left.left
 
@@ -224,12 +221,10 @@ class SqlTimeouts:
     async def close(self) -> None:
         await self._database.close()
 
-    def _names(self, connection: Connection) -> list[str]:
-        return sorted(inspect(connection).get_table_names(schema=self.schema))
-
-    async def _tables(self, connection: AsyncConnection, token: str) -> list[TimeoutTable]:
-        """The tables that match, as the database has them. Raises ImportImpossible if there are none."""
-        names = await connection.run_sync(self._names)
+    async def _tables(self, connection: AsyncConnection, token: str) -> tuple[list[TimeoutTable], list[str]]:
+        """The tables that match, as the database has them, and the names of all tables. Raises ImportImpossible if none
+        matches."""
+        names = sorted(await connection.run_sync(lambda sync: inspect(sync).get_table_names(schema=self.schema)))
         found = [
             name
             for name in names
@@ -242,7 +237,7 @@ class SqlTimeouts:
         metadata = MetaData(schema=self.schema)
         await connection.run_sync(lambda sync: metadata.reflect(sync, only=found, resolve_fks=False))
         tables = sorted(metadata.tables.values(), key=lambda one: one.name)
-        return [TimeoutTable(one, token, self.endpoint) for one in tables]
+        return [TimeoutTable(one, token, self.endpoint) for one in tables], names
 
     async def _count(self, connection: AsyncConnection, tables: Sequence[TimeoutTable]) -> int:
         """The number of staged rows."""

@@ -116,30 +116,30 @@ class Preview:
 
 @dataclass(slots=True)
 class ImportReport:
-    """The effects of a run, this time (``parked``, ``held``, ``superseded``, ``again``) and altogether (``run``).
-    ``again``: messages that were committed before the last interruption and only had to be removed. ``left``: why
+    """The effects of a run: since ``begun`` this time, and altogether (``run``). ``again``: messages that were
+    committed before the last interruption and only had to be removed. ``reasons``: why messages are held. ``left``: why
     others stay. ``doubts``: those of the survey; a resumed run makes none."""
 
+    begun: Run
     run: Run
     resumed: bool
-    parked: int = 0
-    held: int = 0
-    superseded: int = 0
     again: int = 0
     seconds: float = 0.0
     left: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
     doubts: list[str] = field(default_factory=list)
 
-    def count(self, batch: ImportBatch, put_in: Sequence[ImportItem]) -> None:
-        """Count a batch that is committed; its messages that are not among ``put_in`` are superseded."""
-        self.again += batch.again
-        self.superseded += len(batch.items) - len(put_in)
-        for item in put_in:
-            if item.hold is not None:
-                self.held += 1
-                count_reason(self.reasons, item.hold.text)
-        self.parked += sum(item.hold is None for item in put_in)
+    @property
+    def parked(self) -> int:
+        return self.run.parked - self.begun.parked
+
+    @property
+    def held(self) -> int:
+        return self.run.held - self.begun.held
+
+    @property
+    def superseded(self) -> int:
+        return self.run.superseded - self.begun.superseded
 
     @property
     def clean(self) -> bool:
@@ -165,10 +165,7 @@ def _brought(survey: Survey, again: bool) -> str:
     """The reason not to import again the messages of an earlier import; "" if there is none."""
     if again or not survey.brought:
         return ""
-    return (
-        f"import {', '.join(map(str, survey.brought))} brought messages of this very file: messages of both "
-        "imports would be delivered twice. Next: --again, if they are gone by now, or shall come twice"
-    )
+    return f"{survey.brought}. Next: --again, if they are gone by now, or shall come twice"
 
 
 async def run(
@@ -195,12 +192,12 @@ async def run(
         messages = await source.stage(current)
         reach("import.staged")
         current = await book.staged(current, messages)
-    report = ImportReport(current, resumed=found is not None, doubts=doubts)
+    report = ImportReport(current, current, resumed=found is not None, doubts=doubts)
     await source.resume(current)
     await _batches(source, book, judge, report, say)
     current = report.run
     if current.staged is not None and current.committed != current.staged:
-        if report.resumed and not (report.parked or report.held or report.superseded or report.again):
+        if report.resumed and current.committed == report.begun.committed and not report.again:
             raise ImportImpossible(
                 f"{current.staged} messages were staged, {current.committed} are committed, and the others are not "
                 "there: an interrupted `abort` put them back, or another program has them. Next: `abort`, with "
@@ -236,7 +233,10 @@ async def _batches(
         put_in: Sequence[ImportItem] = ()
         if batch.items or batch.progress != current.progress:
             report.run, put_in = await book.commit(current, batch)
-        report.count(batch, put_in)
+        report.again += batch.again
+        for item in put_in:
+            if item.hold is not None:
+                count_reason(report.reasons, item.hold.text)
         removed = await source.remove(batch)
         reach("import.removed")
         expected = len(batch.items) + batch.again

@@ -50,11 +50,15 @@ def moment_of(epoch: int) -> datetime:
 def item_of(timeout: StoredTimeout, source: bytes, queue: bytes, replies: Sequence[Rewrite] = ()) -> ImportItem:
     """The message, for ``queue`` through the default exchange. ``replies`` rename the reply address. A defect of the
     timeout becomes the message's Hold."""
-    headers, unread = _read(timeout.headers)
-    raw = str(timeout.headers).encode("utf-8", "surrogateescape") if unread else b""
-    hold = misnamed(queue) or (unfit(f"its headers cannot be read: {unread}") if unread else None)
-    if not _is_name(queue):
-        raw = raw or queue
+    headers: Mapping[str, object] = {}
+    hold, raw = None, b""
+    try:
+        headers = _headers(timeout.headers)
+    except ValueError as error:
+        hold = unfit(f"its headers cannot be read: {error}")
+        raw = str(timeout.headers).encode("utf-8", "surrogateescape")
+    if (invalid := misnamed(queue)) is not None:
+        hold, raw = invalid, raw or queue
         queue = queue[:SHORT_STRING]
     due_ms = min(max(_due_ms(timeout.due_ms, headers), 0), LATEST_MS)
     properties = _properties(timeout.id, headers, raw, replies)
@@ -64,21 +68,9 @@ def item_of(timeout: StoredTimeout, source: bytes, queue: bytes, replies: Sequen
 
 def misnamed(queue: bytes) -> Hold | None:
     """The hold of a message whose destination no queue can have."""
-    if _is_name(queue):
+    if 0 < len(queue) <= SHORT_STRING:
         return None
     return unfit(f"its destination has {len(queue)} bytes, expected 1 to {SHORT_STRING}")
-
-
-def _is_name(queue: bytes) -> bool:
-    return 0 < len(queue) <= SHORT_STRING
-
-
-def _read(given: str | Mapping[str, object] | None) -> tuple[Mapping[str, object], str]:
-    """The headers; or none, and why they cannot be read."""
-    try:
-        return _headers(given), ""
-    except ValueError as error:
-        return {}, str(error)
 
 
 def _headers(given: str | Mapping[str, object] | None) -> Mapping[str, object]:

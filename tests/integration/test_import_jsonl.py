@@ -211,7 +211,7 @@ def test_a_run_reports_possible_gaps_and_repeats(delayer: Run, tmp_path: Path) -
     assert "Next: --again" in seen["refused"]
     assert json.loads(delayer(*run, "--again", "--dry-run", "--json").stdout)["refused"] is None
     refused = delayer(*run, expect=1).stderr
-    assert "import 1 brought messages of this very file" in refused
+    assert "import 1 brought 1 messages of this very file" in refused
     assert "--again" in refused
     assert "import 1 brought 1 messages of this very file" in delayer(*run, "--again").stderr
 

@@ -36,8 +36,6 @@ HERE = "me:s3cret@127.0.0.1:1/sales"
         ("mssql:///?odbc_connect=SERVER%3Dsql7%3BPWD%3Ds3cret", "found odbc_connect"),
         # A driver must not take these modulo 65,536.
         *((f"postgresql://me:s3cret@localhost:{n}/sales", "a port from 1 to 65535") for n in (0, 65_536, 99_999)),
-        *((f"mysql://{HERE}?{name}=/no/such", f"{name}: /no/such: No such file or directory")
-          for name in ("ssl_ca", "ssl_cert", "ssl_key")),
     ],
 )  # fmt: skip
 async def test_an_invalid_url_is_refused(url: str, why: str) -> None:
