@@ -160,14 +160,14 @@ ImportImpossible, SourceLost, ValueError."""
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-rewrites_of = read_as(read_rewrite)
 _OPTIONS = (
     # Not "2h from now", because a resumed run needs the same parameters as before.
     click.option("--cutoff", "cutoff_ms", callback=fixed_instant, metavar="INSTANT",
                  help="Only messages that are due then or later; the others stay in the source."),
     click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the N that are due soonest."),
-    click.option("--rewrite-destination", "rewrites", multiple=True, callback=rewrites_of, metavar="EXPRESSION",
-                 help="Rename destinations: 's/@.*//'. May be repeated."),
+    click.option("--rewrite-destination", "rewrites", multiple=True, callback=read_as(read_rewrite),
+                 metavar="EXPRESSION",
+                 help="Rename destinations, and the addresses that timeouts reply to: 's/@.*//'. May be repeated."),
     click.option("--unverified", is_flag=True, help="Do not ask the broker whether the destinations exist."),
     as_json,
 )  # fmt: skip

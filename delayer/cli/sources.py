@@ -10,7 +10,7 @@ import click
 from delayer.amqp.address import Address
 from delayer.amqp.reading import raw
 from delayer.cli.errors import Misused
-from delayer.cli.importing import Make, import_, rewrites_of, source
+from delayer.cli.importing import Make, import_, source
 from delayer.cli.options import duration, pair, url_of
 from delayer.config.model import Settings
 from delayer.config.topology import queues_at_work
@@ -163,10 +163,6 @@ def _delayed_exchange(settings: Settings, given: dict[str, Any], book: ImportSto
     return DelayedExchange(path=given["path"], notes=book, meant=given["meant"], vhost=raw(vhost), exchanges=exchanges)
 
 
-_reply_option = click.option(
-    "--rewrite-reply-to", "replies", multiple=True, callback=rewrites_of, metavar="EXPRESSION",
-    help="Rename the addresses that answers go to, as --rewrite-destination does. May be repeated.",
-)  # fmt: skip
 _database_options = (
     click.option(
         "--url", envvar="DELAYER_IMPORT_URL", required=True, metavar="URL",
@@ -181,7 +177,6 @@ _database_options = (
         "--overdue-too", is_flag=True,
         help="Also timeouts that are due within a minute or overdue: only if no timeout manager runs any more.",
     ),
-    _reply_option,
 )  # fmt: skip
 
 
@@ -216,7 +211,6 @@ source(
     "managers before you make it, for good.",
     file_argument,
     click.option("--endpoint", metavar="NAME", help="Only the timeouts that this endpoint owns. [default: all]"),
-    _reply_option,
 )
 def _nservicebus_raven(_settings: Settings, given: dict[str, Any], book: ImportStore) -> ImportSource:
     return RavenExport(notes=book, **given)

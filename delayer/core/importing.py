@@ -85,7 +85,8 @@ class ImportSelection:
         return self.cutoff_ms is None or due_ms >= self.cutoff_ms
 
     def as_dict(self) -> dict[str, object]:
-        return given(cutoff_ms=self.cutoff_ms, limit=self.limit) | rewriting(self.rewrites)
+        rewrites = [one.text for one in self.rewrites] or None
+        return given(cutoff_ms=self.cutoff_ms, limit=self.limit, rewrite=rewrites)
 
     def redirected(self, item: ImportItem) -> ImportItem:
         """The message with its renamed destination."""
@@ -100,11 +101,14 @@ class ImportSelection:
             return Target(self._renamed(exchange), routing_key)
         return Target(exchange, self._renamed(routing_key))
 
-    def _renamed(self, name: bytes) -> bytes:
-        text = name.decode("utf-8", "surrogateescape")
+    def renamed(self, name: str) -> str:
+        """The name after all rewrites."""
         for rewrite in self.rewrites:
-            text = rewrite(text)
-        return text.encode("utf-8", "surrogateescape")
+            name = rewrite(name)
+        return name
+
+    def _renamed(self, name: bytes) -> bytes:
+        return self.renamed(name.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
 
 
 @dataclass(slots=True)
@@ -217,17 +221,9 @@ class Rewrite:
         return self.pattern.sub(self.replacement, name, count=1)
 
 
-REPLIES: Final = "rewrite_reply_to"
-
-
 def given(**parameters: object) -> dict[str, object]:
     """The parameters of a run that are not None."""
     return {name: value for name, value in parameters.items() if value is not None}
-
-
-def rewriting(rewrites: Sequence[Rewrite], name: str = "rewrite") -> dict[str, object]:
-    """The rewrites as parameters of a run."""
-    return {name: [one.text for one in rewrites]} if rewrites else {}
 
 
 def read_rewrite(text: str) -> Rewrite:

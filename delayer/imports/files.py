@@ -107,7 +107,7 @@ class FileSource(ABC):
 
     @abstractmethod
     def read(self, line: bytes) -> LineReading:
-        """The meaning of a line without its line end. Raises Unreadable."""
+        """The meaning of a line without its line end, with its renamed destination. Raises Unreadable."""
 
     @property
     def parameters(self) -> dict[str, object]:
@@ -186,11 +186,9 @@ class FileSource(ABC):
 
     def _checked(self, line: bytes) -> LineReading:
         found = self.read(line.rstrip(b"\r\n"))
-        if not isinstance(found, ImportItem):
-            return found
-        if not 0 <= found.parcel.due_ms <= LATEST_MS:
+        if isinstance(found, ImportItem) and not 0 <= found.parcel.due_ms <= LATEST_MS:
             raise Unreadable(f"expected a due instant of 0 to {LATEST_MS} ms, found {found.parcel.due_ms}")
-        return self.meant.redirected(found)
+        return found
 
     async def stage(self, run: Run) -> int:
         records = ((item.parcel.due_ms, position, size) for _, position, size, item in self._meant_records())
@@ -274,7 +272,8 @@ class JsonLines(FileSource):
         except (NotALine, MalformedProperties) as error:
             raise Unreadable(str(error)) from error
         crc = checksum(parcel.exchange, parcel.routing_key, parcel.properties, parcel.body)
-        return ImportItem(parcel, found.held if found.crc in (None, crc) else NOT_SOUND.after(found.held))
+        hold = found.held if found.crc in (None, crc) else NOT_SOUND.after(found.held)
+        return self.meant.redirected(ImportItem(parcel, hold))
 
 
 _NOTHING: Final = (b"", b"ok")
@@ -335,4 +334,5 @@ class DelayedExchange(FileSource):
             raise Unreadable(f"the property bytes are broken: {error}") from error
         to = self.exchanges.get(exchange, Target(exchange, b""))
         target = to if to.routing_key else to._replace(routing_key=routing_key)
-        return ImportItem(Parcel(int(fields[0]), exchange, exchange, routing_key, target, properties, body))
+        parcel = Parcel(int(fields[0]), exchange, exchange, routing_key, target, properties, body)
+        return self.meant.redirected(ImportItem(parcel))

@@ -9,12 +9,12 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from delayer.core.delay_headers import read_utc_ms
-from delayer.core.importing import REPLIES, Rewrite, given, rewriting
+from delayer.core.importing import given
 from delayer.imports.files import FileSource, LineReading, SkippedRecord, Unreadable
 from delayer.imports.timeouts import StoredTimeout, item_of
 
@@ -63,15 +63,14 @@ def _body(found: Mapping[str, Any]) -> bytes:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class RavenExport(FileSource):
-    """An export. ``endpoint``: only its timeouts are imported. ``replies`` rename their reply addresses."""
+    """An export. ``endpoint``: only its timeouts are imported."""
 
     name = "nservicebus-raven"
     counted = False
     endpoint: str | None = None
-    replies: Sequence[Rewrite] = ()
 
     def more_parameters(self) -> Mapping[str, object]:
-        return given(endpoint=self.endpoint) | rewriting(self.replies, REPLIES)
+        return given(endpoint=self.endpoint)
 
     def read(self, line: bytes) -> LineReading:
         if not line.strip():
@@ -95,4 +94,4 @@ class RavenExport(FileSource):
             return SkippedRecord("of other endpoints")
         address = _address(found.get("Destination"))
         timeout = StoredTimeout(_id(found, metadata), address, _due_ms(found), found.get("Headers"), _body(found))
-        return item_of(timeout, self.name.encode(), address.encode("utf-8", "surrogateescape"), self.replies)
+        return item_of(timeout, self.name.encode(), self.meant)

@@ -24,20 +24,7 @@ from sqlalchemy import MetaData, Select, Table, delete, func, inspect, literal_c
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.schema import DropTable
 
-from delayer.core.importing import (
-    REPLIES,
-    SOON_MS,
-    ImportBatch,
-    ImportItem,
-    ImportSelection,
-    Left,
-    Phase,
-    Rewrite,
-    Run,
-    Survey,
-    given,
-    rewriting,
-)
+from delayer.core.importing import SOON_MS, ImportBatch, ImportItem, ImportSelection, Left, Phase, Run, Survey, given
 from delayer.core.message import Target
 from delayer.imports.databases import Database, database_url
 from delayer.imports.state_machine import CountMismatch, ImportImpossible
@@ -79,8 +66,7 @@ def read_places(text: str | None) -> dict[str, DuePlace]:
 @dataclass(eq=False, repr=False, kw_only=True)
 class SqlTimeouts:
     """Satisfies ImportSource, for the tables that match ``patterns``. ``overdue_too``: choose soon and overdue
-    rows too, because no timeout manager runs any more. ``replies`` rename reply addresses. Soon: due within
-    ``soon_ms`` from now."""
+    rows too, because no timeout manager runs any more. Soon: due within ``soon_ms`` from now."""
 
     name: str
     url: str
@@ -88,7 +74,6 @@ class SqlTimeouts:
     meant: ImportSelection
     schema: str | None = None
     endpoint: str | None = None
-    replies: Sequence[Rewrite] = ()
     overdue_too: bool = False
     soon_ms: int = SOON_MS
 
@@ -104,7 +89,7 @@ class SqlTimeouts:
         said = given(
             database=database, tables=tables, overdue_too=self.overdue_too, schema=self.schema, endpoint=self.endpoint
         )
-        return said | rewriting(self.replies, REPLIES) | self.meant.as_dict()
+        return said | self.meant.as_dict()
 
     async def survey(self, unfinished: Run | None = None) -> Survey:
         """See Source. It counts rows by destination, and reads neither headers nor bodies."""
@@ -333,4 +318,4 @@ class SqlTimeouts:
     def _item(self, row: Any) -> ImportItem:
         id_, destination, state, due, headers = row
         timeout = StoredTimeout(str(id_), destination or "", epoch_ms(due), headers, bytes(state or b""))
-        return item_of(timeout, self.name.encode(), self._target(timeout.address).routing_key, self.replies)
+        return item_of(timeout, self.name.encode(), self.meant)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Final, NamedTuple
 
@@ -11,7 +11,7 @@ from delayer.amqp.properties import FLAGS, entry, long_string
 from delayer.core import nservicebus
 from delayer.core.delay_headers import UnreadableDelay
 from delayer.core.hold import Hold, unfit
-from delayer.core.importing import ImportItem, Rewrite
+from delayer.core.importing import ImportItem, ImportSelection
 from delayer.core.message import SHORT_STRING, Parcel, Target
 from delayer.core.plan import LATEST_MS
 
@@ -47,9 +47,11 @@ def moment_of(epoch: int) -> datetime:
     return _EPOCH + timedelta(milliseconds=epoch)
 
 
-def item_of(timeout: StoredTimeout, source: bytes, queue: bytes, replies: Sequence[Rewrite] = ()) -> ImportItem:
-    """The message, for ``queue`` through the default exchange. ``replies`` rename the reply address. A defect of the
-    timeout becomes the message's Hold."""
+def item_of(timeout: StoredTimeout, source: bytes, meant: ImportSelection) -> ImportItem:
+    """The message, for its queue through the default exchange. ``meant`` renames the queue, and the reply address. A
+    defect of the timeout becomes the message's Hold."""
+    address = timeout.address.encode("utf-8", "surrogateescape")
+    queue = meant.retargeted(Target(b"", address)).routing_key
     headers: Mapping[str, object] = {}
     hold, raw = None, b""
     try:
@@ -61,9 +63,9 @@ def item_of(timeout: StoredTimeout, source: bytes, queue: bytes, replies: Sequen
         hold, raw = invalid, raw or queue
         queue = queue[:SHORT_STRING]
     due_ms = min(max(_due_ms(timeout.due_ms, headers), 0), LATEST_MS)
-    properties = _properties(timeout.id, headers, raw, replies)
-    address = timeout.address.encode("utf-8", "surrogateescape")[:SHORT_STRING]
-    return ImportItem(Parcel(due_ms, source, b"", address, Target(b"", queue), properties, timeout.body), hold)
+    properties = _properties(timeout.id, headers, raw, meant)
+    parcel = Parcel(due_ms, source, b"", address[:SHORT_STRING], Target(b"", queue), properties, timeout.body)
+    return ImportItem(parcel, hold)
 
 
 def misnamed(queue: bytes) -> Hold | None:
@@ -108,17 +110,15 @@ def _due_ms(column_ms: int, headers: Mapping[str, object]) -> int:
     return exact if 0 < exact - column_ms <= 1_000 else column_ms
 
 
-def _properties(id_: str, headers: Mapping[str, object], raw: bytes, replies: Sequence[Rewrite]) -> bytes:
+def _properties(id_: str, headers: Mapping[str, object], raw: bytes, meant: ImportSelection) -> bytes:
     """The properties as NServiceBus's transport for RabbitMQ fills them in: headers as strings, and properties as well
     where AMQP has one."""
     texts = {name: _text(value) for name, value in headers.items()}
     texts.setdefault(RELATED, id_)
     if SAVED_REPLY_TO in texts and (saved := texts.pop(SAVED_REPLY_TO)):
         texts[_REPLY_TO_ADDRESS] = saved
-    if replies and (answer := texts.get(_REPLY_TO_ADDRESS)):
-        for rewrite in replies:
-            answer = rewrite(answer)
-        texts[_REPLY_TO_ADDRESS] = answer
+    if answer := texts.get(_REPLY_TO_ADDRESS):
+        texts[_REPLY_TO_ADDRESS] = meant.renamed(answer)
     table = [entry(_bytes(name), long_string(_bytes(text))) for name, text in texts.items()]
     encoded = b"".join([*table, entry(UNREAD, long_string(raw))] if raw else table)
     said = {

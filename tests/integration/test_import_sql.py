@@ -352,7 +352,6 @@ async def test_nhibernate(delayer: Run, database: str, source: Source) -> None:
         rows = [{key.lower(): value for key, value in row.items()} for row in rows]
     await source.put(name, rows)
     args = ("import", "nservicebus-nhibernate", "run", "--endpoint", "Billing", "--rewrite-destination", "s/@.*//")
-    args = (*args, "--rewrite-reply-to", "s/@.*//")
     run = delayer(*args, "--unverified", "--yes", "--json", DELAYER_IMPORT_URL=source.url)
     assert json.loads(run.stdout)["parked"] == 3
     assert len(await source.rows(name)) == 3

@@ -9,7 +9,7 @@ from datetime import datetime
 import pytest
 
 from delayer.amqp.properties import Properties
-from delayer.core.importing import Rewrite, read_rewrite
+from delayer.core.importing import ImportSelection, Rewrite, read_rewrite
 from delayer.core.plan import LATEST_MS
 from delayer.imports.timeouts import RELATED, UNREAD, StoredTimeout, epoch_ms, item_of, misnamed, moment_of
 from tests.support.raw import wire_instant
@@ -26,10 +26,10 @@ HEADERS = {
 }
 
 
-def made(headers: object = HEADERS, replies: Sequence[Rewrite] = (), **more: object) -> tuple[Properties, str]:
+def made(headers: object = HEADERS, rewrites: Sequence[Rewrite] = (), **more: object) -> tuple[Properties, str]:
     given = headers if headers is None or isinstance(headers, str) else json.dumps(headers)
     values = {"id": "id-1", "address": "sales", "due_ms": DUE_MS, "headers": given, "body": b"\0body"} | more
-    item = item_of(StoredTimeout(**values), b"nservicebus-sql", str(values["address"]).encode(), replies)  # type: ignore[arg-type]
+    item = item_of(StoredTimeout(**values), b"nservicebus-sql", ImportSelection(rewrites=rewrites))  # type: ignore[arg-type]
     return Properties.parse(item.parcel.properties), "" if item.hold is None else item.hold.text
 
 
@@ -62,11 +62,11 @@ def test_the_reply_address_is_the_saved_one() -> None:
     assert made({"NServiceBus.Timeout.ReplyToAddress": ""})[0].short("reply_to") is None
 
 
-def test_the_reply_address_is_rewritten_on_request() -> None:
-    properties, _ = made(replies=[read_rewrite("s/@.*//"), read_rewrite("s/^/new./")])
+def test_the_reply_address_is_renamed_with_the_destination() -> None:
+    properties, _ = made(rewrites=[read_rewrite("s/@.*//"), read_rewrite("s/^/new./")])
     assert properties.short("reply_to") == b"new.sales"
     assert properties.get(b"NServiceBus.ReplyToAddress").value == "new.sales"  # type: ignore[union-attr]
-    assert made({}, replies=[read_rewrite("s/^/new./")])[0].short("reply_to") is None
+    assert made({}, rewrites=[read_rewrite("s/^/new./")])[0].short("reply_to") is None
 
 
 @pytest.mark.parametrize("headers", [None, "", "null", "{}", "[]"])
@@ -123,13 +123,13 @@ def test_an_invalid_destination_is_a_problem(address: str) -> None:
 )
 def test_a_rounded_instant_is_exact_in_the_header(expire: str, later_ms: int) -> None:
     headers = json.dumps({"NServiceBus.Timeout.Expire": expire})
-    item = item_of(StoredTimeout("1", "q", DUE_MS, headers, b""), b"", b"q")
+    item = item_of(StoredTimeout("1", "q", DUE_MS, headers, b""), b"", ImportSelection())
     assert item.parcel.due_ms == DUE_MS + later_ms
 
 
 @pytest.mark.parametrize(("due_ms", "expected"), [(-5, 0), (LATEST_MS, LATEST_MS), (LATEST_MS + 1, LATEST_MS)])
 def test_due_instants_are_limited_to_the_valid_range(due_ms: int, expected: int) -> None:
-    assert item_of(StoredTimeout("1", "q", due_ms, None, b""), b"", b"q").parcel.due_ms == expected
+    assert item_of(StoredTimeout("1", "q", due_ms, None, b""), b"", ImportSelection()).parcel.due_ms == expected
 
 
 def test_instants_round_up() -> None:
