@@ -63,7 +63,7 @@ SOURCES: Final[Mapping[str, Source]] = {
     **OWN_SOURCES,
     "timestamp": _due(_timestamp_ms),
     "nservicebus": _nservicebus,
-    nservicebus.TIMEOUT_FORM: _due(lambda request: (found := nservicebus.timeout(request.headers)) and found.due_ms),
+    nservicebus.TIMEOUT_FORM: _due(lambda request: nservicebus.expires_ms(request.headers)),
     "routing-key-bits": _routing_key_bits,
     "celery-eta": _due(lambda request: read_eta_ms(request.headers.get(ETA))),
 }

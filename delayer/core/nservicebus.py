@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 from delayer.core.delay_headers import UnreadableDelay, read_delay_ms, read_instant_ms, shown
 from delayer.core.message import SHORT_STRING, KeyGroup, as_bytes
@@ -43,13 +43,6 @@ _INSTANT = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d):(\d{6}) Z", re.ASCII)
 TIMEOUT_FORM: Final = "nservicebus-timeout"
 """The value of ``delay_from`` by which a route reads messages for a timeout manager."""
 _SAGA: Final = b"nservicebus-saga:%b:"
-
-
-class Timeout(NamedTuple):
-    """A request to a timeout manager; ``address`` is a queue."""
-
-    due_ms: int
-    address: bytes
 
 
 def read_wire_instant_ms(value: object) -> int:
@@ -90,26 +83,17 @@ def expires_ms(headers: Headers) -> int | None:
     return _instant(headers, EXPIRE) if EXPIRE in headers else None
 
 
-def timeout(headers: Headers) -> Timeout | None:
-    """A message's request to a timeout manager; None for any other message. Raises UnreadableDelay."""
-    due_ms = expires_ms(headers)
-    if due_ms is None:
-        return None
-    for name in (ROUTE_EXPIRED_TO, REPLY_TO):
-        address = as_bytes(headers.get(name))
-        if address:
-            return Timeout(due_ms, address)
-    raise UnreadableDelay(
-        f"expected the address of a queue in {ROUTE_EXPIRED_TO.decode()} or {REPLY_TO.decode()}, found neither"
-    )
-
-
 def timeout_address(headers: Headers) -> bytes | None:
     """The queue that a timeout names; None for any other message. Raises UnreadableDelay."""
-    asked = timeout(headers)
-    if asked is not None and len(asked.address) > SHORT_STRING:
-        raise UnreadableDelay(f"expected an address of at most {SHORT_STRING} bytes, found {len(asked.address)}")
-    return None if asked is None else asked.address
+    if expires_ms(headers) is None:
+        return None
+    address = as_bytes(headers.get(ROUTE_EXPIRED_TO)) or as_bytes(headers.get(REPLY_TO))
+    if not address:
+        names = f"{ROUTE_EXPIRED_TO.decode()} or {REPLY_TO.decode()}"
+        raise UnreadableDelay(f"expected the address of a queue in {names}, found neither")
+    if len(address) > SHORT_STRING:
+        raise UnreadableDelay(f"expected an address of at most {SHORT_STRING} bytes, found {len(address)}")
+    return address
 
 
 def cleared_timeouts(headers: Headers) -> KeyGroup | None:

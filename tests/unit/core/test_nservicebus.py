@@ -19,13 +19,12 @@ from delayer.core.nservicebus import (
     ROUTE_EXPIRED_TO,
     SAGA_ID,
     TIME_SENT,
-    Timeout,
     cleared_timeouts,
     delay_seconds,
     delayed_until_ms,
     read_wire_instant_ms,
     saga_of,
-    timeout,
+    timeout_address,
 )
 from tests.support.raw import wire_instant
 
@@ -127,24 +126,24 @@ def test_the_delay_of_a_message_in_seconds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("headers", "asked"),
+    ("headers", "address"),
     [
         ({}, None),
         ({ROUTE_EXPIRED_TO: "Sales"}, None),
-        ({EXPIRE: SENT, ROUTE_EXPIRED_TO: "Sales.Orders"}, Timeout(SENT_MS, b"Sales.Orders")),
-        ({EXPIRE: SENT, ROUTE_EXPIRED_TO: "Sales", REPLY_TO: "Other"}, Timeout(SENT_MS, b"Sales")),
-        ({EXPIRE: SENT, ROUTE_EXPIRED_TO: "", REPLY_TO: "Other"}, Timeout(SENT_MS, b"Other")),
-        ({EXPIRE: SENT, REPLY_TO: "Other@MACHINE"}, Timeout(SENT_MS, b"Other@MACHINE")),
+        ({EXPIRE: SENT, ROUTE_EXPIRED_TO: "Sales.Orders"}, b"Sales.Orders"),
+        ({EXPIRE: SENT, ROUTE_EXPIRED_TO: "Sales", REPLY_TO: "Other"}, b"Sales"),
+        ({EXPIRE: SENT, ROUTE_EXPIRED_TO: "", REPLY_TO: "Other"}, b"Other"),
+        ({EXPIRE: SENT, REPLY_TO: "Other@MACHINE"}, b"Other@MACHINE"),
     ],
 )
-def test_requests_to_a_timeout_manager(headers: dict[bytes, object], asked: Timeout | None) -> None:
-    assert timeout(headers) == asked
+def test_requests_to_a_timeout_manager(headers: dict[bytes, object], address: bytes | None) -> None:
+    assert timeout_address(headers) == address
 
 
 @pytest.mark.parametrize("headers", [{EXPIRE: SENT}, {EXPIRE: SENT, REPLY_TO: 5}, {EXPIRE: "x", REPLY_TO: "Sales"}])
 def test_a_timeout_without_an_instant_or_an_address_is_unreadable(headers: dict[bytes, object]) -> None:
     with pytest.raises(UnreadableDelay):
-        timeout(headers)
+        timeout_address(headers)
 
 
 @pytest.mark.parametrize(
