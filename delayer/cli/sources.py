@@ -11,7 +11,7 @@ from delayer.amqp.address import Address
 from delayer.amqp.reading import raw
 from delayer.cli.errors import Misused
 from delayer.cli.importing import Make, import_, source
-from delayer.cli.options import duration, pair, url_of
+from delayer.cli.options import duration, url_of
 from delayer.config.model import Settings
 from delayer.config.topology import queues_at_work
 from delayer.config.values import broker_url, management_url
@@ -128,16 +128,6 @@ def _jsonl(_settings: Settings, given: dict[str, Any], book: ImportStore) -> Imp
     return JsonLines(notes=book, **given)
 
 
-def _pairs(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[bytes, Target]:
-    pairs = {}
-    for text in given:
-        name, to = pair(text, "FROM=TO, two exchanges")
-        if not to:
-            raise click.BadParameter(f"expected FROM=TO, two exchanges, found {text!r}")
-        pairs[raw(name)] = Target(raw(to), b"")
-    return pairs
-
-
 @source(
     "delayed-exchange",
     "A dump of the delayed-message plugin. docs/importing.md has the command that makes it, for "
@@ -147,11 +137,7 @@ def _pairs(_context: click.Context, _option: click.Parameter, given: tuple[str, 
     click.option(
         "--vhost", metavar="NAME", help="The virtual host to import; the others stay. [default: broker.url's]"
     ),
-    click.option(
-        "--rewrite-exchange", "exchanges", multiple=True, callback=_pairs, metavar="FROM=TO",
-        help="Publish messages of FROM to TO. May be repeated.",
-    ),
-)  # fmt: skip
+)
 def _delayed_exchange(settings: Settings, given: dict[str, Any], book: ImportStore) -> ImportSource:
     vhost = given["vhost"]
     if vhost is None:
@@ -159,8 +145,7 @@ def _delayed_exchange(settings: Settings, given: dict[str, Any], book: ImportSto
     by_route = {
         one.from_.encode(): Target(one.to.encode(), one.routing_key.encode()) for one in settings.routes if one.from_
     }
-    exchanges = by_route | given["exchanges"]
-    return DelayedExchange(path=given["path"], notes=book, meant=given["meant"], vhost=raw(vhost), exchanges=exchanges)
+    return DelayedExchange(path=given["path"], notes=book, meant=given["meant"], vhost=raw(vhost), exchanges=by_route)
 
 
 _database_options = (

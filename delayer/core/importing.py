@@ -32,13 +32,11 @@ class Left(StrEnum):
     BEYOND_LIMIT = "beyond the limit"
     BEHIND = "behind too many messages that do not match: not examined"
     UNGIVEN = "not delivered by their broker in time: not examined"
-    CONSUMED = "in queues with other consumers: not examined, unless you name the queue"
-    UNHELD = "in queues that delay nothing: not examined, unless you name the queue"
     DELAYED = "that their broker delays itself: not examined before they are due"
     UNSEEN = "queues may hold messages that their broker delays itself: no management URL, answer or count yet"
 
 
-FOR_PEOPLE: Final = frozenset({Left.UNREADABLE, Left.BEHIND, Left.UNGIVEN, Left.CONSUMED, Left.DELAYED})
+FOR_PEOPLE: Final = frozenset({Left.UNREADABLE, Left.BEHIND, Left.UNGIVEN, Left.DELAYED})
 """The reasons that an operator must see: these messages stay against the operator's wish."""
 MOST_REASONS: Final = 100
 """Reasons that are reported one by one. A file may have another reason for each of its messages."""

@@ -10,7 +10,7 @@ from typing import Final
 
 from sqlalchemy import URL
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidRequestError, ProgrammingError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, ProgrammingError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from delayer.core.errors import ERRNO
@@ -52,6 +52,8 @@ def database_url(text: str) -> URL:
         raise BadSource("the source's URL: expected the server, the database and the driver in it, found odbc_connect")
     if url.port is not None and not 0 < url.port <= 65_535:  # The network takes it modulo 65536.
         raise BadSource("the source's URL: expected a port from 1 to 65535")
+    if url.drivername not in {*DRIVERS, *DRIVERS.values()}:
+        raise BadSource(f"the source's URL: expected {_EXPECTED}, found {url.drivername}://")
     url = url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
     if url.drivername == DRIVERS["postgresql"] and (mode := url.query.get("sslmode")):
         # asyncpg alone calls this parameter ssl.
@@ -110,15 +112,9 @@ class Database:
                 self._engine = create_async_engine(self._url)
             return await self._engine.connect()
         except ModuleNotFoundError as error:
-            if self._url.drivername not in DRIVERS.values():  # A driver in the URL may be one that does not work here.
-                raise BadSource(
-                    f"the source's URL: expected {_EXPECTED}; its driver {self._url.drivername} is not installed"
-                ) from error
             advice = PACKAGES.get(error.name or "", f"install {error.name}")
             raise SourceLost(f"the driver for {self._url.get_backend_name()} is missing: {advice}") from error
-        except (ArgumentError, InvalidRequestError) as error:
-            raise BadSource(f"the source's URL: expected {_EXPECTED}; {self._described(error)}") from error
-        except (TypeError, ValueError) as error:  # A driver says this of a parameter that it does not know.
+        except (ArgumentError, TypeError, ValueError) as error:  # Of a parameter that the driver does not know.
             raise BadSource(
                 f"the source's URL has a parameter that its driver cannot use: {self._described(error)}"
             ) from error

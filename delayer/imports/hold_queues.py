@@ -17,7 +17,7 @@ from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.management_api import Management
 from delayer.core import hold as core_hold
-from delayer.core.importing import ImportItem, Left, given
+from delayer.core.importing import ImportItem, given
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.imports.brokers import address_of, asked
 from delayer.imports.queues import Queues, Reader
@@ -93,10 +93,7 @@ def _dead_lettered(raw: bytes, properties: Properties | None, *, rerouted: bool)
     the message do not act either if the queue sets the key."""
     if properties is None:
         return raw
-    remove = (COPIES,) if rerouted and properties.get(COPIES) is not None else ()
-    return (
-        splice(properties, remove=remove, drop=("expiration",)) if remove or "expiration" in properties.places else raw
-    )
+    return splice(properties, remove=(COPIES,) if rerouted else (), drop=("expiration",))
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -118,27 +115,19 @@ class HoldQueues(Queues):
 
     async def readers(self, admin: Admin) -> list[Reader]:
         told = await self._told()
-        meant = {name: of for name, of in sorted(told.items()) if not await self._passed_over(admin, name, of)}
-        holds = [self._hold(name, arguments) for name, arguments in meant.items()]
-        if not holds:
-            others = "; ".join(f"{name}, {why}" for name, (why, _) in self.passed_over.items())
-            others = others and f", but for queues that are passed over: {others}"
-            raise ImportImpossible(f"no queue matches {', '.join(self.patterns)}{others}")
+        if not told:
+            raise ImportImpossible(f"no queue with a time to live matches {', '.join(self.patterns)}")
+        for name in told.keys() - set(self.patterns):
+            state = await asked(admin.state(name))
+            if state is not None and state.consumers:
+                raise ImportImpossible(f"queue {name} has consumers. Next: name each queue to read, or other patterns")
+        holds = [self._hold(name, arguments) for name, arguments in sorted(told.items())]
         holds.sort(key=lambda hold: (hold.ttl_ms is None, hold.ttl_ms or 0))
         return list(holds)
 
-    async def _passed_over(self, admin: Admin, name: str, arguments: Mapping[str, Any]) -> bool:
-        """Whether a queue holds no messages to import: a work queue that the pattern matches as well."""
-        state = None if name in self.patterns else await asked(admin.state(name))
-        if state is None:
-            return False
-        why = Left.UNHELD if "x-message-ttl" not in arguments else Left.CONSUMED if state.consumers else ""
-        if why:
-            self.passed_over[name] = (why, state.messages)
-        return bool(why)
-
     async def _told(self) -> dict[str, Mapping[str, Any]]:
-        """Every queue that matches, with its arguments. Values of a policy have the names of arguments."""
+        """Every queue that matches, with its arguments. Values of a policy have the names of arguments. A queue without
+        a time to live, such as the work queue of a retry pair, matches only by its full name."""
         if not self.management_url:
             if any(set("*?[") & set(pattern) for pattern in self.patterns):
                 raise ImportImpossible(
@@ -155,8 +144,11 @@ class HoldQueues(Queues):
         return {
             name: arguments
             for name, arguments in told.items()
-            if name not in self.own and any(fnmatchcase(name, pattern) for pattern in self.patterns)
+            if name in self.patterns or ("x-message-ttl" in arguments and name not in self.own and self._match(name))
         }
+
+    def _match(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
     def _hold(self, name: str, arguments: Mapping[str, Any]) -> HoldQueue:
         exchange = arguments.get("x-dead-letter-exchange") if self.to_exchange is None else self.to_exchange

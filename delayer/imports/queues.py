@@ -140,8 +140,6 @@ class Queues(ABC):
         self._tags: list[int] = []
         """Delivery tags of the last batch: its own, and those of messages that were met again."""
         self._count = 0
-        self.passed_over: dict[str, tuple[str, int]] = {}
-        """Queues that match but are not read: the reason, and the number of their messages."""
 
     @property
     def besides(self) -> Sequence[str]:
@@ -183,9 +181,6 @@ class Queues(ABC):
                 survey.expect(self.meant.retargeted(target), depth)
         if self.meant.limit is not None:
             survey.messages = min(survey.messages, self.meant.limit)
-        for name, (why, depth) in self.passed_over.items():
-            survey.leave(why, depth)
-            survey.remarks.append(f"{name}: {depth:,} messages, passed over: {why}")
         missing = [name for name, depth in depths.items() if depth is None]
         if missing:
             survey.remarks.append(f"{len(missing)} queues do not exist, such as {missing[0]}")
@@ -250,9 +245,8 @@ class Queues(ABC):
 
     async def finish(self) -> dict[str, int]:
         await self._leave()
-        passed_over = (Counter({why: depth}) for why, depth in self.passed_over.values())
         delayed = await self._delayed(self._left, fresh=True)
-        return dict(sum([*self._left.values(), *passed_over, delayed], Counter()))
+        return dict(sum(self._left.values(), delayed))
 
     async def _delayed(self, queues: Collection[str], *, fresh: bool) -> Counter[str]:
         """The messages in these queues that their broker delays itself, or the number of queues that may hold some."""

@@ -42,8 +42,6 @@ CLOCKS: Final = {"postgresql": "timezone('UTC', clock_timestamp())", "mssql": "s
 MYSQL_CLOCK: Final = "utc_timestamp(3)"
 BATCH: Final = 2_000
 BATCH_BYTES: Final = 8 << 20
-SOON: Final = "due within a minute, or overdue: a timeout manager may have them in hand (--overdue-too takes them)"
-NO_TIME: Final = "without a due time"
 
 
 def write_places(places: Mapping[str, DuePlace]) -> str:
@@ -307,10 +305,13 @@ class SqlTimeouts:
         self, connection: AsyncConnection, one: TimeoutTable, pick: RowFilter, survey: Survey
     ) -> int:
         """Count the rows that stay in ``survey``, with their reasons. Returns the number of chosen rows."""
-        meant, *others = (await connection.execute(one.others(pick))).one()
-        for why, count in zip((NO_TIME, Left.BEFORE_CUTOFF, SOON), others, strict=True):
-            survey.leave(why, count)
-        return int(meant)
+        meant = 0
+        for why, count in await connection.execute(one.reasons(pick)):
+            if why:
+                survey.leave(why, count)
+            else:
+                meant = count
+        return meant
 
     def _target(self, destination: str) -> Target:
         return self.meant.retargeted(Target(b"", destination.encode("utf-8", "surrogateescape")))

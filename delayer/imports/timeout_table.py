@@ -13,11 +13,15 @@ from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
 
+from delayer.core.importing import Left
 from delayer.imports.state_machine import ImportImpossible
 
 MYSQL: Final = frozenset({"mysql", "mariadb"})
 SUFFIX: Final = "_delayer_"
 """It stands between a table's name and the run's token in the name of the staging table."""
+
+SOON: Final = "due within a minute, or overdue: a timeout manager may have them in hand (--overdue-too takes them)"
+NO_TIME: Final = "without a due time"
 
 DuePlace = tuple[datetime, Any]
 """A row's due instant and id: its place in the order of reading."""
@@ -127,17 +131,16 @@ class TimeoutTable:
         due = self.of(self.source, "time")
         return sa.select(due).where(*self.meant(pick)).order_by(due).limit(limit)
 
-    def others(self, pick: RowFilter) -> sa.Select[Any]:
-        """Counts of rows: the chosen ones, those without a due instant, those before ``since``, those not after
-        ``after``. Each row counts once."""
-        due, never = self.of(self.source, "time"), sa.literal_column("0") == sa.literal_column("1")
-        sooner = never if pick.since is None else due < pick.since
-        soon = never if pick.after is None else due <= pick.after
+    def reasons(self, pick: RowFilter) -> sa.Select[Any]:
+        """The numbers of rows by the reason why they stay; the reason of chosen rows is ""."""
+        due = self.of(self.source, "time")
+        reasons: list[tuple[sa.ColumnElement[bool], str]] = [(due.is_(None), NO_TIME)]
         if pick.since is not None:
-            soon &= due >= pick.since
-        conditions = [self._picked(pick), due.is_(None), sooner, soon]
-        counts: list[sa.ColumnElement[Any]] = [sa.func.count(sa.case((one, 1))) for one in conditions]
-        return sa.select(*counts).where(*self._of_endpoint)
+            reasons.append((due < pick.since, Left.BEFORE_CUTOFF))
+        if pick.after is not None:
+            reasons.append((due <= pick.after, SOON))
+        rows = sa.select(sa.case(*reasons, else_="").label("why")).where(*self._of_endpoint).subquery()
+        return sa.select(rows.c.why, sa.func.count()).group_by(rows.c.why)
 
     def sizes(self, dialect: sa.Dialect, limit: int, after: DuePlace | None) -> sa.Select[Any]:
         """The due instants of the soonest staged rows behind that place, and the bytes of their bodies and headers."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Final, NamedTuple
 
-from delayer.amqp.properties import FLAGS, entry, long_string
+from delayer.amqp.properties import Properties, changed, encode_headers, entry, long_string
 from delayer.core import nservicebus
 from delayer.core.delay_headers import UnreadableDelay
 from delayer.core.hold import Hold, unfit
@@ -133,9 +133,7 @@ def _properties(id_: str, headers: Mapping[str, object], raw: bytes, meant: Impo
         for name, text in said.items()
         if 0 < len(value := _bytes(text)) <= SHORT_STRING
     }
-    values |= {"headers": len(encoded).to_bytes(4, "big") + encoded, "delivery_mode": b"\2"}
-    flags = sum(FLAGS[name] for name in values)
-    return flags.to_bytes(2, "big") + b"".join(values[name] for name in FLAGS if name in values)
+    return changed(Properties.parse(encode_headers(encoded)), values)
 
 
 def _bytes(text: str) -> bytes:

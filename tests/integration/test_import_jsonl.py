@@ -430,7 +430,7 @@ async def test_the_documented_dump_of_a_real_broker(
     assert dump.read_text().split("\n")[-2] == "5"
     await declare(vhost, Topology((Exchange("orders.delayed", "topic"), Exchange("orders.out", "topic"))))
     route = json.dumps([{"from": "orders.delayed", "to": "orders.out"}])
-    renamed = ("--rewrite-exchange", "mail.delayed=mail.out")
+    renamed = ("--rewrite-destination", "s/^mail.delayed$/mail.out/")
     args = ("import", "delayed-exchange", "run", str(dump), *renamed, "--yes", "--json")
     report = json.loads(delayer(*args, expect=1, DELAYER_ROUTE=route).stdout)
     assert (report["parked"], report["held"]) == (3, 1)
