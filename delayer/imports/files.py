@@ -17,10 +17,9 @@ import binascii
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from heapq import nsmallest
 from io import BufferedReader
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple
@@ -67,9 +66,10 @@ class Unreadable(ValueError):
 
 
 class SkippedRecord(NamedTuple):
-    """A record that the import leaves out, and why."""
+    """A record that the import leaves out: the reason, and a remark about this one."""
 
     why: str
+    remark: str = ""
 
 
 LineReading = ImportItem | SkippedRecord | int | None
@@ -96,10 +96,6 @@ class FileSource(ABC):
         self._to_come = 0
         """The staged records that no batch has brought yet."""
         self._survey: Survey | None = None
-        self._messages = 0
-        """The messages that the last reading met, unreadable ones among them."""
-        self._ends: list[int] = []
-        """The numbers that the last reading met in the last lines of the dumps."""
 
     def more_parameters(self) -> Mapping[str, object]:
         """Parameters besides the file that change how its lines are read."""
@@ -133,65 +129,61 @@ class FileSource(ABC):
         return self._survey
 
     def _look(self) -> Survey:
-        """Read and count the whole file. Raises ImportImpossible for a file that was cut."""
+        """Read and count the whole file, also messages beyond the limit. Raises ImportImpossible for a file that was
+        cut."""
         survey, limit = Survey(), self.meant.limit
-        seen: Iterable[tuple[int, int, int, Target, str]] = (
-            (item.parcel.due_ms, position, number, item.parcel.target, "" if item.hold is None else item.hold.text)
-            for number, position, _, item in self._meant_records(survey)
-        )
-        # The soonest messages of a larger limit do not fit in memory, so the survey describes the whole file.
-        if limit is not None and limit <= 100_000:
-            seen = nsmallest(limit, seen)
-        for due_ms, _, number, target, problem in seen:
-            survey.add(target, due_ms, problem=problem)
-            if problem and len(survey.remarks) < NAMED:
-                survey.remarks.append(f"line {number}: will be held: {problem}")
-        meant = self._messages - sum(survey.left.values())
-        if limit is not None and meant > limit:
-            survey.leave(Left.BEYOND_LIMIT, meant - limit)
+        ends: list[int] = []
+        for number, _, _, found in self._lines():
+            if isinstance(found, int):
+                ends.append(found)
+            elif isinstance(found, SkippedRecord):
+                survey.leave(found.why)
+                if found.remark and len(survey.doubts) < NAMED:
+                    survey.doubt(f"line {number} is unreadable: {found.remark}")
+            elif found is not None:
+                problem = "" if found.hold is None else found.hold.text
+                survey.add(found.parcel.target, found.parcel.due_ms, problem)
+                if problem and len(survey.remarks) < NAMED:
+                    survey.remarks.append(f"line {number}: will be held: {problem}")
+        messages = survey.messages + sum(survey.left.values())
+        if limit is not None and survey.messages > limit:
+            survey.leave(Left.BEYOND_LIMIT, survey.messages - limit)
             survey.messages = limit
-        if self.counted and not self._ends:
+        if self.counted and not ends:
             survey.doubt("the file does not have the number of its messages, so it may have been cut")
-        elif self.counted and sum(self._ends) != self._messages:
+        elif self.counted and sum(ends) != messages:
             raise ImportImpossible(
-                f"{self.path}: expected {sum(self._ends)} messages by its last line, found {self._messages}: it was "
-                "cut, or lines are missing"
+                f"{self.path}: expected {sum(ends)} messages by its last line, found {messages}: it was cut, or lines "
+                "are missing"
             )
         return survey
 
-    def _meant_records(self, survey: Survey | None = None) -> Iterator[tuple[int, int, int, ImportItem]]:
-        """Each chosen message, with the number, place and length of its line. ``survey`` counts the others."""
-        survey = Survey() if survey is None else survey
-        self._messages, self._ends = 0, []
-        position = unreadable = 0
+    def _lines(self) -> Iterator[tuple[int, int, int, LineReading]]:
+        """The number, place, length and meaning of each line."""
+        position = 0
         with reading(self.path), self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                try:
-                    found = self._checked(line)
-                except Unreadable as why:
-                    found = SkippedRecord(Left.UNREADABLE)
-                    unreadable += 1
-                    if unreadable <= NAMED:
-                        survey.doubt(f"line {number} is unreadable: {why}")
-                self._messages += isinstance(found, ImportItem | SkippedRecord)
-                if isinstance(found, int):
-                    self._ends.append(found)
-                elif isinstance(found, SkippedRecord):
-                    survey.leave(found.why)
-                elif found is not None and self.meant.includes(found.parcel.due_ms):
-                    yield number, position, len(line), found
-                elif found is not None:
-                    survey.leave(Left.BEFORE_CUTOFF)
+                yield number, position, len(line), self._checked(line)
                 position += len(line)
 
     def _checked(self, line: bytes) -> LineReading:
-        found = self.read(line.rstrip(b"\r\n"))
-        if isinstance(found, ImportItem) and not 0 <= found.parcel.due_ms <= LATEST_MS:
-            raise Unreadable(f"expected a due instant of 0 to {LATEST_MS} ms, found {found.parcel.due_ms}")
-        return found
+        try:
+            found = self.read(line.rstrip(b"\r\n"))
+        except Unreadable as why:
+            return SkippedRecord(Left.UNREADABLE, str(why))
+        if not isinstance(found, ImportItem):
+            return found
+        due_ms = found.parcel.due_ms
+        if not 0 <= due_ms <= LATEST_MS:
+            return SkippedRecord(Left.UNREADABLE, f"expected a due instant of 0 to {LATEST_MS} ms, found {due_ms}")
+        return found if self.meant.includes(due_ms) else SkippedRecord(Left.BEFORE_CUTOFF)
 
     async def stage(self, run: Run) -> int:
-        records = ((item.parcel.due_ms, position, size) for _, position, size, item in self._meant_records())
+        records = (
+            (found.parcel.due_ms, position, size)
+            for _, position, size, found in self._lines()
+            if isinstance(found, ImportItem)
+        )
         count = await self.notes.write_items(run, records)
         return count if self.meant.limit is None else min(count, self.meant.limit)
 
@@ -229,11 +221,7 @@ class FileSource(ABC):
             if self._file is None:
                 self._file = self.path.open("rb")
             self._file.seek(position)
-            line = self._file.read(length)
-        try:
-            return self._checked(line)
-        except Unreadable:
-            return None
+            return self._checked(self._file.read(length))
 
     async def remove(self, batch: ImportBatch) -> int:
         """See Source. The file stays as it is."""

@@ -73,7 +73,7 @@ MUTANTS: Sequence[Mutant] = (
     *of(
         "delayer/imports/files.py",
         "tests/integration/test_import_jsonl.py::test_missing_and_cut_files_are_reported",
-        ("import-of-a-cut-file", "elif self.counted and sum(self._ends) != self._messages:", "elif False:"),
+        ("import-of-a-cut-file", "elif self.counted and sum(ends) != messages:", "elif False:"),
     ),
     *of(
         "delayer/imports/files.py",
