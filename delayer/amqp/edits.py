@@ -84,9 +84,6 @@ ROOM: Final = 2048
 REASON: Final = 500
 
 
-_NO_COPIES: Final = frozenset[bytes]()
-
-
 def asked(delivery: Delivery, properties: Properties, consulted: frozenset[bytes] = CONSULTED) -> DelayRequest:
     """The delay request in a message's headers, of those names. The first of repeated headers counts, as for the
     broker. All ``CC`` and ``BCC`` are collected.
@@ -95,7 +92,7 @@ def asked(delivery: Delivery, properties: Properties, consulted: frozenset[bytes
     """
     raw = properties.raw
     headers: dict[bytes, object] = {}
-    copies = _NO_COPIES
+    copies: frozenset[bytes] = frozenset()
     for name, type_at, stop in properties.entries(consulted):
         if name in COPY_HEADERS:
             copies |= _keys(value_at(raw, type_at, stop))
@@ -388,7 +385,7 @@ def enveloped(parcel: Parcel, id: bytes, held: HoldNote | None = None, rest_ms: 
         headers += entry(_REST, int64(rest_ms))
     if held is not None:
         headers += _hold_headers(held)
-    return encode_headers(headers + more, delivery_mode=2)
+    return encode_headers(headers + more)
 
 
 def opened(properties: Properties, body: bytes, max_properties: int) -> Envelope:

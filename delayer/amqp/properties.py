@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from functools import lru_cache
 from itertools import pairwise
@@ -362,13 +363,12 @@ def parsed(raw: bytes) -> Properties | None:
 def decoded(properties: Properties | None, names: Iterable[bytes]) -> dict[bytes, object]:
     """The first header of each of these names, without headers whose value is broken."""
     found: dict[bytes, object] = {}
-    wanted = frozenset(names)
-    for field in properties.headers_items() if properties is not None else ():
-        if field.name in wanted and field.name not in found:
-            try:
-                found[field.name] = field.value
-            except MalformedTable:
-                continue
+    if properties is None:
+        return found
+    for name, type_at, stop in properties.entries(frozenset(names)):
+        if name not in found:
+            with suppress(MalformedTable):
+                found[name] = value_at(properties.raw, type_at, stop)
     return found
 
 
@@ -430,6 +430,6 @@ def edited(properties: Properties, cuts: Sequence[Cut], append: bytes) -> bytes:
     return b"".join((raw[:start], _U32.pack(len(table)), table, raw[stop:]))
 
 
-def encode_headers(headers: bytes = b"", delivery_mode: int = 2) -> bytes:
-    """Properties of a message of our own: a table of the encoded entries, and the delivery mode."""
-    return _FLAGS_AND_LENGTH.pack(_OURS, len(headers)) + headers + bytes((delivery_mode,))
+def encode_headers(headers: bytes = b"") -> bytes:
+    """Properties of a persistent message of our own, with a table of the encoded entries."""
+    return _FLAGS_AND_LENGTH.pack(_OURS, len(headers)) + headers + b"\2"

@@ -21,7 +21,6 @@ The rule for a change is that of amqp/edits.py: never change the meaning of a re
 from __future__ import annotations
 
 import base64
-import binascii
 import difflib
 import json
 import re
@@ -32,6 +31,7 @@ from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import SHORT_STRING, Parcel, Target
 
 VERSION: Final = 1
+_ANY: Final = 1 << 40  # No longest length.
 PERSISTENT: Final = b"\x10\x00\x02"
 _NAMES: Final = ("route", "exchange", "routing_key", "to_exchange", "to_key", "key", "body")
 _FIELDS: Final = frozenset(
@@ -118,8 +118,8 @@ def read(text: bytes) -> Line | EndLine:
         exchange,
         routing_key,
         Target(_get(record, "to_exchange", exchange), _get(record, "to_key", routing_key)),
-        _base64(record, "properties_b64") if "properties_b64" in record else PERSISTENT,
-        _get(record, "body", b"", SHORT_STRING << 32),
+        _get(record, "properties", PERSISTENT, _ANY),
+        _get(record, "body", b"", _ANY),
         _get(record, "key", b"") if "key" in record or "key_b64" in record else None,
         _get(record, "token", b""),
     )
@@ -157,30 +157,21 @@ def _known(record: dict[str, Any], fields: frozenset[str]) -> None:
 
 
 def _get(record: dict[str, Any], name: str, default: bytes, longest: int = SHORT_STRING) -> bytes:
-    if f"{name}_b64" in record:
-        value = _base64(record, f"{name}_b64")
-    elif name not in record:
+    """The bytes of a field in either spelling. Raises NotALine."""
+    spelled = f"{name}_b64" if f"{name}_b64" in record else name
+    if spelled not in record:
         return default
-    elif isinstance(record[name], str):
-        try:
-            value = record[name].encode()
-        except UnicodeEncodeError:
-            raise NotALine(f"{name}: expected characters, found half of one; put other bytes into {name}_b64") from None
-    else:
-        raise NotALine(f"{name}: expected a string, found {_kind(record[name])}")
-    if len(value) > longest:
-        raise NotALine(f"{name}: expected at most {longest} bytes, found {len(value)}")
-    return value
-
-
-def _base64(record: dict[str, Any], name: str) -> bytes:
-    value = record[name]
+    value = record[spelled]
     if not isinstance(value, str):
-        raise NotALine(f"{name}: expected a string, found {_kind(value)}")
+        raise NotALine(f"{spelled}: expected a string, found {_kind(value)}")
     try:
-        return base64.b64decode(value, validate=True)
-    except (binascii.Error, ValueError):
-        raise NotALine(f"{name}: expected base64, found something else") from None
+        found = value.encode() if spelled == name else base64.b64decode(value, validate=True)
+    except ValueError:  # JSON can contain half of a surrogate pair.
+        expected = f"characters; put other bytes into {name}_b64" if spelled == name else "base64"
+        raise NotALine(f"{spelled}: expected {expected}") from None
+    if len(found) > longest:
+        raise NotALine(f"{spelled}: expected at most {longest} bytes, found {len(found)}")
+    return found
 
 
 def _integer(record: dict[str, Any], name: str) -> int:

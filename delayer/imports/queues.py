@@ -64,13 +64,15 @@ class DoubtfulMessages:
         """The number of digests from the note that were not met yet."""
         return self._known.total()
 
-    def met_again(self, delivery: Delivery, properties: Properties | None, digest: str) -> bool:
-        """Whether the message is a committed one that was still in its queue. It is forgotten then."""
+    def recognize(self, delivery: Delivery, properties: Properties | None) -> tuple[str, bool]:
+        """The digest of a message, and whether it is a committed one that was still in its queue. It is forgotten
+        then."""
+        digest = fingerprint(delivery, properties, falling=self._falling)
         again = delivery.redelivered or (self._falling and fell(properties))
         if not again or not digest or self._known[digest] <= 0:
-            return False
+            return digest, False
         self._known[digest] -= 1
-        return True
+        return digest, True
 
     def note(self, queue: str, digests: Sequence[str], prefetch: int) -> str:
         """The note of a batch: its queue, and the digests of messages that may be delivered again. They are those of
@@ -217,8 +219,8 @@ class Queues(ABC):
         digests: list[str] = []
         for delivery in deliveries:
             properties = parsed(delivery.properties)
-            digest = fingerprint(delivery, properties, falling=self.falling)
-            if not self._doubt.met_again(delivery, properties, digest):
+            digest, again = self._doubt.recognize(delivery, properties)
+            if not again:
                 item = self.meant.redirected(reader.item(delivery, properties, now_ms))
                 if not self.meant.includes(item.parcel.due_ms):
                     self._keep(Left.BEFORE_CUTOFF)
@@ -269,9 +271,8 @@ class Queues(ABC):
             self._readers = self.reached_from(queue, await self._all_readers(admin))
         while self._doubt.total() and (subscription := await self._next_subscription()) is not None:
             for delivery in await self._deliveries(subscription):
-                properties = parsed(delivery.properties)
-                digest = fingerprint(delivery, properties, falling=self.falling)
-                if self._doubt.met_again(delivery, properties, digest):
+                _, again = self._doubt.recognize(delivery, parsed(delivery.properties))
+                if again:
                     self._acknowledge(subscription, delivery.tag)
         await self._leave()
 

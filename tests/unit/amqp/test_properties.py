@@ -214,9 +214,9 @@ def test_unknown_property() -> None:
 
 def test_headers_of_our_own() -> None:
     found = commands.Basic.Properties()
-    raw = encode_headers(A, delivery_mode=1)
+    raw = encode_headers(A)
     found.unmarshal(int.from_bytes(raw[:2], "big"), raw[2:])
-    assert (found.headers, found.delivery_mode) == ({"a": 1}, 1)
+    assert (found.headers, found.delivery_mode) == ({"a": 1}, 2)
     assert encode_headers() == b"\x30\0\0\0\0\0\x02"
 
 

@@ -105,7 +105,7 @@ def test_fields_with_a_default_are_optional() -> None:
         (b'{"v":1,"due_ms":1,"body":1}', "body: expected a string"),
         (b'{"v":1,"due_ms":1,"body_b64":"*"}', "body_b64: expected base64"),
         (b'{"v":1,"due_ms":1,"body_b64":7}', "body_b64: expected a string"),
-        (b'{"v":1,"due_ms":1,"body":"\\ud800"}', "half of one"),
+        (b'{"v":1,"due_ms":1,"body":"\\ud800"}', "body: expected characters; put other bytes into body_b64"),
         (b'{"v":1,"due_ms":1,"held":1}', "held: expected an object"),
         (b'{"v":1,"due_ms":1,"held":{"kind":"why"}}', "held.kind: expected one of returned, "),
         (b'{"v":1,"due_ms":1,"held":{"kind":"late","text":1}}', "held.text: expected a string"),
