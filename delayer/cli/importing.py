@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -16,7 +17,7 @@ from delayer.cli.errors import CommandFailed, ExitCode, Misused, OutOfReach
 from delayer.cli.options import agreed, as_json, dry_run_option, fixed_instant, read_as, request_of, whoami, yes_option
 from delayer.cli.output import note, print_json, print_table, progress
 from delayer.config.model import Settings
-from delayer.core.importing import OTHER_REASONS, ImportSelection, Run, read_rewrite
+from delayer.core.importing import ImportSelection, Run, read_rewrite
 from delayer.core.readable import instant
 from delayer.imports import state_machine
 from delayer.imports.brokers import Destinations
@@ -70,7 +71,7 @@ def tell_preview(seen: Preview, as_json: bool) -> None:
         for target, goal in goals[:SHOWN_GOALS]:
             first_due = "?" if goal.first_due_ms is None else instant(goal.first_due_ms)
             problem = seen.problems.get(target) or (f"{goal.unfit:,} unfit" if goal.unfit else "")
-            rows.append((address(*target), f"{goal.messages:,}", first_due, _short(problem)))
+            rows.append((address(*target), f"{goal.messages:,}", first_due, problem))
         print_table(["destination", "messages", "first due", "problem"], rows, right=(1,))
         if len(goals) > SHOWN_GOALS:
             note(f"… and {len(goals) - SHOWN_GOALS:,} destinations more; --json has all of them.")
@@ -81,10 +82,6 @@ def tell_preview(seen: Preview, as_json: bool) -> None:
         note(f"A run would be refused: {seen.refusal}.")
 
 
-def _short(problem: str) -> str:
-    return problem.removeprefix("import: ")
-
-
 def lines_of(seen: Preview) -> list[str]:
     """The preview in words."""
     survey = seen.survey
@@ -93,18 +90,14 @@ def lines_of(seen: Preview) -> list[str]:
         said.append(f"The first is due {instant(survey.first_due_ms)}, the last {instant(survey.last_due_ms)}.")
     if seen.reasons:
         said.append(f"{seen.to_hold:,} of them would be held, as far as can be seen:")
-        said += [f"  {count:,}, {why}" for count, why in _reasons(seen.reasons)]
+        said += [f"  {count:,}, {why}" for why, count in _reasons(seen.reasons)]
     said += [f"Left where they are: {count:,} {why}." for why, count in survey.left.items()]
     return said + [f"Note: {remark}." for remark in survey.remarks]
 
 
-def _reasons(reasons: Mapping[str, int]) -> list[tuple[int, str]]:
-    """The most frequent reasons, for people; the last entry is for all others."""
-    found = sorted(((count, _short(why)) for why, count in reasons.items()), key=lambda one: (-one[0], one[1]))
-    told, others = found[:10], found[10:]
-    if others:
-        told.append((sum(count for count, _ in others), f"{OTHER_REASONS}: --json has more of them"))
-    return told
+def _reasons(reasons: Mapping[str, int]) -> list[tuple[str, int]]:
+    """The most frequent reasons, for people; --json has all of them."""
+    return Counter(reasons).most_common(10)
 
 
 def _json_of(run: Run) -> dict[str, Any]:
@@ -137,7 +130,7 @@ def tell_report(report: ImportReport, as_json: bool) -> None:
     )
     if report.again:
         click.echo(f"{report.again:,} were committed before the interruption and only had to be removed.")
-    for count, why in _reasons(report.reasons):
+    for why, count in _reasons(report.reasons):
         note(f"Held: {count:,}, {why}.")
     if report.superseded:
         note(f"Not imported: {report.superseded:,}, because messages wait under their keys. See `delayer audit-log`.")

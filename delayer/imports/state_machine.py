@@ -278,21 +278,17 @@ async def abort(source: ImportSource, book: ImportStore) -> tuple[Run, int | Non
 
 def same(found: Run, source: ImportSource) -> Run:
     """``found``, if it is this import. Raises ImportImpossible."""
-    if found.source == source.name and dict(found.parameters) == dict(source.parameters):
-        return found
-    if found.source != source.name:
-        said = ", ".join(f"{name}={value}" for name, value in sorted(found.parameters.items())) or "no parameters"
-        raise ImportImpossible(
-            f"import {found.id} from {found.source} is not finished ({said}). Next: `delayer "
-            f"import {found.source} run` with its parameters, to go on, or `abort` with them"
-        )
-    names = sorted(found.parameters.keys() | source.parameters.keys())
+    begun = {"source": found.source, **found.parameters}
+    now = {"source": source.name, **source.parameters}
     differences = [
-        f"{name}: begun with {found.parameters.get(name, 'nothing')!r}, now {source.parameters.get(name, 'nothing')!r}"
-        for name in names
-        if found.parameters.get(name) != source.parameters.get(name)
+        f"{name}: begun with {begun.get(name, 'nothing')!r}, now {now.get(name, 'nothing')!r}"
+        for name in sorted(begun.keys() | now.keys())
+        if begun.get(name) != now.get(name)
     ]
+    if not differences:
+        return found
     raise ImportImpossible(
         f"import {found.id} from {found.source} is not finished, and was begun with other parameters ("
-        f"{'; '.join(differences)}). Next: `run` with those, to go on, or `abort` with them"
+        f"{'; '.join(differences)}). Next: `delayer import {found.source} run` with those, to go on, or `abort` with "
+        "them"
     )
