@@ -1,15 +1,5 @@
-"""The edits of a message on its way (design, 4.4). All other bytes stay unchanged.
-
-asked         the request that the planner reads
-failed        properties of a dead letter, with a note of its failure
-released      properties as they leave for the destination
-refused       properties as they go to the refused queue
-enveloped     properties of an envelope: the broker acts on nothing inside it, in the cascade or the strays queue
-opened        the message that an envelope of the due queue carries
-into_broker   a publish into the due queue, if the broker itself delays messages there, or into the cascade
-into_cascade  a publish into the cascade, towards the due queue
-to_strays     a publish into the strays queue
-"""
+"""The edits of a message on its way: to its destination, into the refused queue, and inside an envelope through the
+cascade or into the strays queue. All other bytes stay unchanged."""
 
 from __future__ import annotations
 
@@ -32,7 +22,6 @@ from delayer.amqp.properties import (
     int64,
     long_string,
     negated,
-    negated_integer,
     sized,
     splice,
     timestamp,
@@ -202,9 +191,6 @@ def released(properties: Properties, id: bytes, due_ms: int) -> bytes:
 def _turned(raw: bytes, type_at: int, stop: int) -> bytes:
     """The delay with its sign turned. Empty for a value that stays: one that is not positive is such a mark already,
     and an unreadable one did not delay this message."""
-    turned = negated_integer(raw, type_at)
-    if turned is not None:
-        return turned
     try:
         positive = read_delay_ms(value_at(raw, type_at, stop)) > 0
     except (UnreadableDelay, MalformedTable):

@@ -144,20 +144,12 @@ def _elements(buffer: bytes, at: int, end: int) -> Iterator[tuple[int, int]]:
         at = stop
 
 
-def negated_integer(buffer: bytes, type_at: int) -> bytes | None:
-    """Type byte and value with a negative sign, for a positive integer at ``type_at``; else None. Unsigned integers
-    widen to the next signed type."""
-    found = _NEGATIVE.get(buffer[type_at])
-    if found is None:
-        return None
-    value, type_and_value, signed = found
-    number = value.unpack_from(buffer, type_at + 1)[0]
-    return type_and_value.pack(signed, -number) if number > 0 else None
-
-
 def negated(kind: int, raw: bytes) -> bytes:
-    """Type byte and value with a negative sign, for a positive float, decimal or numeric string. A string changes only
-    its sign."""
+    """Type byte and value with a negative sign, for a positive number or numeric string. Unsigned integers widen to the
+    next signed type. A string changes only its sign."""
+    if kind in _NEGATIVE:
+        value, type_and_value, signed = _NEGATIVE[kind]
+        return type_and_value.pack(signed, -value.unpack(raw)[0])
     if kind in b"fd":
         return bytes((kind, raw[0] | 0x80)) + raw[1:]
     if kind == ord("D"):
