@@ -138,7 +138,7 @@ class Survey:
     ``messages``: the number of matching messages. ``unfit``: reasons why some would be held at any destination, with
     their numbers, for the examined part of the source. ``left``: reasons why others stay, with their numbers.
     ``remarks``: texts for operators. ``doubts``: remarks about possibly missing or repeated messages, which a run
-    reports too. ``brought``: which earlier imports have the same messages, or ""."""
+    reports too. ``brought``: why a run needs ``--again``, or ""."""
 
     messages: int = 0
     first_due_ms: int | None = None

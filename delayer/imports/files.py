@@ -124,8 +124,9 @@ class FileSource(ABC):
                 brought = await self.notes.brought(self.name, str(self.parameters["sha256"]))
                 if brought:
                     said = ", ".join(f"import {earlier} brought {messages:,}" for earlier, messages in brought)
-                    self._survey.brought = f"{said} messages of this very file: messages of both are delivered twice"
-                    self._survey.doubt(self._survey.brought)
+                    twice = f"{said} messages of this very file: messages of both are delivered twice"
+                    self._survey.doubt(twice)
+                    self._survey.brought = f"{twice}. Next: --again, if they are gone by now, or shall come twice"
         return self._survey
 
     def _look(self) -> Survey:

@@ -158,14 +158,7 @@ async def preview(source: ImportSource, book: ImportStore, judge: Destinations, 
         refusal = str(error)
     survey = await source.survey(own)
     problems = await judge.problems(survey.goals)
-    return Preview(survey, problems, unfinished, own is not None, refusal or _brought(survey, again))
-
-
-def _brought(survey: Survey, again: bool) -> str:
-    """The reason not to import again the messages of an earlier import; "" if there is none."""
-    if again or not survey.brought:
-        return ""
-    return f"{survey.brought}. Next: --again, if they are gone by now, or shall come twice"
+    return Preview(survey, problems, unfinished, own is not None, refusal or ("" if again else survey.brought))
 
 
 async def run(
@@ -180,8 +173,8 @@ async def run(
         # An unreadable source, or a broker that cannot be asked, stops the import before any message moves.
         survey = await source.survey()
         doubts = survey.doubts
-        if refusal := _brought(survey, again):
-            raise ImportImpossible(refusal)
+        if survey.brought and not again:
+            raise ImportImpossible(survey.brought)
         await judge.problems(survey.goals)
         current = await book.begin(source.name, source.parameters, who)
         reach("import.begun")

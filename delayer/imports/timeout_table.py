@@ -170,14 +170,13 @@ class TimeoutTable:
         return query if after is None else query.where(due >= self._instant(after))
 
     def meant(self, pick: RowFilter) -> list[sa.ColumnElement[bool]]:
-        return [self._picked(pick), *self._of_endpoint]
-
-    def _picked(self, pick: RowFilter) -> sa.ColumnElement[bool]:
         due = self.of(self.source, "time")
-        picked: sa.ColumnElement[bool] = due.is_not(None)
+        conditions = [due.is_not(None), *self._of_endpoint]
         if pick.after is not None:
-            picked &= due > pick.after
-        return picked if pick.since is None else picked & (due >= pick.since)
+            conditions.append(due > pick.after)
+        if pick.since is not None:
+            conditions.append(due >= pick.since)
+        return conditions
 
     def _order(self, table: sa.Table) -> tuple[sa.Column[Any], sa.Column[Any]]:
         return self.of(table, "time"), self.of(table, "id")

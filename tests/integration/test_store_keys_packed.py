@@ -125,8 +125,7 @@ async def test_commands_meet_packed_messages_by_their_key(database: str) -> None
         assert (entry.place.id, entry.key, entry.place.segment) == (ids[b"b"], b"b", found.places[0].segment)
         assert entry.place.segment is not None
         assert (await draining.standing(admin, 0)).keyed == 0
-        async with importing.ImportStore.open(database) as imports:
-            assert await imports.waiting_under([b"a", b"nobody"]) == {b"a"}
+        assert await importing.waiting_under(admin, [b"a", b"nobody"]) == {b"a"}
         assert await actions.count(admin, Filter(key=b"b"), None) == (1, 0)
         log_id = await actions.audit_log.begin(admin, "test", "cancel", {})
         done = await actions.every(admin, actions.cancel, Filter(key=b"b"), None, log_id=log_id, say=lambda _: None)

@@ -171,7 +171,7 @@ class ImportStore:
         if not keyed:
             return list(items), []
         await keys.lock_keys(self._connection, keyed)
-        taken = await _waiting(self._connection, keyed)
+        taken = await waiting_under(self._connection, keyed)
         kept: list[ImportItem] = []
         superseded: list[bytes] = []
         for item in items:
@@ -231,7 +231,7 @@ def _run(row: asyncpg.Record) -> Run:
     return Run(**values, began_ms=began_ms)
 
 
-async def _waiting(connection: Connection, keys: Collection[bytes]) -> set[bytes]:
+async def waiting_under(connection: Connection, keys: Collection[bytes]) -> set[bytes]:
     """Return those of ``keys`` that belong to a waiting or held message. Raises the driver's errors."""
     return {key for (key,) in await connection.fetch(_WAITING, list(keys))}
 
