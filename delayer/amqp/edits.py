@@ -84,7 +84,7 @@ def asked(delivery: Delivery, properties: Properties, consulted: frozenset[bytes
     copies: frozenset[bytes] = frozenset()
     for name, type_at, stop in properties.entries(consulted):
         if name in COPY_HEADERS:
-            copies |= _keys(value_at(raw, type_at, stop))
+            copies |= routing_keys_of(value_at(raw, type_at, stop))
         elif name not in headers:
             headers[name] = value_at(raw, type_at, stop)
     # The chance that spreads retries. Failed messages without an id can be equal byte for byte; their tags differ.
@@ -93,7 +93,7 @@ def asked(delivery: Delivery, properties: Properties, consulted: frozenset[bytes
     return DelayRequest(exchange, routing_key, headers, properties, body, copies, chance)
 
 
-def _keys(value: object) -> frozenset[bytes]:
+def routing_keys_of(value: object) -> frozenset[bytes]:
     """The strings of a CC header, which are routing keys. Values of other types are skipped, as the broker does."""
     if not isinstance(value, list):
         return frozenset()

@@ -24,6 +24,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple
 
+from delayer.amqp.edits import routing_keys_of
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties, entry, long_string, splice
 from delayer.core import lines
@@ -271,9 +272,8 @@ _NOTHING: Final = (b"", b"ok")
 def _with_blind_copies(properties: bytes, more_keys: Sequence[bytes]) -> bytes:
     """Add the header BCC for keys that the header CC lacks, because the broker removed BCC when the message came in."""
     found = Properties.parse(properties)
-    field_of_copies = found.get(b"CC")
-    told = field_of_copies.value if field_of_copies is not None else []
-    copies = {one.encode() if isinstance(one, str) else one for one in told} if isinstance(told, list) else set()
+    shown = found.get(b"CC")
+    copies = frozenset() if shown is None else routing_keys_of(shown.value)
     blind = [key for key in more_keys if key not in copies]
     if not blind:
         return properties
