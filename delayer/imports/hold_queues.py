@@ -14,14 +14,13 @@ from typing import Any, Final
 
 from delayer.amqp.properties import Properties, splice
 from delayer.broker.admin import Admin
-from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.management_api import Management
 from delayer.core import hold as core_hold
 from delayer.core.importing import ImportItem, given
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.imports.brokers import address_of, asked
 from delayer.imports.queues import Queues, Reader
-from delayer.imports.state_machine import BadSource, ImportImpossible, SourceLost
+from delayer.imports.state_machine import BadSource, ImportImpossible
 
 COPIES: Final = b"CC"
 
@@ -99,8 +98,8 @@ def _dead_lettered(raw: bytes, properties: Properties | None, *, rerouted: bool)
 @dataclass(eq=False, repr=False, kw_only=True)
 class HoldQueues(Queues):
     """Reads the queues that match ``patterns``, those of the shortest time first. ``ttl_ms``, ``to_exchange`` and
-    ``to_key`` override the arguments and policies of all of them. ``own``: the names of
-    delayer's own queues, which no pattern matches."""
+    ``to_key`` override the arguments and policies of all of them. ``own``: the names of delayer's own queues, which no
+    pattern matches."""
 
     name = "hold-queues"
     patterns: Sequence[str]
@@ -136,11 +135,10 @@ class HoldQueues(Queues):
             return {name: {} for name in self.patterns}
         address = address_of(self.url)
         try:
-            told = await _queues(Management(self.management_url, address.vhost, timeout=30.0, tls=address.tls))
+            management = Management(self.management_url, address.vhost, timeout=30.0, tls=address.tls)
         except ValueError as error:
             raise BadSource(f"the source's {error}") from None
-        except (BrokerUnreachable, BrokerRefused) as error:
-            raise SourceLost(str(error)) from error
+        told = await asked(_queues(management))
         return {
             name: arguments
             for name, arguments in told.items()

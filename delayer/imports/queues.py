@@ -254,7 +254,10 @@ class Queues(ABC):
         """The messages in these queues that their broker delays itself, or the number of queues that may hold some."""
         async with await admin_of(self.url, self.management_url) as admin:
             counts = (await asked(admin.delayed([*queues, *self.besides], fresh=fresh))).values()
-        return Counter({Left.DELAYED: sum(filter(None, counts)), Left.UNSEEN: list(counts).count(None)})
+        found: Counter[str] = Counter()
+        found[Left.DELAYED] = sum(filter(None, counts))
+        found[Left.UNSEEN] = list(counts).count(None)
+        return +found  # The sign drops zeros.
 
     async def put_back(self, run: Run) -> None:
         """See Source. Messages that are not committed are in their queue. Committed ones that are still there are
