@@ -93,6 +93,12 @@ def _cascade(settings: Settings, given: dict[str, Any], book: ImportStore) -> Im
     click.option("--ttl", "ttl_ms", callback=duration, metavar="DURATION", help="For how long they hold a message."),
     click.option("--routing-key", "to_key", metavar="KEY", help="Its new routing key. [default: as dead-lettered]"),
     click.option(
+        "--believe-timestamps",
+        is_flag=True,
+        help="Take a message's timestamp for its arrival. Only if publishers set it as they publish, and no one "
+        "else does. Without this, a message waits its whole time again.",
+    ),
+    click.option(
         "--management-url",
         envvar="DELAYER_IMPORT_MANAGEMENT_URL",
         metavar="URL",
@@ -116,7 +122,7 @@ def _hold_queues(settings: Settings, given: dict[str, Any], book: ImportStore) -
         patterns=given["queues"],
         now=book.now_ms,
         own=own,
-        **{name: given[name] for name in ("meant", "ttl_ms", "to_exchange", "to_key")},
+        **{name: given[name] for name in ("meant", "ttl_ms", "to_exchange", "to_key", "believe_timestamps")},
     )
 
 

@@ -7,6 +7,7 @@ how long the queue holds it. The management API shows both. Options of the comma
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,22 +18,30 @@ from delayer.broker.admin import Admin
 from delayer.broker.management_api import Management
 from delayer.core import hold as core_hold
 from delayer.core.importing import ImportItem, given
+from delayer.core.levels import X_DEATH
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.imports.brokers import address_of, asked
 from delayer.imports.queues import Queues, Reader
 from delayer.imports.state_machine import BadSource, ImportImpossible
 
 COPIES: Final = b"CC"
+SENT_AGAIN: Final = re.compile(r"_retry(_\d{4}-\d\d-\d\d)?\Z")
+"""The end of the name of Symfony's queues whose messages its workers sent again, with their old timestamp. Symfony 8.1
+can make one for each day."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HoldQueue:
-    """Satisfies queues.Reader: one queue. ``ttl_ms``: None if only the messages' expiration counts."""
+    """Satisfies queues.Reader: one queue. ``ttl_ms``: None if only the messages' expiration counts. ``stamped``:
+    whether a message's timestamp is the time of its arrival."""
 
     queue: str
     exchange: bytes
     routing_key: bytes | None
     ttl_ms: int | None
+    stamped: bool = False
+    last_ms: int = 0
+    """The latest due instant so far. Messages behind that one came later, so none is due sooner."""
 
     @property
     def target(self) -> Target | None:
@@ -42,18 +51,17 @@ class HoldQueue:
         return None if self.ttl_ms is None else now_ms + self.ttl_ms
 
     def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> ImportItem:
-        """See the port. Nobody knows when the message came, so it waits its whole time from now: never early."""
         own = delivery.routing_key if self.routing_key is None else self.routing_key
         wait_ms = self._wait_ms(properties)
         hold: core_hold.Hold | None = None
         if wait_ms is None:
-            hold = core_hold.unfit("neither its queue nor the message says for how long it is held")
+            hold, wait_ms = core_hold.unfit("neither its queue nor the message says for how long it is held"), 0
         if (self.exchange, own) == (b"", self.queue.encode()):
             hold = core_hold.unfit("its queue would give it back to itself")
+        due_ms = self._due_ms(properties, wait_ms, now_ms)
         return ImportItem(
             Parcel(
-                now_ms + (wait_ms or 0), self.queue.encode(), delivery.exchange, delivery.routing_key,
-                Target(self.exchange, own),
+                due_ms, self.queue.encode(), delivery.exchange, delivery.routing_key, Target(self.exchange, own),
                 _dead_lettered(delivery.properties, properties, rerouted=self.routing_key is not None), delivery.body,
             ),
             hold,
@@ -68,6 +76,34 @@ class HoldQueue:
             # Ten years: RabbitMQ's own limit for a TTL.
             said.append(min(int(expiration), 315_360_000_000))
         return min(said, default=None)
+
+    def _due_ms(self, properties: Properties | None, wait_ms: int, now_ms: int) -> int:
+        """The due instant, epoch milliseconds. Never early: a timestamp counts only if it puts the instant between now
+        and the whole wait from now.
+
+        A message whose time is over by its timestamp would be gone. So that timestamp is of its first publish, and the
+        message may have come just now.
+        """
+        latest_ms = now_ms + wait_ms
+        came = self._came_ms(properties)
+        if came is None or came + wait_ms <= now_ms:
+            return latest_ms
+        due_ms = min(came + wait_ms, latest_ms)
+        if self.ttl_ms is not None and wait_ms == self.ttl_ms:
+            due_ms = self.last_ms = max(due_ms, min(self.last_ms, latest_ms))
+        return due_ms
+
+    def _came_ms(self, properties: Properties | None) -> int | None:
+        """The arrival, at the end of that second: the timestamp, if --believe-timestamps says that publishers set it.
+
+        None for messages that were dead-lettered before, and in Symfony's retry queues: their timestamp is of the first
+        publish.
+        """
+        if not self.stamped or SENT_AGAIN.search(self.queue) or properties is None:
+            return None
+        if properties.timestamp is None or properties.get(X_DEATH) is not None:
+            return None
+        return (properties.timestamp + 1) * 1000
 
 
 async def _queues(management: Management) -> dict[str, dict[str, Any]]:
@@ -98,18 +134,20 @@ def _dead_lettered(raw: bytes, properties: Properties | None, *, rerouted: bool)
 @dataclass(eq=False, repr=False, kw_only=True)
 class HoldQueues(Queues):
     """Reads the queues that match ``patterns``, those of the shortest time first. ``ttl_ms``, ``to_exchange`` and
-    ``to_key`` override the arguments and policies of all of them. ``own``: the names of delayer's own queues, which no
-    pattern matches."""
+    ``to_key`` override the arguments and policies of all of them. ``believe_timestamps``: whether a message's timestamp
+    is the time of its arrival. ``own``: the names of delayer's own queues, which no pattern matches."""
 
     name = "hold-queues"
     patterns: Sequence[str]
     ttl_ms: int | None = None
     to_exchange: str | None = None
     to_key: str | None = None
+    believe_timestamps: bool = False
     own: Container[str] = ()
 
     def more_parameters(self) -> Mapping[str, object]:
-        more = given(ttl_ms=self.ttl_ms, to_exchange=self.to_exchange, to_key=self.to_key)
+        believe = self.believe_timestamps or None
+        more = given(ttl_ms=self.ttl_ms, to_exchange=self.to_exchange, to_key=self.to_key, believe_timestamps=believe)
         return {"queues": list(self.patterns), **more}
 
     async def readers(self, admin: Admin) -> list[Reader]:
@@ -158,5 +196,9 @@ class HoldQueues(Queues):
                 "time. Next: --exchange, or other queues"
             )
         return HoldQueue(
-            name, str(exchange).encode(), None if key is None else str(key).encode(), None if ttl is None else int(ttl)
+            name,
+            str(exchange).encode(),
+            None if key is None else str(key).encode(),
+            None if ttl is None else int(ttl),
+            stamped=self.believe_timestamps,
         )

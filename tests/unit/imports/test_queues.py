@@ -34,6 +34,10 @@ def died(
     return ((b"x-death", array(note)),)
 
 
+def hold(**how: bool) -> HoldQueue:
+    return HoldQueue("hold", b"", b"work", 60_000, **how)
+
+
 @pytest.mark.parametrize(
     ("ttl_ms", "props", "due_ms"),
     [
@@ -42,18 +46,55 @@ def died(
         (60_000, Props(expiration=b"90000"), NOW + 60_000),
         (None, Props(expiration=b"5000"), NOW + 5_000),
         (60_000, Props(expiration=b"nonsense"), NOW + 60_000),
-        # Nothing says that a timestamp is of its arrival.
-        (60_000, Props(timestamp=SECOND - 20), NOW + 60_000),
+        (60_000, Props(timestamp=SECOND - 20), (SECOND - 19) * 1000 + 60_000),
+        # By this timestamp it would have expired, so the timestamp is not of its arrival.
+        (60_000, Props(timestamp=SECOND - 61), NOW + 60_000),
+        (60_000, Props(timestamp=SECOND - 86_400), NOW + 60_000),
+        (60_000, Props(timestamp=0), NOW + 60_000),
+        # A timestamp in the future does not count either.
+        (60_000, Props(timestamp=SECOND + 10), NOW + 60_000),
+        (60_000, Props(timestamp=(1 << 64) - 1), NOW + 60_000),
         (0, Props(), NOW),
     ],
 )
 def test_due(ttl_ms: int | None, props: Props, due_ms: int) -> None:
-    assert item(HoldQueue("hold", b"", b"work", ttl_ms), props) == (due_ms, "")
+    assert item(HoldQueue("hold", b"", b"work", ttl_ms, stamped=True), props) == (due_ms, "")
+
+
+STAMPED = Props(timestamp=SECOND - 20)
+
+
+@pytest.mark.parametrize(
+    ("hold", "props", "told"),
+    [
+        # Without `stamped` it may be the instant of a business event: only a person knows.
+        (hold(), STAMPED, False),
+        (hold(stamped=True), STAMPED, True),
+        # It left a queue before, and has the timestamp of its first publish.
+        (hold(stamped=True), Props(timestamp=SECOND - 20, headers=died(SECOND - 30, "expired")), False),
+        (hold(stamped=True), Props(timestamp=SECOND - 20, headers=died(SECOND - 20)), False),
+        (hold(), Props(headers=died(SECOND - 20)), False),
+        # Symfony's workers keep the timestamp of the first publish.
+        (HoldQueue("delay_x__60000_retry", b"", b"work", 60_000, stamped=True), STAMPED, False),
+        (HoldQueue("delay_x__60000_retry_2026-11-27", b"", b"work", 60_000, stamped=True), STAMPED, False),
+        (HoldQueue("delay_x__60000_delay_2026-11-27", b"", b"work", 60_000, stamped=True), STAMPED, True),
+        (HoldQueue("delay_x__60000_delay", b"", b"work", 60_000, stamped=True), STAMPED, True),
+    ],
+)
+def test_believed_timestamps(hold: HoldQueue, props: Props, told: bool) -> None:
+    assert item(hold, props) == ((SECOND - 19) * 1000 + 60_000 if told else NOW + 60_000, "")
 
 
 @pytest.mark.words
 def test_a_queue_without_a_known_time() -> None:
     assert "for how long" in item(HoldQueue("hold", b"", b"work", None), Props())[1]
+
+
+def test_messages_behind_others_are_younger() -> None:
+    hold = HoldQueue("hold", b"", b"work", 60_000, stamped=True)
+    first, _ = item(hold, Props(timestamp=SECOND - 5))
+    assert item(hold, Props(timestamp=SECOND - 30))[0] == first
+    assert item(hold, Props())[0] == NOW + 60_000
 
 
 @pytest.mark.words
