@@ -2,7 +2,7 @@
 
 ``DELAYER_FAULT=park.copied`` kills the process (SIGKILL) when it first reaches that point; ``park.copied:3`` the third
 time. ``park.copied:1:stop`` stops it (SIGSTOP) instead: then a test can kill the broker or the database, and resume it
-with SIGCONT. The points are the rows of the crash tables in the design, section 7, and the steps of compacting,
+with SIGCONT. The points are the rows of the crash tables in docs/guarantees.md, and the steps of compacting,
 restoring, importing and draining.
 """
 
