@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Self
 
@@ -16,18 +16,14 @@ from pamqp.commands import Basic as BasicMethods
 from pamqp.commands import Exchange as ExchangeMethods
 from pamqp.commands import Queue as QueueMethods
 
-from delayer.amqp.address import Address
 from delayer.amqp.framing import UncheckedMethod
 from delayer.broker.admin_connection import AdminConnection
-from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.broker.management_api import Management, delayed_reason
-from delayer.broker.pipelined_admin import DELAYS_FROM, QueueDelete, exchange_look, queue_look
-from delayer.broker.verify import TopologyFinding, Verifier
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding
+from delayer.broker.management_api import Management, delayed_in, delayed_reason
+from delayer.broker.pipelined_admin import DELAYS_FROM, PATIENCE, QueueDelete, exchange_look, queue_look
+from delayer.broker.verify import Verifier
 from delayer.core.readable import COUNTS_AGE
 from delayer.core.topology import Binding, Exchange, Topology
-
-Delayed = Callable[[Collection[str]], Awaitable[dict[str, int | None]]]
-"""See :meth:`Admin.delayed`."""
 
 
 class ExchangeDelete(UncheckedMethod, ExchangeMethods.Delete): ...
@@ -42,14 +38,6 @@ class QueueUnbind(UncheckedMethod, QueueMethods.Unbind): ...
 class QueueState(NamedTuple):
     messages: int  # Messages ready for delivery.
     consumers: int
-
-
-async def queue_state(connection: AdminConnection, name: str) -> QueueState | None:
-    """The state of a queue; None if it is missing, or another connection owns it exclusively."""
-    answer = await connection.ask(queue_look(name))
-    if not isinstance(answer, QueueMethods.DeclareOk):
-        return None
-    return QueueState(answer.message_count or 0, answer.consumer_count or 0)
 
 
 @dataclass(slots=True)
@@ -72,10 +60,10 @@ class Remover:
     first, and removes each exchange before the last count of its queue.
     """
 
-    def __init__(self, connection: AdminConnection, topology: Topology, delayed: Delayed, *, force: bool) -> None:
-        self._connection = connection
+    def __init__(self, admin: Admin, topology: Topology, *, force: bool) -> None:
+        self._admin = admin
+        self._ask = admin.connection.ask
         self._topology = topology
-        self._delayed = delayed
         self._force = force
         self._result = Removal()
 
@@ -108,7 +96,7 @@ class Remover:
         """The state of a queue, asked again while its leader is slow. Raises BrokerUnreachable if it stays slow."""
         for _ in range(LEADER_TRIES):
             began = time.monotonic()
-            state = await queue_state(self._connection, name)
+            state = await self._admin.state(name)
             if state is None or state.messages or self._force or time.monotonic() - began < LEADER_SECONDS:
                 return state
         slow = f"queue {name!r} did not answer within {LEADER_SECONDS * 1000:.0f} ms, so its messages are not known"
@@ -121,16 +109,16 @@ class Remover:
         return found or await self._delayed_in(reasons)
 
     async def _delayed_in(self, queues: Collection[str]) -> dict[str, str]:
-        delayed = await self._delayed(queues)
+        delayed = await self._admin.delayed(queues)
         return {f"queue {name}": reason for name, count in delayed.items() if (reason := delayed_reason(count))}
 
     async def _remove_exchange(self, exchange: Exchange) -> None:
-        if isinstance(await self._connection.ask(exchange_look(exchange.name)), ChannelClosed):
+        if isinstance(await self._ask(exchange_look(exchange.name)), ChannelClosed):
             return
         for binding in self._topology.bindings:
             if binding.source == exchange.name:
                 await self._unbind(binding)
-        answer = await self._connection.ask(ExchangeDelete(exchange=exchange.name, if_unused=not self._force))
+        answer = await self._ask(ExchangeDelete(exchange=exchange.name, if_unused=not self._force))
         if isinstance(answer, ChannelClosed):
             self._result.left[f"exchange {exchange.name}"] = str(answer)
         else:
@@ -139,8 +127,8 @@ class Remover:
     async def _unbind(self, binding: Binding) -> None:
         """Remove a binding. If its destination is gone, the binding is gone too."""
         source, key, destination = binding.source, binding.key, binding.destination
-        _raise_unless_gone(
-            await self._connection.ask(
+        _accepted(
+            await self._ask(
                 QueueUnbind(queue=destination, exchange=source, routing_key=key)
                 if binding.destination_kind == "queue"
                 else ExchangeUnbind(destination=destination, source=source, routing_key=key)
@@ -156,7 +144,7 @@ class Remover:
             self._result.left[f"queue {name}"] = reason
             return False
         # This deletes the queue's messages too: quorum queues have no "if empty".
-        _raise_unless_gone(await self._connection.ask(QueueDelete(queue=name)))
+        _accepted(await self._ask(QueueDelete(queue=name)))
         self._result.removed.append(f"queue {name}")
         return True
 
@@ -167,59 +155,54 @@ def _reason(state: QueueState) -> str:
     return f"has {state.consumers} consumers" if state.consumers else ""
 
 
-def _raise_unless_gone(answer: object) -> None:
-    if isinstance(answer, ChannelClosed) and not isinstance(answer, ChannelNotFoundEntity):
-        raise BrokerRefused(str(answer)) from answer
-
-
 class Admin:
     """One connection to one vhost. Every method may raise BrokerUnreachable and BrokerRefused."""
 
-    def __init__(self, connection: AdminConnection, management: Management | None = None) -> None:
-        self._connection = connection
+    def __init__(self, connection: AdminConnection, management: Management | None) -> None:
+        self.connection = connection
         self._management = management
 
     @classmethod
     async def connect(
-        cls, url: str, *, management_url: str | None = None, name: str = "delayer admin", patience: float = 30.0
+        cls, url: str, *, management_url: str | None = None, name: str = "delayer admin", patience: float = PATIENCE
     ) -> Self:
         """Connect to ``url``; its scheme and query configure TLS. ``patience``: seconds, for each call.
 
         ``management_url`` (``http://user:password@host:15672``) lets verify() see bindings and policies; it uses the
         TLS settings of ``url``. Raises ValueError for an invalid URL; the text never contains the URL.
         """
-        management = None
-        if management_url:
-            address = Address.parse(url)
-            management = Management(management_url, address.vhost, timeout=patience, tls=address.tls)
+        management = Management.beside(url, management_url, timeout=patience)
         return cls(await AdminConnection.open(url, name=name, patience=patience), management)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._connection.close()
+        await self.connection.close()
 
     @property
     def cluster(self) -> str:
         """The name of the broker's cluster; "" if the broker does not send it."""
-        return self._connection.cluster
+        return self.connection.cluster
 
     async def verify(self, topology: Topology) -> list[TopologyFinding]:
         """Compare the broker with the topology, without changes. All is well if no finding has severity "error".
 
         Each part is declared passively, and then actively. A part deleted in the microseconds between is created again.
         """
-        return await Verifier(self._connection, topology, self._management).findings()
+        return await Verifier(self.connection, topology, self._management).findings()
 
     async def depths(self, queues: Iterable[str]) -> dict[str, int | None]:
         """Messages ready in each queue; None if it is missing, or another connection owns it exclusively."""
-        states = {name: await queue_state(self._connection, name) for name in queues}
+        states = {name: await self.state(name) for name in queues}
         return {name: state.messages if state else None for name, state in states.items()}
 
     async def state(self, queue: str) -> QueueState | None:
         """Messages and consumers of a queue; None as in :meth:`depths`."""
-        return await queue_state(self._connection, queue)
+        answer = await self.connection.ask(queue_look(queue))
+        if not isinstance(answer, QueueMethods.DeclareOk):
+            return None
+        return QueueState(answer.message_count or 0, answer.consumer_count or 0)
 
     async def delayed(self, queues: Collection[str], *, fresh: bool = True) -> dict[str, int | None]:
         """The messages of each queue that the broker itself delays, which AMQP does not show. None: unknown, because
@@ -227,43 +210,26 @@ class Admin:
 
         ``fresh``: wait until the broker's counts are no older than this call.
         """
-        if not queues or self._connection.version < DELAYS_FROM:
+        if not queues or self.connection.version < DELAYS_FROM:
             return dict.fromkeys(queues, 0)
-        try:
-            if self._management is None:
-                return dict.fromkeys(queues)
-            await asyncio.sleep(COUNTS_AGE if fresh else 0)
-            found = await self._management.delayed()
-        except (BrokerRefused, BrokerUnreachable):
-            return dict.fromkeys(queues)
-        return {name: found.get(name, 0) for name in queues}
-
-    async def memory_left(self) -> int | None:
-        """Bytes below the memory watermark, of the node that has the fewest. None: unknown. The user needs the tag
-        *monitoring*."""
-        if self._management is None:
-            return None
-        try:
-            rows = await self._management.get("nodes?columns=mem_used,mem_limit")
-        except (BrokerRefused, BrokerUnreachable):
-            return None
-        return min((int(row["mem_limit"]) - int(row["mem_used"]) for row in rows if "mem_limit" in row), default=0)
+        await asyncio.sleep(COUNTS_AGE if fresh and self._management is not None else 0)
+        return await delayed_in(queues, self._management)
 
     async def may_consume(self, queue: str) -> bool:
         """Whether this user may read the queue, without reading a message. The broker checks the permission first, and
         then refuses the invalid priority of this request. True if the queue is missing."""
         try:
-            await self._connection.ask(BasicMethods.Consume(queue=queue, arguments={"x-priority": "none"}))
+            await self.connection.ask(BasicMethods.Consume(queue=queue, arguments={"x-priority": "none"}))
         except BrokerRefused:
             return False
         return True
 
     async def queue_exists(self, name: str) -> bool:
-        answer = await self._connection.ask(queue_look(name))
-        return isinstance(answer, ChannelLockedResource) or _exists(answer)
+        answer = await self.connection.ask(queue_look(name))
+        return isinstance(answer, ChannelLockedResource) or _accepted(answer)
 
     async def exchange_exists(self, name: str) -> bool:
-        return not name or _exists(await self._connection.ask(exchange_look(name)))
+        return not name or _accepted(await self.connection.ask(exchange_look(name)))
 
     async def remove(self, topology: Topology, *, force: bool = False) -> Removal:
         """Remove our parts in the order of the topology: a cascade from its top, each exchange before its queue. So no
@@ -274,11 +240,11 @@ class Admin:
         meanwhile, its queue and all levels below stay; call this again when the message has left. The broker's counts
         do not include unacknowledged messages, and those in a dead-letter worker, so stop the daemon first.
         """
-        return await Remover(self._connection, topology, self.delayed, force=force).run()
+        return await Remover(self, topology, force=force).run()
 
 
-def _exists(answer: object) -> bool:
-    """Whether the broker agreed; False if the part is missing. Raises BrokerRefused for any other refusal."""
+def _accepted(answer: object) -> bool:
+    """Whether the broker did as asked; False if the part is missing. Raises BrokerRefused for any other refusal."""
     if isinstance(answer, ChannelClosed) and not isinstance(answer, ChannelNotFoundEntity):
         raise BrokerRefused(str(answer)) from answer
     return not isinstance(answer, ChannelNotFoundEntity)

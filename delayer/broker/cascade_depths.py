@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from delayer.amqp.errors import ChannelClosed, ReplyCode
@@ -63,20 +63,16 @@ async def cascade_depths(
         there = isinstance(answers[first], int) or isinstance(answers[last], int)
         answers |= await broker.depths(inner) if there else dict.fromkeys(inner, answers[first])
         delays = broker.may_delay
-    delayed = await _delayed(every, url, management_url) if delays else {}
+    delayed: dict[str, int | None] = {}
+    if delays:
+        from delayer.broker.management_api import Management, delayed_in  # noqa: PLC0415 - urllib takes 12 ms to load
+
+        delayed = await delayed_in(every, Management.beside(url, management_url))
     hidden = [name for name in every if _forbidden(answers[name])]
     depths = {name: None if isinstance(one, ChannelClosed) else one for name, one in answers.items()}
     levels = (LevelState(one.number, one.name, one.ttl_ms, depths[one.name]) for one in cascade.levels())
     queues_around = {name: depths[name] for name in around}
     return CascadeDepths(cascade.kind, cascade.delivery, tuple(levels), queues_around, tuple(hidden), delayed)
-
-
-async def _delayed(queues: Sequence[str], url: str, management_url: str | None) -> dict[str, int | None]:
-    if management_url is None:
-        return dict.fromkeys(queues)
-    from delayer.broker.management_api import delayed_in  # noqa: PLC0415 - urllib takes 12 ms to load
-
-    return await delayed_in(queues, url, management_url)
 
 
 def _forbidden(answer: int | ChannelClosed) -> bool:

@@ -1,10 +1,10 @@
-"""Errors of a broker. Their texts contain no password: they name host, port and vhost only."""
+"""Errors of a broker, and differences of its topology. No text has a password: they name host, port and vhost only."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from delayer.core.cascade import ONE_CONSUMER
 from delayer.core.errors import BrokerLost
@@ -33,30 +33,32 @@ def mismatch_advice(broker_says: str) -> str:
     return OTHER_CONSUMERS if ONE_CONSUMER in broker_says else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """One part that differs. ``kind`` is "exchange" or "queue"; ``broker_says`` is the broker's text. ``messages``: the
-    ready ones in the queue; None for an exchange, or a hidden queue."""
+TopologySeverity = Literal["error", "note", "unknown"]
 
-    kind: str
+
+@dataclass(frozen=True, slots=True)
+class TopologyFinding:
+    """One finding. "error" must be corrected, "note" is for information, "unknown" could not be checked."""
+
+    kind: Literal["exchange", "queue", "binding", "policy"]
     name: str
     expected: str
-    broker_says: str
-    messages: int | None = None
+    found: str
+    severity: TopologySeverity = "error"
+    state: Literal["missing", "down", "different"] = "different"
 
     def __str__(self) -> str:
-        found = f"{self.kind} {self.name!r}: expected {self.expected}; the broker says: {self.broker_says}"
-        return f"{found}; messages in it: {self.messages}" if self.messages else found
+        return f"{self.severity}: {self.kind} {self.name}: expected {self.expected}, found {self.found}"
 
 
 class TopologyMismatch(Exception):
     """Parts of the topology exist, but differ from the wanted ones."""
 
-    def __init__(self, mismatches: Sequence[Mismatch]) -> None:
-        self.mismatches = tuple(mismatches)
-        super().__init__("; ".join(str(mismatch) for mismatch in self.mismatches))
+    def __init__(self, findings: Sequence[TopologyFinding]) -> None:
+        self.findings = tuple(findings)
+        super().__init__("; ".join(str(finding) for finding in self.findings))
 
     @property
     def advice(self) -> str:
         """See :func:`mismatch_advice`."""
-        return next(filter(None, (mismatch_advice(one.broker_says) for one in self.mismatches)), "")
+        return next(filter(None, (mismatch_advice(one.found) for one in self.findings)), "")

@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
 from http.client import HTTPException
-from typing import Any, Final
+from typing import Any, Final, Self
 from urllib.parse import quote, unquote, urlsplit
 
 from delayer.amqp.address import Address
@@ -41,6 +41,14 @@ class Management:
         self._opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
         )
+
+    @classmethod
+    def beside(cls, broker_url: str, management_url: str | None, *, timeout: float = 5.0) -> Self | None:
+        """The API of the broker at ``broker_url``, with its virtual host and TLS settings. None without a URL."""
+        if management_url is None:
+            return None
+        address = Address.parse(broker_url)
+        return cls(management_url, address.vhost, timeout=timeout, tls=address.tls)
 
     async def delayed(self) -> dict[str, int | None]:
         """For every queue of the vhost the messages that are neither ready nor unacknowledged: the broker itself delays
@@ -94,13 +102,10 @@ def delayed_reason(count: int | None) -> str:
     return f"holds {count} message{'s' * (count != 1)} that the broker itself delays" if count else ""
 
 
-async def delayed_in(queues: Iterable[str], broker_url: str, management_url: str | None) -> dict[str, int | None]:
+async def delayed_in(queues: Iterable[str], management: Management | None) -> dict[str, int | None]:
     """The messages of each queue that the broker delays, by one request. None: unknown."""
-    if management_url is None:
-        return dict.fromkeys(queues)
-    address = Address.parse(broker_url)
     try:
-        found = await Management(management_url, address.vhost, timeout=5.0, tls=address.tls).delayed()
+        found = None if management is None else await management.delayed()
     except (BrokerRefused, BrokerUnreachable):
-        return dict.fromkeys(queues)
-    return {name: found.get(name, 0) for name in queues}
+        found = None
+    return {name: None if found is None else found.get(name, 0) for name in queues}

@@ -22,7 +22,7 @@ from delayer.amqp.connection import Connection
 from delayer.amqp.errors import AccessRefused, ChannelClosed, ReplyCode
 from delayer.amqp.framing import UncheckedMethod
 from delayer.amqp.properties import encode_headers, entry, int64
-from delayer.broker.errors import BrokerRefused, BrokerUnreachable, Mismatch, TopologyMismatch
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding, TopologyMismatch
 from delayer.core.delay_headers import OPT_TIME
 from delayer.core.message import Delivery, Outgoing
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
@@ -110,20 +110,18 @@ class PipelinedAdmin:
         parts could route messages anywhere. Raises BrokerRefused if a part was removed meanwhile, or a queue's node is
         down: then a retry may help.
         """
-        wrong = await self._mismatches([*wanted.exchanges, *wanted.queues])
-        if mismatches := wrong or await self._mismatches(wanted.bindings):
-            raise TopologyMismatch(mismatches)
+        wrong = await self._different([*wanted.exchanges, *wanted.queues])
+        if different := wrong or await self._different(wanted.bindings):
+            raise TopologyMismatch(different)
 
-    async def _mismatches(self, parts: Sequence[Exchange | Queue | Binding]) -> list[Mismatch]:
+    async def _different(self, parts: Sequence[Exchange | Queue | Binding]) -> list[TopologyFinding]:
         found = []
         for part, answer in zip(parts, await self._ask([declaration(one) for one in parts]), strict=True):
             if isinstance(answer, ChannelClosed):
-                kind, name = type(part).__name__.lower(), part.source if isinstance(part, Binding) else part.name
+                name = part.source if isinstance(part, Binding) else part.name
                 if answer.code not in (ReplyCode.PRECONDITION_FAILED, ReplyCode.RESOURCE_LOCKED):
-                    raise BrokerRefused(f"{kind} {name!r}: {answer.text}") from answer
-                depth = (await self.depths([name]))[name] if isinstance(part, Queue) else None
-                messages = depth if isinstance(depth, int) else None
-                found.append(Mismatch(kind, name, str(part), answer.text, messages))
+                    raise BrokerRefused(f"{part.kind} {name!r}: {answer.text}") from answer
+                found.append(TopologyFinding(part.kind, name, str(part), answer.text))
         return found
 
     async def exists(self, queue: str) -> bool:

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from aiormq.exceptions import ChannelClosed, ChannelNotFoundEntity
 
 from delayer.broker.admin_connection import AdminConnection
-from delayer.broker.errors import BrokerRefused, BrokerUnreachable
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding, TopologySeverity
 from delayer.broker.management_api import Management
 from delayer.broker.pipelined_admin import DELAYS_FROM, declaration, exchange_look, queue_look
 from delayer.core.cascade import LEVELS, bindable
 from delayer.core.topology import Binding, Exchange, Queue, Topology
-
-TopologySeverity = Literal["error", "note", "unknown"]
 
 # These keys of a policy change when, or whether, a message leaves a queue. The smaller of two TTLs applies.
 RISKY_POLICY_KEYS = frozenset(
@@ -29,21 +26,6 @@ RISKY_POLICY_KEYS = frozenset(
     | {"delayed-retry-type", "delayed-retry-min", "delayed-retry-max"}
     | {"dead-letter-exchange", "dead-letter-routing-key", "dead-letter-strategy"}
 )
-
-
-@dataclass(frozen=True, slots=True)
-class TopologyFinding:
-    """One finding. "error" must be corrected, "note" is for information, "unknown" could not be checked."""
-
-    kind: Literal["exchange", "queue", "binding", "policy"]
-    name: str
-    expected: str
-    found: str
-    severity: TopologySeverity = "error"
-    state: Literal["missing", "down", "different"] = "different"
-
-    def __str__(self) -> str:
-        return f"{self.severity}: {self.kind} {self.name}: expected {self.expected}, found {self.found}"
 
 
 class BrokerPolicy(NamedTuple):
@@ -88,9 +70,9 @@ class Verifier:
 
         A missing permission, or a management API that does not answer, is a finding of severity "unknown".
         """
-        things = [await self._thing(exchange) for exchange in self._topology.exchanges]
-        things += [await self._thing(queue) for queue in self._topology.queues]
-        found = [finding for finding in things if finding is not None]
+        things: tuple[Exchange | Queue, ...] = (*self._topology.exchanges, *self._topology.queues)
+        compared = [await self._thing(one) for one in things]
+        found = [finding for finding in compared if finding is not None]
         missing = {finding.name for finding in found if finding.state == "missing"}
         if self._management is not None:
             try:
@@ -103,14 +85,13 @@ class Verifier:
         return found
 
     async def _thing(self, wanted: Exchange | Queue) -> TopologyFinding | None:
-        kind: Literal["exchange", "queue"] = "exchange" if isinstance(wanted, Exchange) else "queue"
         try:
             answer = await self._ask(wanted)
         except BrokerRefused as error:
-            return TopologyFinding(kind, wanted.name, str(wanted), str(error), "unknown")
+            return TopologyFinding(wanted.kind, wanted.name, str(wanted), str(error), "unknown")
         if isinstance(answer, ChannelNotFoundEntity):
-            return TopologyFinding(kind, wanted.name, str(wanted), "nothing", state="missing")
-        return TopologyFinding(kind, wanted.name, str(wanted), str(answer)) if answer is not None else None
+            return TopologyFinding(wanted.kind, wanted.name, str(wanted), "nothing", state="missing")
+        return TopologyFinding(wanted.kind, wanted.name, str(wanted), str(answer)) if answer is not None else None
 
     async def _ask(self, wanted: Exchange | Queue) -> ChannelClosed | None:
         """Declare passively first, because an active declaration would create a missing part."""

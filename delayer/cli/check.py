@@ -10,8 +10,7 @@ import click
 
 from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
-from delayer.broker.errors import BrokerRefused, mismatch_advice
-from delayer.broker.verify import TopologyFinding
+from delayer.broker.errors import BrokerRefused, TopologyFinding, mismatch_advice
 from delayer.cli.errors import STORE_RUNS, ExitCode, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import note, print_json, print_table, quoted
@@ -247,10 +246,6 @@ async def _left_in_the_cascade(report: CheckReport, admin: Admin, due_queue: str
     report.add("cascade", "off", found, f"{advice} (docs/security.md)")
 
 
-BYTES_DELAYED: Final = 1_200
-"""The broker's memory for each message that it delays, of 512 bytes: 108 to 330 bytes, and this much for a while."""
-
-
 async def _delayed_by_the_broker(report: CheckReport, admin: Admin, settings: Settings) -> None:
     """Messages that RabbitMQ itself delays. In the due queue they are envelopes. In other queues publishers delay
     them, and delayer cannot list, cancel or bound them."""
@@ -266,12 +261,7 @@ async def _delayed_by_the_broker(report: CheckReport, admin: Admin, settings: Se
             advice = "let publishers send x-deliver-at instead of x-opt-delivery-time (docs/versions.md)"
             report.add("broker's delays", "note", found, advice)
     if own:
-        left = await admin.memory_left()
-        room = "a size that only the tag monitoring shows"
-        if left is not None:
-            room = f"room for about {max(0, left) // BYTES_DELAYED:,} more"
-        found = f"{own} wait in {quoted(settings.native.due_queue)}; the broker's memory has {room}"
-        report.add("broker's delays", "ok", found)
+        report.add("broker's delays", "ok", f"{own} wait in {quoted(settings.native.due_queue)}")
 
 
 async def _set_aside(report: CheckReport, admin: Admin, settings: Settings) -> None:

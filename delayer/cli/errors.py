@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
 from typing import IO, Any
 
 import click
 
 from delayer.audit.errors import JobFailed, JobImpossible, JobMisused
-from delayer.broker.errors import BrokerRefused, Mismatch, QueueMissing, TopologyMismatch
+from delayer.broker.errors import BrokerRefused, QueueMissing, TopologyMismatch
 from delayer.config.errors import ConfigError
 from delayer.core import errors
 from delayer.core.errors import BrokerLost, StoreLost
@@ -78,11 +77,11 @@ def failure(error: Exception) -> CommandError:
             made: CommandError = Misused(
                 f"the configuration has {len(problems)} mistake{'s' * (len(problems) > 1)}:\n{lines}"
             )
-        case TopologyMismatch(mismatches=mismatches, advice=named):
-            lines = "\n".join(f"  {readable(str(one))}" for one in mismatches)
+        case TopologyMismatch(findings=findings):
+            lines = "\n".join(f"  {readable(str(one))}" for one in findings)
             advice = (
                 "Nothing was bound. The broker names the first difference only; compare all of them.\n"
-                f"{named or _way_out(mismatches)}\nThen run `delayer topology apply` again."
+                "Next: `delayer check` says what to do about each; then run `delayer topology apply` again."
             )
             made = CommandFailed(f"queues or exchanges on the broker differ from the configuration:\n{lines}\n{advice}")
         case BadStoreUrl() | JobMisused():
@@ -102,16 +101,3 @@ def failure(error: Exception) -> CommandError:
         case _:
             made = CommandFailed(f"{text}.")  # The other texts contain the advice.
     return made
-
-
-def _way_out(mismatches: Sequence[Mismatch]) -> str:
-    """The next step, which never deletes a queue with messages: each was confirmed to its publisher."""
-    if any(one.messages for one in mismatches):
-        return (
-            "Deleting a queue loses the messages in it: choose another name in the configuration, and bring them over "
-            '(docs/operations.md, "An existing queue with other arguments").'
-        )
-    return (
-        "Either delete these (`rabbitmqctl delete_queue NAME`, while it is empty and has no consumer), or choose "
-        "other names in the configuration."
-    )

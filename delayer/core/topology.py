@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 ArgumentValue = str | int
 Arguments = tuple[tuple[str, ArgumentValue], ...]
@@ -26,6 +26,7 @@ class Exchange:
     ``closed``: only the declared bindings may lead out of it.
     """
 
+    kind: ClassVar[Literal["exchange"]] = "exchange"
     name: str
     type: Literal["topic", "fanout", "direct", "headers"]
     arguments: Arguments = ()
@@ -40,6 +41,7 @@ class Exchange:
 class Queue:
     """A queue. ``shared`` as for :class:`Exchange`: other systems have messages in it too."""
 
+    kind: ClassVar[Literal["queue"]] = "queue"
     name: str
     arguments: Arguments = ()
     shared: bool = False
@@ -55,6 +57,7 @@ class Queue:
 class Binding:
     """A binding from exchange ``source`` to the queue or exchange ``destination``, for messages that match ``key``."""
 
+    kind: ClassVar[Literal["binding"]] = "binding"
     source: str
     destination: str
     destination_kind: Literal["queue", "exchange"]

@@ -15,7 +15,6 @@ from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import BUFFER_BYTES, AdaptivePrefetch, AmqpConsumer, FlowControl
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.isolation import Isolation
-from delayer.broker.management_api import delayed_in
 from delayer.broker.pipelined_admin import PipelinedAdmin, pipelined_admin
 from delayer.broker.publisher import CONFIRM_TIMEOUT, AmqpPublisher
 from delayer.config.model import Settings
@@ -203,12 +202,6 @@ class Daemon:
         except BrokerRefused as refused:
             raise BrokerLost(str(refused)) from refused
 
-    async def _tell_delayed(self) -> None:
-        """Log the messages that the broker itself delays in the intake queue, where it hides them from the daemon."""
-        queue, management_url = self.settings.intake.queue, self.settings.management_url
-        if count := (await delayed_in([queue], self.settings.broker_url, management_url))[queue]:
-            log.warning("messages delayed by the broker", queue=queue, messages=count, next_step="send x-deliver-at")
-
     async def _choose(self, broker: PipelinedAdmin, strategy: str) -> None:
         """Ask the broker whether it delays messages on time, once for each connection, or until it does where the
         strategy needs that. Raises BrokerLost."""
@@ -255,8 +248,6 @@ class Daemon:
         if consuming in begun:
             log.info("ready", mode=self.settings.mode)
             self._report_ready()
-        if not stopping.is_set():
-            await self._tell_delayed()
 
     def _report_ready(self) -> None:
         self._begun = True

@@ -21,7 +21,7 @@ from delayer.amqp.properties import Properties
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
 from delayer.broker.errors import BrokerRefused, QueueMissing
-from delayer.broker.management_api import delayed_in, delayed_reason
+from delayer.broker.management_api import Management, delayed_in, delayed_reason
 from delayer.broker.pipelined_admin import PipelinedAdmin, pipelined_admin
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.cascade import Cascade, leads_to, routing_key
@@ -287,7 +287,8 @@ class SetAside(Generic[T]):
             if depth.code != ReplyCode.NOT_FOUND:
                 raise BrokerRefused(f"queue {self.queue}: {depth}")
             raise QueueMissing(f'queue "{self.queue}" does not exist. Next: `delayer topology apply`.')
-        delayed = (await delayed_in([self.queue], self.url, self.management_url))[self.queue] if may_delay else 0
+        management = Management.beside(self.url, self.management_url)
+        delayed = (await delayed_in([self.queue], management))[self.queue] if may_delay else 0
         # Two connections: a paused consumer must not delay the confirms.
         connections = [
             ReconnectingConnection(Address.parse(self.url), f"delayer {self.queue} {n}", heartbeat=20.0) for n in (1, 2)

@@ -74,18 +74,16 @@ async def test_every_mismatch_is_named_nothing_is_bound_and_the_connection_goes_
     wrong = Queue(CASCADE.level(9), arguments({"x-queue-type": "quorum", "x-message-ttl": 511_000}))
     async with pipelined_admin(vhost, "test") as broker:
         await broker.declare(Topology((Exchange(CASCADE.delivery, "fanout"),), (wrong,)))
-        await publish(vhost, wrong.name)
         with pytest.raises(TopologyMismatch) as caught:
             await broker.declare(CASCADE.topology())
         assert await broker.exists(CASCADE.level(0)), "matching parts are declared"
         assert inventory(rabbitmq, vhost)["bindings"] == []
         await broker.declare(intake_topology())
-    kinds = [(mismatch.kind, mismatch.name) for mismatch in caught.value.mismatches]
+    kinds = [(finding.kind, finding.name) for finding in caught.value.findings]
     assert kinds == [("exchange", CASCADE.delivery), ("queue", wrong.name)]
     text = str(caught.value)
     assert "x-message-ttl=512000" in text, "the expected value"
     assert "received 'topic' but current is 'fanout'" in text, "the broker's words"
-    assert "messages in it: 1" in text
 
 
 async def test_a_binding_to_nothing_is_no_mismatch(vhost: str) -> None:

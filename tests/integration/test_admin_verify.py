@@ -13,9 +13,9 @@ import pytest
 from aio_pika.abc import AbstractChannel
 
 from delayer.broker.admin import Admin
-from delayer.broker.errors import BrokerUnreachable
+from delayer.broker.errors import BrokerUnreachable, TopologyFinding
 from delayer.broker.management_api import Management
-from delayer.broker.verify import BrokerPolicy, TopologyFinding, policies_in_force
+from delayer.broker.verify import BrokerPolicy, policies_in_force
 from delayer.core.cascade import CASCADE_KINDS, Cascade, delivery_binding, due_topology, intake_topology
 from delayer.core.topology import Queue, Topology, arguments
 from tests.support.servers import RabbitMQ

@@ -77,7 +77,7 @@ async def test_a_mismatch_is_named_and_nothing_is_bound(delayer: Run, vhost: str
     assert "Nothing was bound" in refused.stderr
     (row,) = [row for row in rows(delayer, "topology", expect=1) if "queue delays:" in row["found"]]
     assert row["advice"].startswith("delete it while it has no consumer and no messages, delayed ones included, or")
-    assert "`rabbitmqctl delete_queue NAME`, while it is empty" in refused.stderr
+    assert "`delayer check` says what to do" in refused.stderr
 
 
 async def test_no_advice_deletes_a_queue_with_messages(delayer: Run, vhost: str) -> None:
@@ -87,9 +87,8 @@ async def test_no_advice_deletes_a_queue_with_messages(delayer: Run, vhost: str)
     (row,) = [row for row in rows(delayer, "topology", expect=1) if "queue delays:" in row["found"]]
     assert row["found"].endswith("messages in it, which deleting it loses: 1")
     refused = delayer("topology", "apply", expect=1).stderr
-    assert "messages in it: 1" in refused
+    assert "bring them over (docs/operations.md" in row["advice"]
     for advice in (row["advice"], refused.partition("Nothing was bound")[2]):
-        assert "bring them over (docs/operations.md" in advice
         assert "elete it" not in advice and "delete_queue" not in advice
 
 

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import delayer
-from delayer.broker.errors import BrokerRefused, BrokerUnreachable, Mismatch, TopologyMismatch
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding, TopologyMismatch
 from delayer.cli.errors import ExitCode, failure
 from delayer.cli.main import cli
 from delayer.cli.send import MessageToSend, ask, prepared
@@ -200,7 +200,7 @@ def test_stdout_has_only_json() -> None:
         (ConfigError([Problem("f", "k", "a", "b")]), ExitCode.USAGE, "f: k: expected a, found b"),
         (BrokerUnreachable("h:1: refused"), ExitCode.OUT_OF_REACH, "check broker.url"),
         (BrokerRefused("h:1: login"), ExitCode.OUT_OF_REACH, "permissions"),
-        (TopologyMismatch([Mismatch("queue", "q", "x", "y")]), ExitCode.FOUND, "delayer topology apply"),
+        (TopologyMismatch([TopologyFinding("queue", "q", "x", "y")]), ExitCode.FOUND, "delayer check"),
         (StoreLost("connect: refused"), ExitCode.OUT_OF_REACH, "check store.url"),
         (lost("connect", asyncpg.InvalidPasswordError("no")), ExitCode.OUT_OF_REACH, "check user and password"),
         (lost("upgrade", asyncpg.InsufficientPrivilegeError("no")), ExitCode.OUT_OF_REACH, "docs/security.md"),
