@@ -469,7 +469,7 @@ def _skipped(asked: RouteVerdicts, unseen: Iterable[str]) -> str:
     """The questions without an answer, and why; empty if every question has its answer."""
     counts = asked.counts
     parts = []
-    for verdict in (Verdict.NOT_ASKED, Verdict.UNKNOWN, Verdict.DEPENDS):
+    for verdict in (Verdict.NOT_ASKED, Verdict.UNKNOWN):
         if verdict.value in counts:
             parts.append(f"{verdict.value} for {counts[verdict.value]:,} of {sum(counts.values()):,} messages")
     return "; ".join([*parts, *asked.remarks, *unseen])

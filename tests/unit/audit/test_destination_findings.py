@@ -14,7 +14,7 @@ def target(exchange: bytes, key: bytes, messages: int = 1, first_due_ms: int = 1
 
 
 def test_deliverable_and_unknown_destinations_give_no_finding() -> None:
-    for verdict in (Verdict.ROUTED, Verdict.DEPENDS, Verdict.UNKNOWN, Verdict.NOT_ASKED):
+    for verdict in (Verdict.ROUTED, Verdict.UNKNOWN, Verdict.NOT_ASKED):
         assert destinations([(target(b"x", b"k"), RouteVerdict(verdict))]) == []
 
 
