@@ -80,7 +80,7 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
                 own_rules=options.own_rules,
             )
         with watching("reading the past"):
-            report = replace(report, past=past.told(store, report.calendar))
+            report = replace(report, past=past.summarize(store))
         with watching("gathering destinations"):
             # The broker is asked about 100,000 destinations at most, the soonest due.
             targets = coming.targets(store, 100_000)
