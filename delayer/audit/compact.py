@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from asyncpg import Connection
@@ -46,14 +45,12 @@ class PackedWindow(NamedTuple):
     read back and was not kept. Segments committed before stay."""
 
     window: CompactionWindow
-    segments: int
-    messages: int
-    raw_bytes: int
-    packed_bytes: int
+    segments: int = 0
+    messages: int = 0
+    raw_bytes: int = 0
+    packed_bytes: int = 0
     lost: str | None = None
     broken: str | None = None
-    perhaps: int = 0
-    """Messages that were packed, but may be undone: they are in no total."""
 
 
 def work(url: str, rows: int, fewest: int, windows: Iterable[CompactionWindow]) -> list[PackedWindow]:
@@ -62,31 +59,15 @@ def work(url: str, rows: int, fewest: int, windows: Iterable[CompactionWindow]) 
 
 
 async def _pack(url: str, rows: int, fewest: int, windows: Sequence[CompactionWindow]) -> list[PackedWindow]:
-    """Pack ``windows`` on one session of the store. If it ends before its commits are certain, all of them are
-    lost."""
+    """Pack ``windows`` on one session of the store."""
     try:
-        connection = await pool.connect(url, "delayer compact", {**tasks.SESSION, **tasks.LAZY})
+        connection = await pool.connect(url, "delayer compact", tasks.SESSION)
     except StoreLost as error:
-        return [_lost(window, None, str(error)) for window in windows]
-    done: list[PackedWindow] = []
+        return [PackedWindow(window, lost=str(error)) for window in windows]
     try:
-        for window in windows:
-            done.append(await pack_window(connection, window, rows, fewest))
-        await tasks.flush(connection)
-    except DRIVER_ERRORS as error:
-        return [_lost(window, one, describe(error)) for window, one in zip_longest(windows, done)]
-    else:
-        return done
+        return [await pack_window(connection, window, rows, fewest) for window in windows]
     finally:
         await pool.close(connection)
-
-
-def _lost(window: CompactionWindow, one: PackedWindow | None, reason: str) -> PackedWindow:
-    """A window that was not begun, or whose commit is uncertain: it counts in no total. Its day is checked for room to
-    give back."""
-    one = one or PackedWindow(window, 0, 0, 0, 0)
-    lost = one.lost or (f"{reason}; perhaps {one.messages} messages more were packed" if one.messages else reason)
-    return PackedWindow(window, 0, 0, 0, 0, lost, one.broken, one.messages)
 
 
 async def pack_window(connection: Connection, window: CompactionWindow, rows: int, fewest: int) -> PackedWindow:
@@ -266,7 +247,7 @@ def finish(
 ) -> CompactionResult:
     """Give back the room of the ``packed`` windows, whose packing took ``seconds``. Raises StoreLost."""
     began = time.monotonic()
-    windows = [one.window for one in packed if one.messages or one.perhaps]
+    windows = [one.window for one in packed if one.messages or one.lost]  # A lost commit may have emptied a day.
     touched = {day for one in windows for day in range(one.first_ms // DAY_MS, one.last_ms // DAY_MS + 1)}
     shrunk = asyncio.run(compact.shrink(url, touched, planned.now_ms // DAY_MS, say))
     return CompactionResult(packed, shrunk, seconds, time.monotonic() - began)
