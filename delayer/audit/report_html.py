@@ -25,7 +25,6 @@ from delayer.store.admin.stats import waiting
 _HELPERS: Final = (
     instant, away, duration, size, counted, words.width, words.name, words.details, words.behind, words.sampled,
     words.late, words.badge, words.verdict, words.groups, words.destinations, words.peaks,
-    words.advice,
 )  # fmt: skip
 
 
