@@ -24,7 +24,7 @@ from delayer.store.admin.stats import waiting
 
 _HELPERS: Final = (
     instant, away, duration, size, counted, words.width, words.name, words.details, words.behind, words.sampled,
-    words.late, words.badge, words.verdict, words.groups, words.destinations, words.peaks,
+    words.late, words.tone, words.verdict, words.groups, words.destinations, words.peaks,
 )  # fmt: skip
 
 
