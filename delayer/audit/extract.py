@@ -176,33 +176,15 @@ def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[s
                     sessions.end_machine(spark)
                 raise
         return
-    assert spark is not None
-    url = f"{work.rstrip('/')}/{_NAME}{uuid.uuid4().hex}"
+    assert spark is not None and spark._jvm is not None
+    url, hadoop = f"{work.rstrip('/')}/{_NAME}{uuid.uuid4().hex}", spark._jvm.org.apache.hadoop.fs
+    path = hadoop.Path(url)
+    files = path.getFileSystem(spark._jsc.hadoopConfiguration())
     try:
-        _make(spark, url)
+        files.mkdirs(path, hadoop.permission.FsPermission("700"))  # File systems without permissions ignore that.
         yield url
     finally:
-        _remove(spark, url)
-
-
-def _make(spark: SparkSession, url: str) -> None:
-    """Make a directory for this user only, by Spark's file system. File systems without permissions ignore that."""
-    jvm, (files, path) = spark._jvm, _found(spark, url)
-    assert jvm is not None
-    files.mkdirs(path, jvm.org.apache.hadoop.fs.permission.FsPermission("700"))
-
-
-def _remove(spark: SparkSession, url: str) -> None:
-    files, path = _found(spark, url)
-    files.delete(path, True)
-
-
-def _found(spark: SparkSession, url: str) -> tuple[Any, Any]:
-    """Hadoop's file system of a URL, and its path there."""
-    jvm = spark._jvm
-    assert jvm is not None
-    path = jvm.org.apache.hadoop.fs.Path(url)
-    return path.getFileSystem(spark._jsc.hadoopConfiguration()), path
+        files.delete(path, True)
 
 
 def take(spark: SparkSession, url: SecretUrl, place: str, watch: Watch, *, sample: float = 1.0) -> Extract:
