@@ -25,6 +25,6 @@ def test_an_option_without_a_number_is_refused(option: str) -> None:
 def test_a_piped_report_has_no_blanks_at_the_ends_of_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
     tell(audit_reports.full(), as_json=False)
     told = capsys.readouterr().out.splitlines()
-    assert told[0] == "1 violation: conservation"
+    assert told[0] == "1 violation: Conservation"
     assert told[-1].startswith("✗ 9 violations, 15 warnings")
     assert [line for line in told if line != line.rstrip()] == []
