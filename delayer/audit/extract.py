@@ -107,6 +107,15 @@ _NAME: Final = "delayer-audit-"
 Watch = Callable[[str], AbstractContextManager[None]]
 """Shows the progress of a block under a name."""
 
+_SAID: Final = {
+    "message": "reading messages",
+    "segment_message": "unpacking segments",
+    "held": "reading held messages",
+    "segment": "reading segments",
+    "message_key": "reading keys",
+    "history": "reading the history",
+}
+"""The name of the reading of each relation (source.RELATIONS) in the progress."""
 _SAMPLED: Final = ("message", "segment_message")
 """Relations of which a sample reads a share only."""
 
@@ -206,7 +215,7 @@ def take(spark: SparkSession, url: SecretUrl, place: str, watch: Watch, *, sampl
                 continue
             share = sample if name in _SAMPLED else 1.0
             options = {"snapshot": held.id, "relation": name, "sample": str(share)}
-            with watch(f"reading the table {relation.table}"):
+            with watch(_SAID[name]):
                 spark.read.format(source.NAME).options(**options).load().write.parquet(f"{place}/{name}")
             files[name] = spark.read.schema(columns).parquet(f"{place}/{name}")
     show(spark, files)

@@ -104,8 +104,11 @@ async def _judge(rows: Any, options: Options) -> tuple[AuditReport, list[Checked
             ),
             *rules.law_of_segments(figures),
         ],
+        rules.INTEGRITY: [],
         rules.OVERDUE: rules.late_ones(late, limited, figures, options.paced),
         rules.LANES: rules.lanes(store, figures, first_due),
+        rules.REPEATS: [],
+        rules.KEYS: [],
         rules.PEAKS: coming.peaks(forecast),
         **{rule.name: [] for rule in options.own_rules},
     }

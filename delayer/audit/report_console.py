@@ -44,9 +44,9 @@ def _indented(console: Console, table: Table) -> None:
 
 
 def _findings(report: AuditReport, console: Console) -> None:
-    for severity, rule, step, found, unlisted in words.groups(report):
+    for severity, told, step, found, unlisted in words.groups(report):
         style = "bold red" if severity == "violation" else "yellow"
-        console.print(Text.assemble((f"{counted(len(found), severity)}: ", style), (rule, "bold")))
+        console.print(Text.assemble((f"{counted(len(found), severity)}: ", style), (told.title, "bold")))
         # Ten findings of each rule are printed. The page, the JSON and the Parquet files have all of them.
         for one in found[:10]:
             _finding(one, report.store_now_ms, console)
@@ -83,6 +83,14 @@ def _coming(report: AuditReport, console: Console) -> None:
     if drawn := sparkline(report.calendar.hours, now_ms):
         console.print(Text.assemble("  next 48 hours ", (drawn, "cyan")))
     console.print()
+    if peaks := words.peaks(report):
+        rate = f"to drain at {report.calendar.release_rate:,.0f}/s"
+        table = _table("peak from", "within one", "messages", rate, right=(2, 3))
+        for peak in peaks[:5]:
+            slow = peak.drain_seconds > peak.width_ms / 1000
+            drain = Text(duration(peak.drain_seconds), "yellow" if slow else "")
+            table.add_row(instant(peak.start_ms), words.width(peak.width_ms), f"{peak.messages:,}", drain)
+        _indented(console, table)
 
 
 def sparkline(hours: Sequence[Bar], now_ms: int) -> str:
@@ -153,7 +161,7 @@ def _lanes(report: AuditReport, console: Console) -> None:
 def _verdict(report: AuditReport, console: Console) -> None:
     for run in report.rules:
         if run.skipped:
-            console.print(Text(f"{run.rule}, not checked: {words.name(run.skipped)}", "dim"))
+            console.print(Text(f"{words.advice(run.rule).title}, not checked: {words.name(run.skipped)}", "dim"))
     if behind := words.behind(report):
         console.print(Text(behind, "yellow"))
     if sampled := words.sampled(report):

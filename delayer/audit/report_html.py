@@ -25,6 +25,7 @@ from delayer.store.admin.stats import waiting
 _HELPERS: Final = (
     instant, away, duration, size, counted, words.width, words.name, words.details, words.behind, words.sampled,
     words.late, words.tone, words.verdict, words.groups, words.destinations, words.peaks,
+    words.advice,
 )  # fmt: skip
 
 

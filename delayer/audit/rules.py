@@ -106,7 +106,7 @@ def ruled(
     found: Mapping[str, Iterable[Finding]], skipped: Mapping[str, str]
 ) -> tuple[tuple[RuleRun, ...], tuple[Finding, ...]]:
     """The rules and the findings of a report. ``skipped``: by rule, what it did not look at."""
-    runs = [run_of(rule, found.get(rule, ()), skipped.get(rule, "")) for rule in {**dict.fromkeys(RULES), **found}]
+    runs = [run_of(rule, some, skipped.get(rule, "")) for rule, some in found.items()]
     return tuple(run for run, _ in runs), tuple(one for _, some in runs for one in some)
 
 

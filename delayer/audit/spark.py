@@ -209,9 +209,8 @@ def check_packages() -> None:
 
 def check_java(environ: Mapping[str, str]) -> None:
     """Raise JobImpossible unless Spark runs on the Java that it would start."""
-    version, home = None, environ.get("JAVA_HOME")
-    # Spark's scripts look only in JAVA_HOME if that is set.
-    if java := shutil.which("java", path=f"{home}/bin" if home else environ.get("PATH")):
+    version = None
+    if (java := _java(environ)) is not None:
         told = subprocess.run([java, "-version"], capture_output=True, text=True, check=False, env=dict(environ))
         version = version_of(told.stderr + told.stdout)
     if version is None or version < JAVA_NEEDED:
@@ -227,6 +226,14 @@ def version_of(told: str) -> int | None:
     """The major version in the output of ``java -version``: 17 of "17.0.15", 8 of "1.8.0_402"; None without one."""
     match = re.search(r'version "(?:1\.)?(\d+)', told)
     return int(match[1]) if match else None
+
+
+def _java(environ: Mapping[str, str]) -> str | None:
+    """The program java, found as Spark's scripts do: only in JAVA_HOME where that is set."""
+    if home := environ.get("JAVA_HOME"):
+        java = Path(home, "bin", "java")
+        return str(java) if os.access(java, os.X_OK) else None
+    return shutil.which("java", path=environ.get("PATH"))
 
 
 def _point_to_python(master: str | None, more: Mapping[str, str]) -> None:

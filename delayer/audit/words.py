@@ -1,4 +1,4 @@
-"""Names and verdicts of a report, for the console and for the page. Pure."""
+"""Names, verdicts and advice of a report, for the console and for the page. Pure."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Group(NamedTuple):
     """The findings of one rule and severity with one next step. ``unlisted``: the number of further ones."""
 
     severity: Severity
-    rule: str
+    advice: RuleAdvice
     next: str
     findings: tuple[Finding, ...]
     unlisted: int
@@ -75,7 +75,7 @@ def groups(report: AuditReport) -> Iterator[Group]:
     for one in sorted(report.findings, key=lambda one: one.severity == "warning"):
         together.setdefault((one.severity, one.rule, one.next), []).append(one)
     for (severity, rule, step), found in together.items():
-        yield Group(severity, rule, step, tuple(found), unlisted.pop(rule, 0))
+        yield Group(severity, advice(rule), step, tuple(found), unlisted.pop(rule, 0))
 
 
 def verdict(report: AuditReport) -> str:
@@ -136,3 +136,56 @@ def _detail(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(str(one) if type(one) is int else _detail(one) for one in value)  # Ids have no commas.
     return readable(value if isinstance(value, str | bytes) else str(value))
+
+
+class RuleAdvice(NamedTuple):
+    """``title`` of the rule, and what a finding ``means``."""
+
+    title: str
+    means: str
+
+
+def advice(rule: str) -> RuleAdvice:
+    """The advice on a rule, also on one of the user's."""
+    return ADVICE.get(rule) or RuleAdvice(rule, "A rule of your own, from the configuration ([[audit.rule]]).")
+
+
+ADVICE: Final[dict[str, RuleAdvice]] = {
+    "conservation": RuleAdvice(
+        "Conservation",
+        "The messages that left and those that are here do not add up to those that came in. Counters and rows of one "
+        "snapshot disagree.",
+    ),
+    "segments": RuleAdvice(
+        "Segments",
+        "The content of a segment differs from its header (count, digest or ranges), or it does not read back. Or "
+        "no daemon restored it in time. The store keeps its bytes, and no other message waits for it.",
+    ),
+    "integrity": RuleAdvice(
+        "Integrity",
+        "Rows whose bytes differ from the parked ones, cannot be decoded, are of an unknown format, or lie in the "
+        "wrong partition: a daemon holds such a message and does not send it.",
+    ),
+    "overdue": RuleAdvice("Overdue", "Messages are past their due time and still here."),
+    "lanes": RuleAdvice(
+        "Lanes without an owner",
+        "No daemon owns these lanes. Their messages stay until a daemon takes them. A running daemon does that within "
+        "seconds when a message is due soon.",
+    ),
+    "repeats": RuleAdvice(
+        "Repeats",
+        "The same message is here more than once (same `message_id`, destination, due time and body), and will be "
+        "delivered as often. One id of the store must never be in two places.",
+    ),
+    "destinations": RuleAdvice(
+        "Destinations that cannot take them",
+        "If these messages were due now, the broker would not take them: they would be held and tried again, not "
+        "lost. Some may be held already.",
+    ),
+    "keys": RuleAdvice(
+        "Keys",
+        "A key (`x-delay-key`) stands for a message that is not there, or not for the message that has it. A "
+        "replacement or a cancel by that key would miss.",
+    ),
+    "peaks": RuleAdvice("Peaks", "More messages are due at one time than daemons can release at once."),
+}

@@ -72,7 +72,7 @@ def test_progress_counts_the_tasks(spark: SparkSession, filled: str) -> None:
     told: list[tuple[str, int, int]] = []
     job.run(spark, options(filled), lambda *words: told.append(words))
     names = [name for name, _, _ in told]
-    assert "reading the table message" in names
+    assert "reading messages" in names
     assert "judging" in names
     assert any(of > 0 for _, _, of in told)
     assert all(0 <= done <= of for _, done, of in told)
@@ -107,8 +107,8 @@ def test_the_password_is_nowhere(
     assert not [text for text in seen if PASSWORD in text]
     assert not [content for content in files if PASSWORD.encode() in content]
     # The search works: it finds other words.
-    assert any("reading the table message" in text for text in seen)
-    assert any(b"reading the table message" in content for content in files)
+    assert any("reading messages" in text for text in seen)
+    assert any(b"reading messages" in content for content in files)
 
 
 def contents(directory: Path) -> Iterator[bytes]:

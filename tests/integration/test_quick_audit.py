@@ -105,7 +105,7 @@ async def test_a_quick_audit_needs_neither_spark_nor_pyarrow(database: str) -> N
     )  # fmt: skip
     told, _ = await process.communicate()
     assert process.returncode == 0
-    assert b"integrity, not checked: messages were not read" in told
+    assert b"Integrity, not checked: messages were not read" in told
 
 
 @pytest.mark.parametrize(

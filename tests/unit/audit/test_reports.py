@@ -111,7 +111,7 @@ def test_the_report_of_a_sample_judges_no_sums() -> None:
 def test_the_console_shows_the_whole_report() -> None:
     told = lines(FULL)
     text = "\n".join(told)
-    assert told[0] == "1 violation: conservation"
+    assert told[0] == "1 violation: Conservation"
     assert told[-1].startswith("✗ 9 violations, 15 warnings")
     assert all(line.isprintable() for line in told), "no escape sequence, no NUL"
     assert "[bold]markup[/]" in text, "names are not read as markup"

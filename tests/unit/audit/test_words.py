@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from delayer.audit import words
+from delayer.audit.rules import DESTINATIONS, RULES
+from delayer.audit.words import ADVICE
 from delayer.core.readable import away, duration, instant
 
 
@@ -54,3 +56,7 @@ def test_details_in_words() -> None:
         ("deep", "a: 1,200, b: yes"),
         ("raw", r"\x00"),
     ]
+
+
+def test_every_rule_has_its_advice() -> None:
+    assert set(ADVICE) == {*RULES, DESTINATIONS}
