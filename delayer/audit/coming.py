@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from delayer.audit import faults
 from delayer.audit.extract import Extract
@@ -16,8 +16,21 @@ from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
 RELEASE_RATE: Final = 14_000.0
 """Messages a second: half of what one daemon released on two cores shared with broker and database, 512 bytes each
 (docs/performance.md). ``--release-rate`` replaces it by a measured one."""
-ROUTES, DESTINATIONS = 50, 200
-"""How many of them the forecast lists, the largest first."""
+
+
+_UNREAD: Final = """
+SELECT messages, first_due_ms, last_due_ms FROM segment
+WHERE id IN (SELECT segment FROM segment_message WHERE id IS NULL)
+"""
+
+
+class Slot(NamedTuple):
+    """The messages due in a time from ``start_ms`` on. ``size``, ``unread``: as in findings.Bar."""
+
+    start_ms: int
+    messages: int
+    size: int
+    unread: int = 0
 
 
 def calendar(store: Extract, release_rate: float) -> Calendar:
@@ -26,12 +39,19 @@ def calendar(store: Extract, release_rate: float) -> Calendar:
     due = {
         1_000: _due(store, 1_000),
         MINUTE_MS: _due(store, MINUTE_MS, *minutes),
-        HOUR_MS: _due(store, HOUR_MS, -1 << 62, 1 << 62),
+        HOUR_MS: _with_unread(_due(store, HOUR_MS, -1 << 62, 1 << 62), spread(store.rows(_UNREAD))),
     }
-    routes, routes_more = _largest(store, ("route",), ROUTES)
-    destinations, destinations_more = _largest(store, ("to_exchange", "to_key"), DESTINATIONS)
-    drawn = draw(store.now_ms, release_rate, due, destinations, destinations_more)
-    return replace(drawn, routes=tuple(routes), routes_more=routes_more)
+    routes, more_routes = _groups(store, "route", ROUTES)
+    destinations, more = _groups(store, "to_exchange, to_key", DESTINATIONS)
+    shares = (
+        [Share(*_figures(row), route=bytes(row.route)) for row in routes],
+        [Share(*_figures(row), to_exchange=bytes(row.to_exchange), to_key=bytes(row.to_key)) for row in destinations],
+    )
+    return drawn(store.now_ms, release_rate, due, shares, (more_routes, more))
+
+
+ROUTES, DESTINATIONS = 50, 200
+"""The numbers of them that are listed at most, the largest first."""
 
 
 def spans(now_ms: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -40,84 +60,110 @@ def spans(now_ms: int) -> tuple[tuple[int, int], tuple[int, int]]:
     return minutes, ((now_ms - DAY_MS) // HOUR_MS * HOUR_MS, now_ms + 31 * DAY_MS)
 
 
-def draw(
+def drawn(
     now_ms: int,
     release_rate: float,
-    due: Mapping[int, Sequence[Bar]],
-    destinations: Sequence[Share],
-    destinations_more: int,
+    due: Mapping[int, list[Any]],
+    shares: tuple[Sequence[Share], Sequence[Share]],
+    more: tuple[int, int],
 ) -> Calendar:
-    """The forecast from the bars of each width, the fullest first; all hours are among them. ``destinations``: those to
-    list. ``destinations_more``: the number of the rest."""
+    """The forecast from slots (start_ms, messages, size) by their width, the fullest first; all hours are among them.
+    ``shares``: the routes and the destinations to list. ``more``: the numbers of the others."""
     minutes, hours = spans(now_ms)
     return Calendar(
         release_rate=release_rate,
-        minutes=_within(due[MINUTE_MS], *minutes),
-        hours=_within(due[HOUR_MS], *hours),
+        minutes=_bars(due[MINUTE_MS], MINUTE_MS, *minutes),
+        hours=_bars(due[HOUR_MS], HOUR_MS, *hours),
         days=_days(due[HOUR_MS], now_ms),
         peaks=_peaks(due, release_rate),
-        destinations=tuple(destinations),
-        destinations_more=destinations_more,
+        routes=tuple(shares[0]),
+        routes_more=more[0],
+        destinations=tuple(shares[1]),
+        destinations_more=more[1],
     )
 
 
-def _due(store: Extract, width: int, first: int = 0, last: int = -1) -> list[Bar]:
-    """The bars of ``width`` ms from ``first`` to ``last``, and the ten fullest of all. The fullest come first."""
+def spread(segments: Iterable[Any]) -> Counter[int]:
+    """Messages by hour, from the headers of segments: those of a segment are spread evenly over its hours. Two messages
+    may be centuries apart, so at most one hour for each message gets a number."""
+    found: Counter[int] = Counter()
+    for one in segments:
+        first_ms, last_ms = sorted((one.first_due_ms, one.last_due_ms))  # A header may be wrong.
+        starts = range(first_ms // HOUR_MS * HOUR_MS, last_ms + 1, HOUR_MS)
+        slots = min(len(starts), one.messages)
+        for n in range(slots):
+            found[starts[n * len(starts) // slots]] += one.messages * (n + 1) // slots - one.messages * n // slots
+    return found
+
+
+def _with_unread(slots: Iterable[Slot], unread: Mapping[int, int]) -> list[Slot]:
+    """``slots`` with the messages of segments that do not read back; the fullest first."""
+    found = {slot.start_ms: slot for slot in slots}
+    for start_ms, messages in unread.items():
+        slot = found.get(start_ms, Slot(start_ms, 0, 0))
+        found[start_ms] = slot._replace(messages=slot.messages + messages, unread=messages)
+    return sorted(found.values(), key=lambda slot: (-slot.messages, slot.start_ms))
+
+
+def _due(store: Extract, width: int, first: int = 0, last: int = -1) -> list[Slot]:
+    """The slots of ``width`` ms in which messages are due, from ``first`` to ``last``, and the ten fullest. The fullest
+    come first."""
     rows = store.rows(f"""
         WITH due AS (
             SELECT due_ms - pmod(due_ms, {width}) AS start_ms, count(*) AS messages, sum(size) AS size
             FROM messages WHERE kind <> '{HELD}' GROUP BY 1
         )
         SELECT * FROM due WHERE start_ms BETWEEN {first} AND {last}
-        UNION (SELECT * FROM due ORDER BY messages DESC, start_ms LIMIT 10)
-        ORDER BY messages DESC, start_ms""")
-    return [Bar(row.start_ms, width, row.messages, row.size) for row in rows]
+        UNION (SELECT * FROM due ORDER BY messages DESC, start_ms LIMIT 10)""")
+    return _with_unread((Slot(*row) for row in rows), {})
 
 
-def _within(bars: Iterable[Bar], first: int, last: int) -> tuple[Bar, ...]:
-    shown = (bar for bar in bars if first <= bar.start_ms <= last)
-    return tuple(sorted(shown, key=lambda bar: bar.start_ms))
+def _bars(rows: Iterable[Any], width: int, first: int, last: int) -> tuple[Bar, ...]:
+    shown = sorted((row for row in rows if first <= row.start_ms <= last), key=lambda row: row.start_ms)
+    return tuple(Bar(row.start_ms, width, row.messages, row.size, row.unread) for row in shown)
 
 
-def _days(hours: Iterable[Bar], now_ms: int) -> tuple[Bar, ...]:
+def _days(hours: Iterable[Any], now_ms: int) -> tuple[Bar, ...]:
     """A bar for each day. The bars at the edges hold everything that is farther away."""
     first, last = ((now_ms + days * DAY_MS) // DAY_MS * DAY_MS for days in (-400, 4000))
     found: dict[int, Bar] = {}
-    for hour in hours:
-        start_ms = min(max(hour.start_ms // DAY_MS * DAY_MS, first), last)
-        day = found.get(start_ms, Bar(start_ms, DAY_MS, 0, 0))
-        found[start_ms] = Bar(start_ms, DAY_MS, day.messages + hour.messages, day.size + hour.size)
+    for row in hours:
+        start_ms = min(max(row.start_ms // DAY_MS * DAY_MS, first), last)
+        bar = found.get(start_ms, Bar(start_ms, DAY_MS, 0, 0))
+        found[start_ms] = Bar(
+            start_ms, DAY_MS, bar.messages + row.messages, bar.size + row.size, bar.unread + row.unread
+        )
     return tuple(found[start_ms] for start_ms in sorted(found))
 
 
-def _peaks(due: Mapping[int, Sequence[Bar]], rate: float) -> tuple[Peak, ...]:
+def _peaks(rows: Mapping[int, list[Any]], rate: float) -> tuple[Peak, ...]:
     """The ten fullest seconds, minutes and hours, first the ones that take longest beyond their width. A minute is
     listed only if it has over twice the messages of each listed second in it. Otherwise each peak would appear three
     times."""
     found: list[Peak] = []
-    for width, fullest in due.items():
-        for bar in fullest[:10]:
-            inside = (p.messages for p in found if bar.start_ms <= p.start_ms < bar.start_ms + width)
-            if 2 * max(inside, default=0) < bar.messages:
-                found.append(Peak(bar.start_ms, width, bar.messages, bar.size, round(bar.messages / rate, 3)))
+    for width, most in rows.items():
+        for row in most[:10]:
+            inside = (p.messages for p in found if row.start_ms <= p.start_ms < row.start_ms + width)
+            if 2 * max(inside, default=0) < row.messages:
+                found.append(Peak(row.start_ms, width, row.messages, row.size, round(row.messages / rate, 3)))
     found.sort(key=lambda peak: (peak.width_ms / 1000 - peak.drain_seconds, peak.start_ms))
     return tuple(found)
 
 
-def _largest(store: Extract, by: Sequence[str], limit: int) -> tuple[list[Share], int]:
+def _groups(store: Extract, by: str, limit: int) -> tuple[list[Any], int]:
     """The ``limit`` largest groups of waiting messages, and the number of the other groups."""
-    names, waiting = ", ".join(by), f"FROM messages WHERE kind <> '{HELD}'"
+    of = f"FROM messages WHERE kind <> '{HELD}'"
     rows = store.rows(f"""
-        SELECT {names}, count(*) AS messages, sum(size) AS size, min(due_ms) AS first_due_ms, max(due_ms) AS last_due_ms
-        {waiting} GROUP BY {names} ORDER BY messages DESC, {names} LIMIT {limit}""")
-    shares = []
-    for row in rows:
-        group: dict[str, Any] = {name: bytes(row[name]) for name in by}
-        shares.append(Share(row.messages, row.size, row.first_due_ms, row.last_due_ms, **group))
+        SELECT {by}, count(*) AS messages, sum(size) AS size, min(due_ms) AS first_due_ms, max(due_ms) AS last_due_ms
+        {of} GROUP BY {by} ORDER BY messages DESC, {by} LIMIT {limit}""")
     if len(rows) < limit:
-        return shares, 0
-    [[groups]] = store.rows(f"SELECT count(DISTINCT {names}) {waiting}")
-    return shares, groups - limit
+        return rows, 0
+    [[groups]] = store.rows(f"SELECT count(DISTINCT {by}) {of}")
+    return rows, groups - limit
+
+
+def _figures(row: Any) -> tuple[int, int, int, int]:
+    return row.messages, row.size, row.first_due_ms, row.last_due_ms
 
 
 def targets(store: Extract, limit: int) -> list[CheckedTarget]:

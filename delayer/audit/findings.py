@@ -74,12 +74,14 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar of the histogram of due times: ``width_ms`` from ``start_ms`` on."""
+    """A bar of the histogram of due times: ``width_ms`` from ``start_ms`` on. ``unread``: those of its messages in
+    segments that do not read back. Their hours are estimates by the segments' headers."""
 
     start_ms: int
     width_ms: int
     messages: int
     size: int
+    unread: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +137,18 @@ PastRow = Mapping[str, Any]
 @dataclass(frozen=True, slots=True)
 class Past:
     """The history from ``first_ms`` to ``last_ms`` (audit.past). ``whole``: all of it. ``hours``: of the last month.
-    ``routes``: the largest."""
+    ``routes``: the largest, each with its whole and its hours. ``capacity``: the most that was released and the most
+    that is due within some widths. ``worse``: destinations that got worse. ``odd``: those with delays that look wrong.
+    """
 
     first_ms: int
     last_ms: int
     whole: PastRow
     hours: Sequence[PastRow]
     routes: Sequence[PastRow]
+    capacity: Sequence[PastRow]
+    worse: Sequence[PastRow]
+    odd: Sequence[PastRow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +176,7 @@ class AuditReport:
     """An audit. ``store_now_ms``: the store's clock at the snapshot; on a replica that was ``behind_ms`` behind, the
     instant that it had reached. ``sample``: the share of rows read (None: all). ``seconds``: the time that the audit
     took. ``quick``: by counters, indexes and headers (audit.quick); sizes, routes and destinations are estimates.
-    ``past``: a summary of the history; None without one."""
+    ``past``: what the history tells; None without one."""
 
     store_now_ms: int
     seconds: float

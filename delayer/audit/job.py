@@ -74,7 +74,7 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
         with watching("judging"):
             report = rules.judge(store, options)
         with watching("reading the past"):
-            report = replace(report, past=past.summarize(store))
+            report = replace(report, past=past.told(store, report.calendar))
         with watching("gathering destinations"):
             # The broker is asked about 100,000 destinations at most, the soonest due.
             targets = coming.targets(store, 100_000)

@@ -18,12 +18,13 @@ import asyncpg
 
 from delayer.audit import coming, extract, faults, job, rules
 from delayer.audit.extract import AuditedStore
-from delayer.audit.findings import PACKED, WAITING, AuditReport, Bar, Finding, Share
+from delayer.audit.findings import PACKED, WAITING, AuditReport, Bar, Calendar, Finding, Share
 from delayer.audit.job import Audited, Options
 from delayer.broker.route_check import CheckedTarget
 from delayer.core.segment import FORMAT
 from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
 from delayer.store.admin.listing import looking
+from delayer.store.rows.partitions import bounds_of, day_of
 from delayer.store.statements import read
 
 _SLOTS: Final = """
@@ -33,9 +34,18 @@ _SEGMENTS: Final = """
 SELECT 1 AS segments, first_due AS first_due_ms, last_due AS last_due_ms, messages, octet_length(packed) AS packed_bytes
 FROM segment
 """
-# Of waiting rows, and of held ones.
-_BYTES: Final = """
-SELECT sum(pg_relation_size(relid))::bigint, pg_relation_size('held') FROM pg_partition_tree('message')
+_PARTITIONS: Final = """
+SELECT c.relname, pg_get_expr(c.relpartbound, c.oid), pg_relation_size(c.oid) / current_setting('block_size')::bigint
+FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid WHERE i.inhparent = 'message'::regclass
+"""
+_HELD_PAGES: Final = "SELECT pg_relation_size('held') / current_setting('block_size')::bigint"
+# Partition {0} has a day's name, but not that day's bounds {1} and {2}. Misplaced are its rows of other days, and the
+# day's rows in the default partition.
+_MISPLACED: Final = f"""
+SELECT concat('lane ', lane, ', {WAITING}: {faults.PARTITION}'), count(*), min(due_at) FROM (
+    SELECT lane, due_at FROM {{0}} WHERE NOT (due_at >= '{{1}}' AND due_at < '{{2}}')
+    UNION ALL SELECT lane, due_at FROM message_default WHERE due_at >= '{{1}}' AND due_at < '{{2}}'
+) AS misplaced GROUP BY 1
 """
 # In the order of audit_headers.sql.
 _FAULTS: Final = (faults.MARKED, faults.LATE, faults.NEWER, faults.DUE, faults.NUMBER)
@@ -71,25 +81,23 @@ async def _judge(rows: Any, options: Options) -> tuple[AuditReport, list[Checked
     """``rows`` gives the rows of a statement on the snapshot. Raises the driver's errors."""
     store = AuditedStore.of(*[await rows(sql) for sql in (extract.INSTANTS, extract.LANES, extract.COUNTERS)])
     reached_ms = store.now_ms
-    counted, segments = await rows(read("audit_places")), await rows(_SEGMENTS)
+    counted, segments, partitions = await rows(read("audit_places")), await rows(_SEGMENTS), await rows(_PARTITIONS)
     places = [row for row in counted if row.lane is not None]
     figures = rules.figures_of(store, places, {row.lane: row.messages for row in places if row.kind == PACKED})
     totals = rules.totals_of(figures, places, segments)
 
     # The sample has at most 10,000 pages (8 KB) of waiting rows, and as many of held rows. Its last row is the sum.
-    [sizes] = await rows(_BYTES)
-    shares = [min(10_000 * 8_192 / max(size, 1), 1.0) for size in sizes]
+    [(held_pages,)] = await rows(_HELD_PAGES)
+    shares = [min(10_000 / max(pages, 1), 1.0) for pages in (sum(pages for *_, pages in partitions), held_pages)]
     *sample, whole = await rows(read("audit_sample"), *shares)
     scale = (totals.waiting + totals.held) / max(whole.messages or 0, 1)
     totals = replace(totals, size=totals.size + round(whole.size * scale), keyed=round(whole.keyed * scale))
-    hours = spread(segments)
-    hours.update({row.start_ms: row.messages for row in counted if row.lane is None})
-    due = {HOUR_MS: hours} | await _slots(rows, hours, reached_ms, options.release_rate)
+    due = {HOUR_MS: coming.spread(segments)}
+    due[HOUR_MS].update({row.start_ms: row.messages for row in counted if row.lane is None})
+    due |= await _slots(rows, due[HOUR_MS], reached_ms, options.release_rate)
     mean = totals.size / max(totals.waiting + totals.held + totals.packed, 1)
-    bars = {width: _bars(width, due[width], mean) for width in sorted(due)}
     destinations = [_share(row, scale) for row in sample if row.waiting]
-    listed = destinations[: coming.DESTINATIONS]
-    forecast = coming.draw(reached_ms, options.release_rate, bars, listed, len(destinations) - len(listed))
+    forecast = _forecast(reached_ms, options.release_rate, due, mean, destinations)
 
     late = await rows(read("audit_overdue"), reached_ms - rules.GRACE_MS, reached_ms, list(options.paced))
     limited = [row for row in late if row.kind == faults.PACED]
@@ -104,7 +112,10 @@ async def _judge(rows: Any, options: Options) -> tuple[AuditReport, list[Checked
             ),
             *rules.law_of_segments(figures),
         ],
-        rules.INTEGRITY: [],
+        rules.INTEGRITY: [
+            Finding(rules.INTEGRITY, "violation", subject, n, first, next=faults.NEXT[faults.PARTITION])
+            for subject, n, first in await _misplaced(rows, partitions)
+        ],
         rules.OVERDUE: rules.late_ones(late, limited, figures, options.paced),
         rules.LANES: rules.lanes(store, figures, first_due),
         rules.REPEATS: [],
@@ -113,7 +124,7 @@ async def _judge(rows: Any, options: Options) -> tuple[AuditReport, list[Checked
         **{rule.name: [] for rule in options.own_rules},
     }
     skipped = {
-        rules.INTEGRITY: "messages were not read",
+        rules.INTEGRITY: "bytes, checksums and properties of messages",
         rules.REPEATS: "messages were not compared",
         rules.KEYS: "keys were not compared with their messages",
         **{rule.name: "rules of your own need --deep" for rule in options.own_rules},
@@ -128,16 +139,13 @@ async def _judge(rows: Any, options: Options) -> tuple[AuditReport, list[Checked
     return report, [_target(row, scale) for row in sample], unseen
 
 
-def spread(segments: Iterable[Any]) -> Counter[int]:
-    """Messages by hour, from the headers of segments: those of a segment are spread evenly over its hours. Two messages
-    may be centuries apart, so at most one hour for each message gets a number."""
-    found: Counter[int] = Counter()
-    for one in segments:
-        first_ms, last_ms = sorted((one.first_due_ms, one.last_due_ms))  # A header may be wrong.
-        starts = range(first_ms // HOUR_MS * HOUR_MS, last_ms + 1, HOUR_MS)
-        slots = min(len(starts), one.messages)
-        for n in range(slots):
-            found[starts[n * len(starts) // slots]] += one.messages * (n + 1) // slots - one.messages * n // slots
+async def _misplaced(rows: Any, partitions: Iterable[Any]) -> list[Any]:
+    """Rows outside the partition of their day, by lane, as Finding takes them: subject, messages, first due instant."""
+    found: list[Any] = []
+    for name, bound, _ in partitions:
+        day = day_of(name)
+        if day is not None and bound != "FOR VALUES FROM ('{}') TO ('{}')".format(*bounds_of(day)):
+            found += await rows(_MISPLACED.format(name, *bounds_of(day)))
     return found
 
 
@@ -155,10 +163,16 @@ async def _slots(rows: Any, hours: Mapping[int, int], now_ms: int, rate: float) 
     return found
 
 
-def _bars(width: int, due: Mapping[int, int], mean: float) -> list[Bar]:
-    """Bars of numbers of messages by their start, the fullest first. ``mean``: bytes of a message."""
-    fullest = sorted(due.items(), key=lambda slot: (-slot[1], slot[0]))
-    return [Bar(start_ms, width, messages, round(messages * mean)) for start_ms, messages in fullest]
+def _forecast(
+    now_ms: int, rate: float, due: Mapping[int, Mapping[int, int]], mean: float, destinations: list[Share]
+) -> Calendar:
+    """The forecast from ``due``: numbers of messages by width and start. ``mean``: bytes of a message."""
+    slots = {}
+    for width in sorted(due):
+        fullest = sorted(due[width].items(), key=lambda slot: (-slot[1], slot[0]))
+        slots[width] = [Bar(start_ms, width, messages, round(messages * mean)) for start_ms, messages in fullest]
+    listed = destinations[: coming.DESTINATIONS]
+    return coming.drawn(now_ms, rate, slots, ((), listed), (0, len(destinations) - len(listed)))
 
 
 def _share(row: Any, scale: float) -> Share:

@@ -80,6 +80,8 @@ def _coming(report: AuditReport, console: Console) -> None:
         first, last = totals.first_due_ms, totals.last_due_ms
         text = f"  next due {instant(first)} ({away(first, now_ms)})"
         console.print(Text(f"{text}, last {instant(last)} ({away(last, now_ms)})"))
+    if unread := words.unread(report):
+        console.print(Text(f"  {unread}", "yellow"))
     if drawn := sparkline(report.calendar.hours, now_ms):
         console.print(Text.assemble("  next 48 hours ", (drawn, "cyan")))
     console.print()
@@ -135,9 +137,29 @@ def _past(past: Past, console: Console) -> None:
     console.print(Text(f"  {instant(past.first_ms)} to {instant(past.last_ms)}: {told}"))
     table = _table("route", "released", "held", "late: p50", "p99", "max", right=(1, 2, 3, 4, 5))
     for one in past.routes[:5]:
-        late = (words.late(one[name]) for name in ("p50_ms", "p99_ms", "worst_ms"))
-        table.add_row(Text(words.name(one["route"], "-")), f"{one['released']:,}", f"{one['held']:,}", *late)
+        figures = one["whole"]
+        late = (words.late(figures[name]) for name in ("p50_ms", "p99_ms", "worst_ms"))
+        table.add_row(Text(words.name(one["route"], "-")), f"{figures['released']:,}", f"{figures['held']:,}", *late)
     _indented(console, table)
+    table = _table("within one", "most released", "most to come", right=(1, 2))
+    for width in past.capacity:
+        counts = (f"{bar.messages:,}" if bar else "-" for bar in (width["released"], width["coming"]))
+        table.add_row(words.width(width["width_ms"]), *counts)
+    _indented(console, table)
+    if past.worse:
+        table = _table("destination that got worse", "held", "before", "late: p99", "before", right=(1, 2, 3, 4))
+        for bad in past.worse[:10]:
+            shares = f"{bad['held_now']:.1%}", f"{bad['held_before']:.1%}"
+            nines = words.late(bad["p99_now_ms"]), words.late(bad["p99_before_ms"])
+            table.add_row(Text(words.destination(bad["to_exchange"], bad["to_key"]), "yellow"), *shares, *nines)
+        _indented(console, table)
+    if past.odd:
+        table = _table("delays that look wrong", "messages", "of", "delay", "usual on the route", right=(1, 2, 3, 4))
+        for odd in past.odd[:10]:
+            delays = words.late(odd["odd_ms"]), words.late(odd["usual_ms"])
+            where = Text(words.destination(odd["to_exchange"], odd["to_key"]), "yellow")
+            table.add_row(where, f"{odd['odd']:,}", f"{odd['messages']:,}", *delays)
+        _indented(console, table)
 
 
 def _lanes(report: AuditReport, console: Console) -> None:

@@ -24,9 +24,13 @@ from delayer.store.admin.stats import waiting
 
 _HELPERS: Final = (
     instant, away, duration, size, counted, words.width, words.name, words.details, words.behind, words.sampled,
-    words.late, words.tone, words.verdict, words.groups, words.destinations, words.peaks,
-    words.advice,
+    words.late, words.destination, words.tone, words.verdict, words.groups, words.destinations, words.peaks,
+    words.unread, words.advice,
 )  # fmt: skip
+
+
+LATE_ROUTES: Final = 5
+"""Routes with a chart of their lateness."""
 
 
 def page(report: AuditReport) -> str:
@@ -90,10 +94,13 @@ def _charts(report: AuditReport) -> Iterator[Chart]:
 
 
 def _past_charts(past: Past) -> Iterator[Chart]:
-    """Releases, holds and lateness of each hour."""
-    series = ("Released per hour", "released"), ("Held per hour", "held"), ("Lateness per hour, p99", "p99_ms")
-    for title, of in series:
-        bars = [Bar(one["start_ms"], HOUR_MS, one[of], 0) for one in past.hours]
+    """Releases and lateness of each hour, and the lateness of the largest routes."""
+    series = [("Released per hour", past.hours, "released"), ("Held per hour", past.hours, "held")]
+    series += [("Lateness per hour, p99", past.hours, "p99_ms")]
+    routes = past.routes[:LATE_ROUTES] if len(past.routes) > 1 else ()
+    series += [(f"Lateness of {words.name(one['route'], 'no route')}", one["hours"], "p99_ms") for one in routes]
+    for title, hours, of in series:
+        bars = [Bar(one["start_ms"], HOUR_MS, one[of], 0) for one in hours]
         if any(bar.messages for bar in bars):
             yield chart(title, bars, bars[0].start_ms, say=words.late if of == "p99_ms" else "{:,}".format)
 
@@ -107,14 +114,19 @@ def chart(
     slots = (bars[-1].start_ms - start) // width + 1
     together = -(-slots // room)
     heights: dict[int, int] = {}
+    unread = set()
     for bar in bars:
         slot = (bar.start_ms - start) // width // together
         heights[slot] = max(heights.get(slot, 0), bar.messages)
+        if bar.unread:
+            unread.add(slot)
     top = max(bars, key=lambda bar: bar.messages)
     late = (now_ms - start) // width // together  # This slot and the later ones are not over yet.
-    paths = {"--bad": "", "--bar": ""}
+    paths = {"--bad": "", "--warn": "", "--bar": ""}
     for slot, messages in sorted(heights.items()):
-        paths["--bad" if slot < late else "--bar"] += f"M{slot} 100V{100 - 100 * messages / top.messages:.1f}h.9V100z"
+        paths["--bad" if slot < late else "--warn" if slot in unread else "--bar"] += (
+            f"M{slot} 100V{100 - 100 * messages / top.messages:.1f}h.9V100z"
+        )
     drawn = Markup("").join(
         Markup('<path fill="var({})" d="{}"/>').format(colour, path) for colour, path in paths.items() if path
     )

@@ -91,6 +91,16 @@ def behind(report: AuditReport) -> str:
     return f"Read from a replica {lag} behind its primary: judged as of the instant that it had come to."
 
 
+def unread(report: AuditReport) -> str:
+    """The note about messages in segments that do not read back; empty without any."""
+    messages = sum(bar.unread for bar in report.calendar.days)
+    if not messages:
+        return ""
+    return (
+        f"{counted(messages, 'message')} in segments that do not read back; their hours are estimates by the headers."
+    )
+
+
 def sampled(report: AuditReport) -> str:
     """What the note says of rows that were not read; empty if the whole store was read."""
     if report.quick:

@@ -41,6 +41,6 @@ async def test_the_audit_page_fits_and_requests_nothing(tmp_path: Path, width: i
     assert seen["foreign"] == 0
     assert seen["wide"] == []
     assert seen["width"] <= seen["room"], "nothing to scroll sideways for"
-    assert seen["charts"] == 6
+    assert seen["charts"] == 9
     assert seen["broken"] == 0, "every link leads somewhere on the page"
     assert asked == [file.as_uri()]

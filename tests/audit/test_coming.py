@@ -6,11 +6,11 @@ import json
 from random import Random
 from typing import TYPE_CHECKING
 
-from delayer.audit import coming
+from delayer.audit import coming, faults
 from delayer.audit.coming import calendar
 from delayer.audit.findings import Bar, Finding, Peak, run_of
 from delayer.core.units import DAY_MS
-from tests.audit.rows import NOW, held, judged, message, packed, store
+from tests.audit.rows import NOW, held, judged, message, packed, segment, store
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -31,6 +31,14 @@ def test_the_calendar(spark: SparkSession) -> None:
     assert told.minutes == (Bar((NOW + 60_000) // 60_000 * 60_000, 60_000, 1, 100),)
     assert [bar.messages for bar in told.hours] == [1, 3000]
     assert [bar.messages for bar in told.days] == [1, 3000, 1]
+
+
+def test_messages_in_segments_that_do_not_read_back_stay_in_the_calendar(spark: SparkSession) -> None:
+    sound = [packed(number, 1) for number in range(1, 4)]
+    lost = [packed(number, 2, due_ms=NOW + 8 * DAY_MS + number) for number in range(4, 11)]
+    unread = {"segment": 2, "lane": 1, "kind": "segment", "faults": [faults.CHANGED]}
+    days = calendar(store(spark, [*sound, unread], [segment(1, sound), segment(2, lost)]), 1.0).days
+    assert [(bar.messages, bar.unread) for bar in days] == [(10, 7)]
 
 
 def test_messages_beyond_the_shown_days_count_in_the_edge_bars(spark: SparkSession) -> None:

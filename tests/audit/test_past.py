@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from delayer.audit import past
-from delayer.audit.findings import Past
+from delayer.audit.findings import Calendar, Past
 from delayer.core.units import DAY_MS, HOUR_MS
 from tests.audit.rows import NOW, Row, message, store
 from tests.audit.test_job import audit
@@ -31,7 +31,7 @@ def change(at_ms: int, what: str = "released", **other: Any) -> Row:
 
 
 def told(spark: SparkSession, rows: list[Row]) -> Past:
-    found = past.summarize(store(spark, [message()], history=rows))
+    found = past.told(store(spark, [message()], history=rows), Calendar(100.0))
     assert found is not None
     return found
 
@@ -51,15 +51,52 @@ def test_lateness_by_route_and_hour(spark: SparkSession) -> None:
     ]
     assert [one["route"] for one in found.routes] == [b"delayer.in", b"mail.in"]
     example = audit_reports.past()
-    keys = [rows[0].keys() for rows in ([found.whole], found.hours, found.routes)]
-    assert keys == [rows[0].keys() for rows in ([example.whole], example.hours, example.routes)]
-    figures = {"released": 50, "held": 0, "cancelled": 0, "p50_ms": 10_024, "p99_ms": 10_049, "worst_ms": 10_049}
-    assert found.routes[1] == {"route": b"mail.in", **figures}
-    assert found.routes[0]["p50_ms"] in (48, 49, 50)
+    assert (found.whole.keys(), found.routes[0].keys()) == (example.whole.keys(), example.routes[0].keys())
+    assert found.routes[1]["hours"] == [
+        {"start_ms": HOUR - HOUR_MS, "released": 50, "held": 0, "cancelled": 0}
+        | {"p50_ms": 10_024, "p99_ms": 10_049, "worst_ms": 10_049}
+    ]
+    assert found.routes[0]["whole"]["p50_ms"] in (48, 49, 50)
+    [second, _, hour] = found.capacity
+    assert (second["released"].messages, hour["released"].messages) == (100, 100)
+    assert (found.worse, found.odd) == ([], [])
+
+
+def test_destinations_that_get_worse(spark: SparkSession) -> None:
+    """One is held more often, one is later, one was as bad before, and one has too few messages."""
+    rows: list[Row] = []
+    for to_key, before, now in ((b"held", 0, 5), (b"same", 5, 5), (b"few", 0, 5)):
+        for at_ms, held in ((NOW - 2 * DAY_MS, before), (NOW - HOUR_MS, now)):
+            many = 30 if to_key != b"few" else 6
+            rows += [change(at_ms, "held" if n < held else "released", to_key=to_key) for n in range(many)]
+    for at_ms, late_ms in ((NOW - 2 * DAY_MS, 400), (NOW - HOUR_MS, 30_000)):
+        rows += [change(at_ms, to_key=b"late", late_ms=late_ms) for _ in range(40)]
+    names = tuple(audit_reports.past().worse[0])
+    found = told(spark, rows).worse
+    assert set(found[0]) == set(names)
+    assert [tuple(one[name] for name in names) for one in found] == [
+        (b"delayer.out", b"late", 40, 0.0, 0.0, 400, 30_000),
+        (b"delayer.out", b"held", 30, 0.0, 0.1667, 5, 5),
+    ]
+
+
+def test_seconds_given_as_milliseconds(spark: SparkSession) -> None:
+    rows = [change(NOW, delay_ms=3_600_000 + n) for n in range(50)]
+    rows += [change(NOW, delay_ms=3_550, to_key=b"wrong") for _ in range(7)]
+    rows += [change(NOW, delay_ms=60_000), change(NOW, delay_ms=None), change(NOW, delay_ms=100, route=b"fast")]
+    rows += [change(NOW, delay_ms=2_000_000_000, to_key=b"long")]
+    odd = told(spark, rows).odd
+    assert [(one["to_key"], one["messages"], one["odd"], one["odd_ms"]) for one in odd] == [
+        (b"wrong", 7, 7, 3_550),
+        (b"long", 1, 1, 2_000_000_000),
+    ]
+    assert odd[0].keys() == audit_reports.past().odd[0].keys()
+    assert {one["route"] for one in odd} == {b"delayer.in"}
+    assert all(3_600_000 <= one["usual_ms"] < 3_600_050 for one in odd)
 
 
 def test_without_a_history(spark: SparkSession) -> None:
-    assert past.summarize(store(spark, [message()])) is None
+    assert past.told(store(spark, [message()]), Calendar(100.0)) is None
 
 
 @pytest.mark.deadline(300)

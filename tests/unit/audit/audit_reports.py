@@ -119,9 +119,23 @@ def past() -> Past:
         dict(zip(figures, (first_ms + n * HOUR, 900 + n, n % 5, 3, 2, 9 + 40 * n, 5_000 * n), strict=True))
         for n in range(48)
     ]
-    whole = dict(zip(figures[1:], (44_328, 94, 144, 2, 1_889, 235_000), strict=True))
-    routes = [{"route": name, **whole} for name in (b"orders.in", b"", HOSTILE[0])]
-    return Past(first_ms, NOW_MS, whole, hours, routes)
+    whole = dict(zip(figures, (first_ms, 44_328, 94, 144, 2, 1_889, 235_000), strict=True))
+    worse = ("to_exchange", "to_key", "messages", "held_before", "held_now", "p99_before_ms", "p99_now_ms")
+    odd = ("route", "to_exchange", "to_key", "messages", "odd", "odd_ms", "usual_ms")
+    most = Bar(first_ms, 1_000, 812, 0), Bar(NOW_MS + DAY, 1_000, 4_200_000, 0)
+    return Past(
+        first_ms,
+        NOW_MS,
+        whole,
+        hours,
+        [{"route": name, "whole": whole, "hours": hours} for name in (b"orders.in", b"", HOSTILE[0])],
+        [{"width_ms": 1_000, "released": most[0], "coming": most[1]},
+         {"width_ms": HOUR, "released": None, "coming": None}],
+        [dict(zip(worse, (b"payments.eu", b"capture", 5_300, 0.002, 0.125, 9, 61_000), strict=True)),
+         dict(zip(worse, (b"", HOSTILE[1], 20, 0.0, 1.0, 0, 0), strict=True))],
+        [dict(zip(odd, (b"orders.in", b"orders.out", b"order.reminder", 4_000, 312, 3_598, 3_600_000), strict=True)),
+         dict(zip(odd, (HOSTILE[2], b"", HOSTILE[3], 4, 1, 9, 9_100), strict=True))],
+    )  # fmt: skip
 
 
 def full() -> AuditReport:

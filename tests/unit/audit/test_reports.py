@@ -131,9 +131,11 @@ def test_the_history_is_on_the_console_and_on_the_page(page: str) -> None:
     text, told = "\n".join(lines(FULL)), Parsed(page).text
     for shown in (text, told):
         assert "44,328 released, 94 held, 144 cancelled" in shown
-        assert "orders.in" in shown
-        assert "3.92 min" in shown, "the lateness"
-    for title in ("Released per hour", "Held per hour", "Lateness per hour, p99"):
+        assert "payments.eu · capture" in shown
+        assert "61 s" in shown, "the lateness of a destination that got worse"
+        assert "3.6 s" in shown, "a delay of a thousandth"
+        assert "4,200,000" in shown
+    for title in ("Released per hour", "Held per hour", "Lateness per hour, p99", "Lateness of orders.in"):
         assert title in told
     assert "the most in one hour: 1.89 s on" in told
     assert "What was" not in Parsed(report_html.page(EMPTY)).text
@@ -202,6 +204,16 @@ def test_each_finding_stands_above_its_own_next_step() -> None:
     assert "far-orders" in page, "a rule of the user's has its name as its title"
 
 
+def test_messages_of_segments_that_do_not_read_back_are_marked() -> None:
+    day = Bar(NOW_MS + 86_400_000, 86_400_000, 10, 0, unread=7)
+    report = replace(EMPTY, calendar=Calendar(14_000.0, days=(day,)))
+    page = report_html.page(report)
+    for text in ("\n".join(lines(report)), page):
+        assert "7 messages in segments that do not read back" in text
+    assert 'fill="var(--warn)"' in page
+    assert "do not read back" not in report_html.page(EMPTY)
+
+
 def test_the_page_names_every_field_of_the_report() -> None:
     text = (Path(__file__).parents[3] / "docs" / "backlog.md").read_text(encoding="utf-8")
     for kind in (AuditReport, Totals, LaneFigures, Calendar, RuleRun, Finding, Past):
@@ -209,5 +221,5 @@ def test_the_page_names_every_field_of_the_report() -> None:
             name = "…_more" if field.name.endswith("_more") else field.name
             assert f"`{name}`" in text, f"{kind.__name__}.{field.name}"
     past = audit_reports.past()
-    for row in (past.whole, past.hours[0], past.routes[0]):
+    for row in (past.whole, past.routes[0], past.capacity[0], past.worse[0], past.odd[0]):
         assert [name for name in row.keys() - {"route"} if f"`{name}`" not in text] == []
