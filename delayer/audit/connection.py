@@ -102,16 +102,12 @@ class Reading:
 
     def batches(self, sql: str) -> Iterator[pa.RecordBatch]:
         """The rows of a statement. Raises StoreLost."""
-        try:
-            with closing(adbc.AdbcStatement(self._connection)) as statement:
-                statement.set_options(**{_BATCH_HINT: str(self._batch_bytes)})
-                statement.set_sql_query(sql)
-                handle, _ = statement.execute_query()
-                with pa.RecordBatchReader.from_stream(handle) as reader:
-                    yield from (batch for batch in reader if batch.num_rows)
-        except (adbc.Error, pa.ArrowException, OSError) as error:  # The last two occur in the middle of a stream.
-            text = first_line(error)
-            raise StoreLost(text, advice_for(text)) from None
+        with translated("read"), closing(adbc.AdbcStatement(self._connection)) as statement:
+            statement.set_options(**{_BATCH_HINT: str(self._batch_bytes)})
+            statement.set_sql_query(sql)
+            handle, _ = statement.execute_query()
+            with pa.RecordBatchReader.from_stream(handle) as reader:
+                yield from (batch for batch in reader if batch.num_rows)
 
     def rows(self, sql: str) -> list[tuple[Any, ...]]:
         """The rows of a statement that gives few. Raises as :meth:`batches` does."""
@@ -149,15 +145,9 @@ def translated(doing: str) -> Iterator[None]:
     URL."""
     try:
         yield
-    except adbc.Error as error:
-        first = first_line(error)
-        raise StoreLost(f"{doing}: {first}", advice_for(first)) from None
-
-
-def first_line(error: Exception) -> str:
-    """The first line of a driver's error, without passwords."""
-    first, *_ = str(error).strip().splitlines() or [""]
-    return mask(first)
+    except (adbc.Error, pa.ArrowException, OSError) as error:  # The last two occur in the middle of a stream.
+        first, *_ = str(error).strip().splitlines() or [""]
+        raise StoreLost(f"{doing}: {mask(first)}", advice_for(first)) from None
 
 
 def advice_for(text: str) -> str:

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from datetime import date, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
@@ -280,45 +280,31 @@ def plain(path: Path) -> Iterator[PlainDataset]:
     target = Path(os.path.realpath(path))
     if target.is_mount():
         raise Unfit(f"{path}: expected a directory in a file system, found its mount point: name a directory in it")
+    work = target.with_name(f".{target.name}.part")
+    work.mkdir(mode=0o700, exist_ok=True)
     with ExitStack() as stack:
-        with _locked(target.parent):  # Another export that begins sees this one's directory with its lock, or none.
-            parts = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}\.part")
-            for other in filter(lambda file: parts.fullmatch(file.name), target.parent.iterdir()):
-                _remove_dead(other, target)
-            root = target.with_name(f".{target.name}.{os.urandom(8).hex()}.part")
-            root.mkdir(mode=0o700)
-            stack.callback(shutil.rmtree, root, ignore_errors=True)  # After the commit it is the former state.
-            stack.enter_context(_locked(root))
-        one, other = root / "one", root / "other"
-        one.mkdir()
-        other.mkdir()
-        exchange(one, other)  # A file system without it is refused before the work.
-        one.rmdir()
+        lock = os.open(work, os.O_RDONLY | os.O_CLOEXEC)
+        stack.callback(os.close, lock)
+        if not _lock(lock, work):
+            raise Unfit(f"{target}: another export is writing it")
+        stack.callback(shutil.rmtree, work, ignore_errors=True)  # After the commit the former state is in it.
+        for left in work.iterdir():  # By an export that was killed.
+            shutil.rmtree(left)
+        new, other = work / "new", work / "other"
+        new.mkdir(mode=0o700)
+        other.mkdir(mode=0o700)
+        exchange(new, other)  # A file system without it is refused before the work.
         other.rmdir()
-        yield PlainDataset(target, root)
+        yield PlainDataset(target, new)
 
 
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+def _lock(number: int, directory: Path) -> bool:
+    """Lock an open directory; False if another export has the lock, or removed the directory since."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
-
-
-def _remove_dead(part: Path, target: Path) -> None:
-    """Remove the directory of an export that was killed. Raises Unfit if it is at work."""
-    with suppress(FileNotFoundError):
-        lock = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Unfit(f"{target}: another export is writing it") from None
-        finally:
-            os.close(lock)
-        shutil.rmtree(part)
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return os.path.samestat(os.fstat(number), directory.stat())
 
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h

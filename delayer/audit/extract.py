@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
@@ -22,12 +23,10 @@ from delayer.core.secret import SecretUrl
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from delayer.audit.connection import Reading
-
 # While a replica streams, and has replayed all that it received, it is up to date. Otherwise it has come as far as the
 # last commit that it replayed, or the checkpoint that it started from.
-EXPORT: Final = """
-SELECT pg_export_snapshot(), floor(extract(epoch FROM now) * 1000)::bigint,
+INSTANTS: Final = """
+SELECT floor(extract(epoch FROM now) * 1000)::bigint,
        floor(extract(epoch FROM least(now, reached)) * 1000)::bigint
 FROM (
     SELECT clock_timestamp() AS now, CASE
@@ -52,11 +51,9 @@ ORDER BY l.number
 # Before the snapshot, so that no partition goes in between.
 LOCK: Final = "LOCK TABLE message, held, message_key, lane, counter, segment IN ACCESS SHARE MODE"
 _LOCK_ALL: Final = LOCK.replace("segment", "segment, history")
-_SIZE: Final = (
-    "coalesce((SELECT sum(pg_relation_size(relid)) FROM pg_partition_tree(name::regclass)),"
-    " pg_relation_size(name::regclass))::bigint"
-)
 COUNTERS: Final = "SELECT lane, kind, n FROM counter ORDER BY lane, kind"
+_MAY_BE_EMPTY: Final = ("held", "segment", "message_key", "history")
+_EMPTY: Final = f"SELECT {', '.join(f'NOT EXISTS (SELECT FROM {table})' for table in _MAY_BE_EMPTY)}"
 
 
 class LaneState(NamedTuple):
@@ -77,28 +74,20 @@ class AuditedStore:
     counters: Mapping[tuple[int, str], int]
     behind_ms: int
 
+    @classmethod
+    def of(cls, instants: Sequence[Any], lanes: Sequence[Any], counters: Sequence[Any]) -> AuditedStore:
+        """From the rows of INSTANTS, LANES and COUNTERS."""
+        [(now_ms, reached_ms)] = instants
+        counted = {(lane, kind): n for lane, kind, n in counters}
+        return AuditedStore(reached_ms, tuple(LaneState(*row) for row in lanes), counted, now_ms - reached_ms)
 
-class HeldSnapshot:
-    """A snapshot for others to read on by its ``id``, and the small tables that the driver reads on it. ``now_ms``,
-    ``behind_ms``: as in :class:`Extract`. Made by :func:`hold_snapshot`. Raises StoreLost."""
 
-    def __init__(self, reading: Reading) -> None:
-        self._reading = reading
-        [(self.id, now_ms, self.now_ms)] = reading.rows(EXPORT)
-        self.behind_ms = now_ms - self.now_ms
+class HeldSnapshot(NamedTuple):
+    """A snapshot for others to read on by its ``id``; the small tables on it; and names of ``empty`` tables."""
 
-    def lanes(self) -> tuple[LaneState, ...]:
-        """The lanes."""
-        return tuple(LaneState(*row) for row in self._reading.rows(LANES))
-
-    def counters(self) -> dict[tuple[int, str], int]:
-        """The counters by lane and kind."""
-        return {(lane, kind): n for lane, kind, n in self._reading.rows(COUNTERS)}
-
-    def sizes(self, tables: Sequence[str]) -> dict[str, int]:
-        """The bytes of these tables. A table of 0 bytes has no rows."""
-        names = ", ".join(f"'{name}'" for name in tables)
-        return dict(self._reading.rows(f"SELECT name, {_SIZE} FROM unnest(ARRAY[{names}]) AS name"))
+    id: str
+    store: AuditedStore
+    empty: frozenset[str]
 
 
 @contextmanager
@@ -107,7 +96,10 @@ def hold_snapshot(url: SecretUrl) -> Iterator[HeldSnapshot]:
     from delayer.audit.connection import reading  # noqa: PLC0415 - needs the extra
 
     with reading(url, _LOCK_ALL, 1 << 20) as own:
-        yield HeldSnapshot(own)
+        [(exported,)] = own.rows("SELECT pg_export_snapshot()")
+        store = AuditedStore.of(*(own.rows(sql) for sql in (INSTANTS, LANES, COUNTERS)))
+        [empty] = own.rows(_EMPTY)
+        yield HeldSnapshot(exported, store, frozenset(compress(_MAY_BE_EMPTY, empty)))
 
 
 _NAME: Final = "delayer-audit-"
@@ -193,33 +185,15 @@ def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[s
                     sessions.end_machine(spark)
                 raise
         return
-    assert spark is not None
-    url = f"{work.rstrip('/')}/{_NAME}{uuid.uuid4().hex}"
+    assert spark is not None and spark._jvm is not None
+    url, hadoop = f"{work.rstrip('/')}/{_NAME}{uuid.uuid4().hex}", spark._jvm.org.apache.hadoop.fs
+    path = hadoop.Path(url)
+    files = path.getFileSystem(spark._jsc.hadoopConfiguration())
     try:
-        _make(spark, url)
+        files.mkdirs(path, hadoop.permission.FsPermission("700"))  # File systems without permissions ignore that.
         yield url
     finally:
-        _remove(spark, url)
-
-
-def _make(spark: SparkSession, url: str) -> None:
-    """Make a directory for this user only, by Spark's file system. File systems without permissions ignore that."""
-    jvm, (files, path) = spark._jvm, _found(spark, url)
-    assert jvm is not None
-    files.mkdirs(path, jvm.org.apache.hadoop.fs.permission.FsPermission("700"))
-
-
-def _remove(spark: SparkSession, url: str) -> None:
-    files, path = _found(spark, url)
-    files.delete(path, True)
-
-
-def _found(spark: SparkSession, url: str) -> tuple[Any, Any]:
-    """Hadoop's file system of a URL, and its path there."""
-    jvm = spark._jvm
-    assert jvm is not None
-    path = jvm.org.apache.hadoop.fs.Path(url)
-    return path.getFileSystem(spark._jsc.hadoopConfiguration()), path
+        files.delete(path, True)
 
 
 def take(spark: SparkSession, url: SecretUrl, place: str, watch: Watch, *, sample: float = 1.0) -> Extract:
@@ -234,10 +208,9 @@ def take(spark: SparkSession, url: SecretUrl, place: str, watch: Watch, *, sampl
     spark.dataSource.register(source.bound(url))
     files = {}
     with hold_snapshot(url) as held:
-        sizes = held.sizes([one.table for name, one in source.RELATIONS.items() if name != "message"])
         for name, relation in source.RELATIONS.items():
             columns = from_arrow_schema(relation.schema)
-            if sizes.get(relation.table) == 0:
+            if relation.table in held.empty:
                 files[name] = spark.createDataFrame([], columns)
                 continue
             share = sample if name in _SAMPLED else 1.0
@@ -245,6 +218,6 @@ def take(spark: SparkSession, url: SecretUrl, place: str, watch: Watch, *, sampl
             with watch(_SAID[name]):
                 spark.read.format(source.NAME).options(**options).load().write.parquet(f"{place}/{name}")
             files[name] = spark.read.schema(columns).parquet(f"{place}/{name}")
-        extract = Extract(held.now_ms, held.lanes(), held.counters(), held.behind_ms, spark, sample)
     show(spark, files)
-    return extract
+    store = held.store
+    return Extract(store.now_ms, store.lanes, store.counters, store.behind_ms, spark, sample)

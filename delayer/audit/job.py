@@ -72,13 +72,7 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
     with extract.workplace(options.work, spark) as place:
         store = extract.take(spark, options.store, place, watching, sample=options.sample)
         with watching("judging"):
-            report = rules.judge(
-                store,
-                release_rate=options.release_rate,
-                restored_ms=options.restored_ms,
-                paced=options.paced,
-                own_rules=options.own_rules,
-            )
+            report = rules.judge(store, options)
         with watching("reading the past"):
             report = replace(report, past=past.told(store, report.calendar))
         with watching("gathering destinations"):

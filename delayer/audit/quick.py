@@ -17,7 +17,7 @@ from typing import Any, Final
 import asyncpg
 
 from delayer.audit import coming, extract, faults, job, rules
-from delayer.audit.extract import AuditedStore, LaneState
+from delayer.audit.extract import AuditedStore
 from delayer.audit.findings import PACKED, WAITING, AuditReport, Bar, Calendar, Finding, Share
 from delayer.audit.job import Audited, Options
 from delayer.broker.route_check import CheckedTarget
@@ -79,10 +79,8 @@ async def _judged(options: Options) -> tuple[AuditReport, list[CheckedTarget], l
 
 async def _judge(rows: Any, options: Options) -> tuple[AuditReport, list[CheckedTarget], list[str]]:
     """``rows`` gives the rows of a statement on the snapshot. Raises the driver's errors."""
-    [(_, now_ms, reached_ms)] = await rows(extract.EXPORT)
-    lanes = tuple(LaneState(*row) for row in await rows(extract.LANES))
-    counters = {(lane, kind): n for lane, kind, n in await rows(extract.COUNTERS)}
-    store = AuditedStore(reached_ms, lanes, counters, now_ms - reached_ms)
+    store = AuditedStore.of(*[await rows(sql) for sql in (extract.INSTANTS, extract.LANES, extract.COUNTERS)])
+    reached_ms = store.now_ms
     counted, segments, partitions = await rows(read("audit_places")), await rows(_SEGMENTS), await rows(_PARTITIONS)
     places = [row for row in counted if row.lane is not None]
     figures = rules.figures_of(store, places, {row.lane: row.messages for row in places if row.kind == PACKED})

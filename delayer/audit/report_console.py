@@ -114,10 +114,9 @@ def _destinations(report: AuditReport, console: Console) -> None:
     at = report.calendar
     if not at.destinations:
         return
-    table = _table("destination", "messages", "first due", "the broker would", right=(1,))
+    table = _table("destination", "messages", "first due", "broker's verdict", right=(1,))
     for one in words.destinations(report)[:12]:
-        badge = words.badge(one)
-        verdict = Text(badge.text, _STYLES[badge.tone])
+        verdict = Text(one.verdict, _STYLES[words.tone(one)])
         if one.way:
             verdict.append(f" ({words.name(one.way)})", "dim")
         table.add_row(

@@ -24,7 +24,7 @@ from delayer.store.admin.stats import waiting
 
 _HELPERS: Final = (
     instant, away, duration, size, counted, words.width, words.name, words.details, words.behind, words.sampled,
-    words.late, words.destination, words.badge, words.verdict, words.groups, words.destinations, words.peaks,
+    words.late, words.destination, words.tone, words.verdict, words.groups, words.destinations, words.peaks,
     words.unread, words.advice,
 )  # fmt: skip
 

@@ -23,7 +23,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 from delayer.audit import faults
-from delayer.audit.coming import RELEASE_RATE, calendar, peaks
+from delayer.audit.coming import calendar, peaks
 from delayer.audit.errors import JobMisused
 from delayer.audit.extract import AuditedStore, Extract
 from delayer.audit.findings import (
@@ -42,11 +42,12 @@ from delayer.audit.findings import (
 from delayer.broker.route_check import CheckedTarget, RouteVerdict, RouteVerdicts, Verdict
 from delayer.core.message import as_text
 from delayer.core.units import HOUR_MS, MINUTE_MS
-from delayer.store.admin.stats import LANE_KINDS, RESTORED_MS, waiting
+from delayer.store.admin.stats import LANE_KINDS, waiting
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from delayer.audit.job import Options
     from delayer.config.model import AuditRuleTable
 
 GRACE_MS: Final = MINUTE_MS
@@ -65,17 +66,8 @@ OF_THE_WHOLE: Final = (CONSERVATION, REPEATS, KEYS)
 """Rules that need the whole store. The law of segments needs it as well."""
 
 
-def judge(
-    store: Extract,
-    *,
-    release_rate: float = RELEASE_RATE,
-    restored_ms: int = RESTORED_MS,
-    paced: Mapping[bytes, int] | None = None,
-    own_rules: Sequence[AuditRuleTable] = (),
-) -> AuditReport:
-    """The report on an extract. ``release_rate``: messages a second that daemons release. ``restored_ms``: how long
-    before its first due instant a segment must be restored. ``paced``: the rate of each limited route, in messages a
-    second. ``own_rules``: the users'. Spark's errors pass."""
+def judge(store: Extract, options: Options) -> AuditReport:
+    """The report on an extract. Spark's errors pass."""
     places = store.rows("""
         SELECT lane, kind, count(*) AS messages, count(key) AS keyed, sum(size) AS size,
                min(due_ms) AS first_due_ms, max(due_ms) AS last_due_ms
@@ -88,18 +80,18 @@ def judge(
         packed = {place.lane: place.messages for place in places if place.kind == PACKED}
     figures = figures_of(store, places, packed)
     totals = totals_of(figures, places, of_segments)
-    coming = calendar(store, release_rate)
+    coming = calendar(store, options.release_rate)
     first_due = {place.lane: place.first_due_ms for place in places if place.kind == WAITING}
     questions: dict[str, Callable[[], list[Finding]]] = {
         CONSERVATION: lambda: conservation(figures),
-        SEGMENTS: lambda: [*segments(store, restored_ms), *(law_of_segments(figures) if store.whole else [])],
+        SEGMENTS: lambda: [*segments(store, options.restored_ms), *(law_of_segments(figures) if store.whole else [])],
         INTEGRITY: lambda: integrity(store),
-        OVERDUE: lambda: overdue(store, figures, paced or {}),
+        OVERDUE: lambda: overdue(store, figures, options.paced),
         LANES: lambda: lanes(store, figures, first_due),
         REPEATS: lambda: repeats(store),
         KEYS: lambda: keys(store),
         PEAKS: lambda: peaks(coming),
-        **{rule.name: partial(own, store, rule) for rule in own_rules},
+        **{rule.name: partial(own, store, rule) for rule in options.own_rules},
     }
     why = "a sample was read, and this rule needs the whole store"
     skipped = {} if store.whole else dict.fromkeys(OF_THE_WHOLE, why)
@@ -399,9 +391,6 @@ def keys(store: Extract) -> list[Finding]:
 
 
 DESTINATIONS: Final = "destinations"
-NAMED: Final = 20
-"""Keys of one exchange that get a finding each, the soonest due first. The others share one finding, because an
-application with order numbers as keys has millions."""
 
 _Row = tuple[CheckedTarget, RouteVerdict]
 
@@ -422,21 +411,16 @@ def with_destinations(report: AuditReport, asked: RouteVerdicts, unseen: Iterabl
 
 def destinations(routes: Iterable[_Row]) -> list[Finding]:
     """Violations for messages that would be held. Warnings for messages that only an alternate exchange would take, and
-    for destinations whose messages are all held already."""
+    for destinations whose messages are all held already. A missing or internal exchange is one finding."""
     told = [(target, answer) for target, answer in routes if answer.verdict.bad or answer.verdict is Verdict.ALTERNATE]
     told.sort(key=lambda row: (row[1].verdict.value, row[0].exchange, row[0].first_due_ms, row[0].routing_key))
     found: list[Finding] = []
     for (verdict, exchange), group in groupby(told, key=lambda row: (row[1].verdict, row[0].exchange)):
-        rows = list(group)
         if exchange and verdict in (Verdict.MISSING, Verdict.CLOSED):
-            found.append(_finding(f"exchange {_quoted(exchange)}", rows))
-            continue
-        found += [_finding(_subject(target.exchange, target.routing_key), [(target, a)]) for target, a in rows[:NAMED]]
-        if rest := rows[NAMED:]:
-            where = f"exchange {_quoted(exchange)}" if exchange else "default exchange"
-            found.append(_finding(f"{where}, {len(rest):,} more routing keys", rest))
-    severity = {"violation": 0, "warning": 1}
-    return sorted(found, key=lambda one: (severity[one.severity], one.first_due_ms or 0, one.subject))
+            found.append(_finding(f"exchange {_quoted(exchange)}", list(group)))
+        else:
+            found += [_finding(_subject(row[0].exchange, row[0].routing_key), [row]) for row in group]
+    return found
 
 
 def _subject(exchange: bytes, key: bytes) -> str:

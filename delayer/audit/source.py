@@ -335,11 +335,8 @@ class StoreReader(DataSourceReader):
         self._name = options["relation"]
         self._sample = float(options.get("sample", 1))
         self._split_bytes = int(options.get("split_bytes", SPLIT_BYTES))
-        first, batch_bytes = (
-            connection.on_snapshot(options.get("snapshot", "")),
-            int(options.get("batch_bytes", 8 << 20)),
-        )
-        self._reading = partial(connection.reading, url, first, batch_bytes)
+        first = connection.on_snapshot(options.get("snapshot", ""))
+        self._reading = partial(connection.reading, url, first, int(options.get("batch_bytes", 8 << 20)))
 
     def partitions(self) -> Sequence[InputPartition]:
         """The tasks. An empty relation gives one task without pieces, because Spark wants one. Raises StoreLost."""

@@ -28,11 +28,6 @@ from delayer.store.admin.traffic import Traffic
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-LAZY: Mapping[str, str] = {"synchronous_commit": "off"}
-"""For a session whose transactions only move data, so that a crash of the server may undo them. A crash undoes whole
-transactions, the last ones first, because the log is read up to its end. No other transaction depends on one that is
-undone: a synchronous commit waits for all earlier commits. Ends with :func:`flush`."""
-
 _STORE_LOST: Final = re.compile(r"delayer\.core\.errors\.StoreLost: (.*)")
 _PYTHON: Final = re.compile(r"^((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Lost)\b.*)$", re.MULTILINE)
 
@@ -204,10 +199,3 @@ def _last(work: Callable[[Sequence[T]], Iterable[R]], portion: Sequence[T]) -> I
     """Do a portion on an executor, with a lower priority than the daemons of its machine."""
     step_back()
     return work(portion)
-
-
-async def flush(connection: Connection) -> None:
-    """Wait until all that a LAZY session committed is on disk. Raises the driver's errors."""
-    await connection.execute("SET synchronous_commit = on")
-    # A commit of its own. One that wrote nothing to the log before would not wait: a transaction's id is not enough.
-    await connection.fetchval("SELECT pg_logical_emit_message(true, 'delayer', '')")

@@ -35,30 +35,21 @@ def destination(exchange: bytes, key: bytes) -> str:
     return f"{name(exchange)} · {name(key)}" if exchange else f"queue {name(key)}"
 
 
-class Badge(NamedTuple):
-    """A label for what the broker would do. ``tone`` is good, warn, bad or empty."""
-
-    tone: str
-    text: str
-
-
-_BADGES: Final = {
-    Verdict.ROUTED.value: Badge("good", "take them"),
-    Verdict.ALTERNATE.value: Badge("warn", "use an alternate"),
-    Verdict.MISSING.value: Badge("bad", "not find it"),
-    Verdict.UNROUTABLE.value: Badge("bad", "find no queue"),
-    Verdict.CLOSED.value: Badge("bad", "refuse them"),
+_TONES: Final = {
+    Verdict.ROUTED.value: "good",
+    Verdict.ALTERNATE.value: "warn",
+    **{verdict.value: "bad" for verdict in Verdict if verdict.bad},
 }
 
 
-def badge(share: Share) -> Badge:
-    """The verdict on a destination. It has no tone without a clear answer of the broker."""
-    return _BADGES.get(share.verdict) or Badge("", share.verdict or Verdict.NOT_ASKED.value)
+def tone(share: Share) -> str:
+    """Good, warn or bad by the broker's verdict on a destination; empty if the broker gave no clear answer."""
+    return _TONES.get(share.verdict, "")
 
 
 def destinations(report: AuditReport) -> list[Share]:
     """The destinations to show. Destinations that would not take their messages come first, even the smallest."""
-    return sorted(report.calendar.destinations, key=lambda one: badge(one).tone != "bad")
+    return sorted(report.calendar.destinations, key=lambda one: tone(one) != "bad")
 
 
 def peaks(report: AuditReport) -> list[Peak]:

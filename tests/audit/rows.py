@@ -10,8 +10,10 @@ import pyarrow as pa
 from delayer.audit import rules
 from delayer.audit.extract import Extract, LaneState, show
 from delayer.audit.findings import HELD, PACKED, WAITING, AuditReport, Finding
+from delayer.audit.job import Options
 from delayer.audit.source import RELATIONS
 from delayer.config.model import AuditRuleTable
+from delayer.core.secret import SecretUrl
 from delayer.core.units import DAY_MS
 
 if TYPE_CHECKING:
@@ -135,7 +137,8 @@ def judged(
     **more: Any,
 ) -> AuditReport:
     """The report on the extract of these rows."""
-    return rules.judge(store(spark, *rows, **more), release_rate=release_rate, own_rules=own_rules)
+    options = Options(SecretUrl("postgresql:///"), release_rate=release_rate, own_rules=tuple(own_rules))
+    return rules.judge(store(spark, *rows, **more), options)
 
 
 def said(found: AuditReport | Iterable[Finding]) -> list[tuple[str, str, str, int]]:

@@ -142,7 +142,7 @@ async def test_the_store_is_lost_meanwhile(spark: SparkSession, database: str) -
         await until_quiet(database, "delayer compact")
         assert done.lost
         assert await everything(database) == before
-        # A commit that was not flushed when its session was cut is reported as uncertain, and is in no total.
+        # A commit whose answer was lost is in no total.
         assert 0 < done.total("messages") <= (await lawful(database))["compacted"] < COUNT
         assert not (await pack(spark, database)).lost
         assert await everything(database) == before

@@ -90,7 +90,7 @@ def test_the_password_is_nowhere(
 ) -> None:
     url = secret(filled)
     pack(filled)
-    report = rules.judge(take(spark, url, work))
+    report = rules.judge(take(spark, url, work), options(url))
     frame = load(spark, url, "message").where("id > 5")
     frame.collect()
     frame.explain("extended")

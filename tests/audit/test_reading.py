@@ -152,31 +152,29 @@ def test_a_store_that_goes_away_is_a_loss_of_the_store(spark: SparkSession) -> N
 
 def test_everything_is_of_one_instant(spark: SparkSession, filled: str) -> None:
     with extract.hold_snapshot(SecretUrl(filled)) as held:
-        counters = held.counters()
         fill(filled, 100)
         execute(filled, "DELETE FROM message WHERE id % 2 = 0")
         execute(filled, "DELETE FROM held")
         execute(filled, "VACUUM message")
         assert load(spark, filled, "message", snapshot=held.id).distinct().count() == 3000
         assert load(spark, filled, "held", snapshot=held.id).count() == 2
-        assert held.counters() == counters
     assert [(load(spark, filled, "message").count(),)] == fetch(filled, "SELECT count(*) FROM message")
 
 
-def test_the_driver_reads_lanes_and_sizes(filled: str) -> None:
+def test_the_driver_reads_lanes_and_empty_tables(filled: str) -> None:
     async def work() -> tuple[Any, ...]:
         async with opened(filled, owner="another") as store, owned(store, 1) as [lane]:
             return lane.number, await asyncio.to_thread(look)
 
     def look() -> tuple[Any, ...]:
         with extract.hold_snapshot(SecretUrl(filled)) as held:
-            return held.lanes(), held.behind_ms, held.sizes(["held", "segment"])
+            return held.store.lanes, held.store.behind_ms, held.empty
 
-    number, (lanes, behind_ms, sizes) = asyncio.run(work())
+    number, (lanes, behind_ms, empty) = asyncio.run(work())
     assert {lane.number: lane.alive for lane in lanes}[number] is True
     assert [lane.alive for lane in lanes if lane.number != number] == [False] * (len(lanes) - 1)
     assert behind_ms == 0
-    assert sizes["segment"] == 0 < sizes["held"]
+    assert empty == {"segment", "history"}
 
 
 def test_only_ddl_waits_for_the_snapshot(filled: str) -> None:

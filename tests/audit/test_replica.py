@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from delayer.audit import extract
-from delayer.audit.extract import HeldSnapshot
+from delayer.audit.extract import AuditedStore
 from delayer.core.secret import SecretUrl
 from tests.audit.test_job import audit, violated
 from tests.audit.test_reading import execute, fetch, fill
@@ -55,9 +55,9 @@ def until(look: object) -> None:
     asyncio.run(scene())
 
 
-def exported(url: str) -> HeldSnapshot:
+def exported(url: str) -> AuditedStore:
     with extract.hold_snapshot(SecretUrl(url)) as held:
-        return held
+        return held.store
 
 
 def now_ms() -> int:

@@ -16,9 +16,7 @@ import pytest
 
 from delayer.audit import compact as compact_job
 from delayer.audit import restore as restore_job
-from delayer.audit import tasks
 from delayer.core.units import DAY_MS
-from delayer.store import pool
 from delayer.store.segments import catalog
 from delayer.store.segments import compact as compacting
 from tests.faults.scenes import Scenes, check, work_off
@@ -142,8 +140,8 @@ async def test_another_daemon_restores_the_segment_of_a_hung_one(vhost: str, sto
 
 @pytest.fixture
 def server() -> Iterator[Postgres]:
-    """A server that a test may kill; it writes its log late, so that a kill can lose something."""
-    with Postgres(settings={"wal_writer_delay": "5s"}) as started:
+    """A server that a test may kill."""
+    with Postgres() as started:
         yield started
 
 
@@ -195,20 +193,3 @@ async def test_each_message_is_a_row_or_in_one_segment(server: Postgres) -> None
     assert not (await asyncio.to_thread(restore)).lost
     assert without_lanes(await looked(url, waiting)) == without_lanes(before)
     await looked(url, conserved)
-
-
-async def test_reported_segments_are_on_disk(server: Postgres) -> None:
-    url = server.url(server.add_store())
-    lazy = await pool.connect(url, "lazy", tasks.LAZY)
-    try:
-        await lazy.execute("INSERT INTO lane (number, epoch, owner) VALUES (99, 0, 'somebody')")
-        written = await lazy.fetchval("SELECT pg_current_wal_insert_lsn()")
-        await tasks.flush(lazy)
-    finally:
-        await pool.close(lazy)
-    async with sql(url) as admin:
-        assert await admin.fetchval("SELECT pg_current_wal_flush_lsn() >= $1", written)
-    server.kill()
-    server.start()
-    async with sql(url) as admin:
-        assert await admin.fetchval("SELECT count(*) FROM lane WHERE number = 99") == 1

@@ -310,10 +310,10 @@ async def test_a_broken_segment_is_named_and_all_others_are_written(
 
 
 def test_one_export_at_a_time_writes_a_dataset(tmp_path: Path) -> None:
-    killed, target, other = tmp_path / ".data.0123456789abcdef.part", tmp_path / "data", tmp_path / "data.old"
-    killed.mkdir()
+    killed, target, other = tmp_path / ".data.part" / "new", tmp_path / "data", tmp_path / "data.old"
+    (killed / "due_day=2027-01-31").mkdir(parents=True)
     with dataset.plain(other), dataset.plain(target):
-        assert not killed.exists()
+        assert not list(killed.iterdir())
         with pytest.raises(dataset.Unfit, match="another export is writing it"), dataset.plain(target):
             pass
     assert not list(tmp_path.iterdir())

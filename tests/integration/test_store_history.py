@@ -15,6 +15,7 @@ from delayer.core.units import DAY_MS
 from delayer.store.admin import actions
 from delayer.store.admin.stats import counters
 from delayer.store.rows import history
+from delayer.store.rows.partitions import name_of
 from tests.integration.rights import as_owner, statements_of, store
 from tests.support.fakes import WHY
 from tests.support.logged import capture_logs
@@ -125,7 +126,7 @@ async def partitions(admin: asyncpg.Connection) -> list[str]:
 
 
 def days(first: int, count: int) -> list[str]:
-    return [history.name_of(day).removeprefix("history_p") for day in range(first, first + count)]
+    return [name_of(day, "history").removeprefix("history_p") for day in range(first, first + count)]
 
 
 async def test_days_are_made_ahead_and_dropped_as_a_whole(database: str) -> None:

@@ -118,13 +118,11 @@ class Settlement:
 
 async def _write_history(connection: Connection, rows: Sequence[Settled]) -> None:
     """Write released and newly held messages to the history."""
-    entries = [
-        history.of_due(history.RELEASED, due, at_ms)
-        if hold is None
-        else history.of_due(history.HELD, due, at_ms, hold.kind)
-        for due, hold, at_ms in rows
-        if hold is None or not due.attempts
-    ]
+    entries = []
+    for due, hold, at_ms in rows:
+        what, kind = (history.RELEASED, None) if hold is None else (history.HELD, hold.kind)
+        if hold is None or not due.attempts:
+            entries.append(history.of_parcel(what, due.id, due.parcel, at_ms, parked_ms=due.parked_ms, kind=kind))
     await history.write(connection, entries)
 
 

@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from datetime import date, timedelta
 from typing import Any, Final, NamedTuple
 
 import asyncpg
 from asyncpg import Connection
 
-from delayer.core.message import Due, Parcel
+from delayer.core.message import Parcel
 from delayer.core.units import DAY_MS
 from delayer.store import pool
 from delayer.store.errors import describe
+from delayer.store.rows import partitions
 
 log = logging.getLogger(__name__)  # Not structlog: see partitions.py.
 
 DAYS_AHEAD: Final = 2
 """Days whose partitions are made ahead of need."""
 RELEASED, HELD, CANCELLED = "released", "held", "cancelled"
-_PREFIX: Final = "history_p"
-_EPOCH: Final = date(1970, 1, 1)
 _PARTITIONS: Final = "SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = 'history'::regclass"
 _KEPT: Final = (
     "SELECT EXISTS (SELECT FROM pg_inherits WHERE inhparent = 'history'::regclass"
@@ -38,11 +36,6 @@ _KEPT: Final = (
 _PURGE: Final = "DELETE FROM history_default WHERE at < $1"
 _TURN: Final = "SELECT pg_advisory_xact_lock('history'::regclass::oid::int, 1)"
 _THERE: Final = "SELECT to_regclass($1) IS NOT NULL"
-_OWNER: Final = """
-SELECT quote_ident(pg_get_userbyid(relowner)) FROM pg_class
-WHERE oid = 'history'::regclass AND relowner <> current_user::regrole
-"""
-
 
 OF_HELD: Final = (
     "route, to_exchange, to_key, due_at, NULL::timestamptz AS parked_at,"
@@ -77,11 +70,6 @@ def of_parcel(
     return HistoryEntry(what, id_, route, exchange, key, due_ms, round(now_ms - due_ms), delay_ms, size, kind)
 
 
-def of_due(what: str, due: Due, now_ms: float, kind: str | None = None) -> HistoryEntry:
-    """The entry of a claimed message."""
-    return of_parcel(what, due.id, due.parcel, now_ms, parked_ms=due.parked_ms, kind=kind)
-
-
 def of_row(row: Mapping[str, Any], now_ms: float) -> HistoryEntry:
     """The entry of a cancelled row, waiting or held (:data:`OF_HELD`)."""
     due_ms, parked_ms = row["due_at"], row["parked_at"]
@@ -104,53 +92,44 @@ async def kept(connection: Connection) -> bool:
 async def keep_up(connection: Connection, today: int, days: int) -> None:
     """Make the partitions from ``today`` on (days since 1970), and drop those older than ``days``; all of them if that
     is 0. Raises the driver's errors if they end the connection."""
-    existing = {name for (name,) in await connection.fetch(_PARTITIONS)}
-    if not days and existing == {"history_default"}:
+    existing = {name for (name,) in await connection.fetch(_PARTITIONS)} - {"history_default"}
+    if not days and not existing:
         return  # The role needs no rights for a history that nobody keeps.
-    wanted = {name_of(today + ahead) for ahead in range(DAYS_AHEAD + 1)} if days else set()
-    oldest = name_of(today - days)
-    for name in sorted(existing - {"history_default"}):
+    oldest = partitions.name_of(today - days, "history")
+    for name in sorted(existing):
         if not days or name < oldest:
-            await _change(connection, name, f"DROP TABLE {name}", "dropped")
-    for day in range(today, today + DAYS_AHEAD + 1):
-        if (name := name_of(day)) in wanted - existing:
-            await _change(connection, name, await _making(connection, day), "made")
+            await _change(connection, name, None)
+    for day in range(today, today + DAYS_AHEAD + 1) if days else ():
+        if (name := partitions.name_of(day, "history")) not in existing:
+            await _change(connection, name, day)
     await connection.execute(_PURGE, (today - days if days else today + 2) * DAY_MS)
 
 
-def name_of(day: int) -> str:
-    """The partition of a day: ``history_pYYYYMMDD``.
-
-    >>> name_of(0)
-    'history_p19700101'
-    """
-    return f"{_PREFIX}{_EPOCH + timedelta(days=day):%Y%m%d}"
-
-
-async def _making(connection: Connection, day: int) -> str:
-    """The statements that make the partition of a day. Attaching locks only the default one against writers."""
-    name, first = name_of(day), _EPOCH + timedelta(days=day)
-    owner = await connection.fetchval(_OWNER)
-    return (
-        f"CREATE TABLE {name} (LIKE history INCLUDING ALL);"
-        + (f"ALTER TABLE {name} OWNER TO {owner};" if owner else "")
-        + f"ALTER TABLE history ATTACH PARTITION {name} FOR VALUES FROM ('{first} 00:00+00')"
-        f" TO ('{first + timedelta(days=1)} 00:00+00')"
-    )
-
-
-async def _change(connection: Connection, name: str, statements: str, done: str) -> None:
-    """Make or drop a partition. What stands in the way is logged, and the next round tries again."""
+async def _change(connection: Connection, name: str, day: int | None) -> None:
+    """Make a partition for ``day``, or drop it if that is None. What prevents that is logged, and the next round tries
+    again."""
     try:
         async with pool.transaction(connection):
             # Releases wait behind a drop while it waits for a reader, so not for long.
             await connection.execute(f"SET LOCAL lock_timeout = '200ms'; {_TURN}")
-            if await connection.fetchval(_THERE, name) is (done == "made"):
+            if await connection.fetchval(_THERE, name) is (day is not None):
                 return  # Another daemon was faster.
-            await connection.execute(statements)
+            if day is None:
+                await connection.execute(f"DROP TABLE {name}")
+            else:
+                await _make(connection, name, day)
     except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         if connection.is_closed():
             raise
         log.warning("history partition not changed", extra={"partition": name, "reason": describe(error)})
     else:
-        log.info("history partition changed", extra={"partition": name, "change": done})
+        change = "dropped" if day is None else "made"
+        log.info("history partition changed", extra={"partition": name, "change": change})
+
+
+async def _make(connection: Connection, name: str, day: int) -> None:
+    low, high = partitions.bounds_of(day)
+    await connection.execute(f"CREATE TABLE {name} (LIKE history INCLUDING ALL)")
+    await partitions.hand_over(connection, name, "history")
+    # Attaching locks only the default partition against writers.
+    await connection.execute(f"ALTER TABLE history ATTACH PARTITION {name} FOR VALUES FROM ('{low}') TO ('{high}')")

@@ -62,9 +62,8 @@ _TODAY = "SELECT floor(extract(epoch FROM clock_timestamp() + interval '10 secon
 """The day of the store's clock when the partition will be made."""
 _OWNER = """
 SELECT quote_ident(pg_get_userbyid(relowner)) FROM pg_class
-WHERE oid = 'message'::regclass AND relowner <> current_user::regrole
+WHERE oid = to_regclass($1) AND relowner <> current_user::regrole
 """
-"""Whom the partitions belong to, unless it is us."""
 _OWNED = "ALTER TABLE {} OWNER TO the role that owns the table message"
 LONGEST_LOCK_SECONDS = 0.2
 """How long everything is locked while a partition is looked through once more, whether it is empty, and dropped."""
@@ -76,9 +75,9 @@ _SLOW = "the default partition takes too long to read"
 _SHRINK = "if message_default is large for its rows, VACUUM FULL it in a quiet hour; it is released from all the same"
 
 
-def name_of(day: int) -> str:
+def name_of(day: int, table: str = "message") -> str:
     """The partition of a day: ``message_pYYYYMMDD``."""
-    return f"{_PREFIX}{_EPOCH + timedelta(days=day):%Y%m%d}"
+    return f"{table}_p{_EPOCH + timedelta(days=day):%Y%m%d}"
 
 
 def day_of(name: str) -> int | None:
@@ -164,10 +163,7 @@ async def _attach(connection: Connection, day: int, today: int, read_seconds: fl
     _check_rows(waiting, day, today)
     # From here on the traffic waits behind us while we wait for the releases that are under way.
     await connection.execute(f"CREATE TABLE {name} (LIKE message INCLUDING ALL) WITH ({CHURN_OPTIONS})")
-    # An import or a bulk restore may run under the role that owns the schema. Its partitions must belong to the role of
-    # the daemons, which read and drop them.
-    if owner := await connection.fetchval(_OWNER):
-        await connection.execute(f"ALTER TABLE {name} OWNER TO {owner}")
+    await hand_over(connection, name, "message")
     # Attaching wants the default partition for itself, and all of its rows of that day to be gone.
     await connection.execute("LOCK TABLE ONLY message IN SHARE UPDATE EXCLUSIVE MODE")
     await connection.execute("LOCK TABLE message_default IN ACCESS EXCLUSIVE MODE")
@@ -181,6 +177,13 @@ async def _attach(connection: Connection, day: int, today: int, read_seconds: fl
         if not waiting:
             raise
         raise _NotNow(f"moving that day's {waiting} rows takes longer than {HELD_SECONDS:g} s") from error
+
+
+async def hand_over(connection: Connection, name: str, table: str) -> None:
+    """Give the new partition ``name`` to the owner of ``table``: the role of the daemons, which read and drop it. An
+    import or a bulk restore may run under another role, the one that owns the schema."""
+    if owner := await connection.fetchval(_OWNER, table):
+        await connection.execute(f"ALTER TABLE {name} OWNER TO {owner}")
 
 
 async def bound(connection: Connection, seconds: float) -> None:
