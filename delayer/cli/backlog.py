@@ -139,10 +139,10 @@ async def _export(url: str, target: Dataset, say: Say, *, bodies: bool) -> Done:
             for low_ms, high_ms in _runs({partition.day for partition in wanted}):
                 among = Filter(due_from_ms=low_ms, due_before_ms=high_ms)
                 with suppress(BrokenSegments):
-                    async for portion in exporting.waiting(connection, among, None, bodies=bodies):
+                    async for portion in exporting.read(connection, among, None, bodies=bodies):
                         with dataset.writing():
                             for one in portion:
-                                writer.add(one.parcel.due_ms // DAY_MS, one)
+                                writer.add(one.place.due_ms // DAY_MS, one)
                         say("writing messages", writer.messages, of)
             with dataset.writing():
                 writer.finish()

@@ -13,9 +13,9 @@ from delayer.core.faultpoint import reach
 from delayer.core.message import Due
 from delayer.store import pool
 from delayer.store.admin import actions, audit_log
-from delayer.store.admin.listing import Place, Places
 from delayer.store.admin.stats import counters, waiting
 from delayer.store.rows import envelope, keys
+from delayer.store.rows.places import Place, Places
 from delayer.store.segments import catalog
 
 _TAKE: Final = """

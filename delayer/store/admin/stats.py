@@ -18,9 +18,9 @@ from asyncpg import Connection
 from delayer.core import horizon
 from delayer.core.units import DAY_MS, HOUR_MS
 from delayer.store import schema, statements
-from delayer.store.admin.listing import opened
 from delayer.store.rows.partitions import day_of, existing, name_of
 from delayer.store.segments import catalog as segments
+from delayer.store.session import opened
 
 LANE_KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
 RESTORED_MS = HOUR_MS
