@@ -8,11 +8,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-import asyncpg
 from asyncpg import Connection
 
 from delayer.core import horizon
@@ -247,7 +247,6 @@ _HELD: Final = (
     f" AS first GROUP BY GROUPING SETS ((route), (to_exchange, to_key)) ORDER BY count(*) DESC LIMIT {5 * MOST}"
 )
 
-Counts = dict[tuple[bytes, int], float]
 DestinationAddress = tuple[bytes, bytes]
 """An exchange and a routing key."""
 
@@ -260,9 +259,9 @@ class DestinationCount(NamedTuple):
     next_due_ms: int | None = None
     held: int = 0
 
-    def and_waiting(self, messages: float, due_ms: int) -> DestinationCount:
+    def and_waiting(self, messages: float, due_ms: int | None) -> DestinationCount:
         """With these messages too."""
-        first_ms = due_ms if self.next_due_ms is None else min(due_ms, self.next_due_ms)
+        first_ms = min((one for one in (self.next_due_ms, due_ms) if one is not None), default=None)
         return self._replace(waiting=self.waiting + messages, next_due_ms=first_ms)
 
 
@@ -297,57 +296,84 @@ class Census:
 
 async def take_census(connection: Connection, most_pages: int = 2_000) -> Census:
     """Count, on one snapshot, from ``most_pages`` pages (8 KB) of a partition at most. Raises the driver's errors."""
+    tally = _Tally()
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         await connection.execute("SET LOCAL statement_timeout = '10s'")
         now_ms = await connection.fetchval("SELECT now()")
-        sampled, certain = await _in_partitions(connection, horizon.bounds(now_ms), most_pages)
-        total = waiting(await counters(connection))
-        counts = corrected(sampled.counts, certain.counts, total)
-        stretched = stretch(sampled.counts, certain.counts, total)
-        near, all_of_them = await _due_soon(connection, now_ms)
-        if all_of_them and sampled.counts:
-            counts = with_near(counts, near.counts)
+        read = await _read_partitions(connection, horizon.bounds(now_ms), most_pages)
+        correction = correction_of(read, waiting(await counters(connection)))
+        for share, rows in read:
+            tally.add(rows, 1.0 if share == 1.0 else correction / share)
+        exact = all(share == 1.0 for share, _ in read)
+        if not exact:
+            tally.add_near(await connection.fetch(NEAR_ROWS, horizon.bounds(now_ms), now_ms + HOUR_MS, NEAR))
         for first_ms, last_ms, messages in await connection.fetch("SELECT first_due, last_due, messages FROM segment"):
             for bucket, count in horizon.spread(first_ms, last_ms, messages, now_ms).items():
-                counts[COMPACTED, bucket] = counts.get((COMPACTED, bucket), 0.0) + count
+                tally.counts[COMPACTED, bucket] += count
         groups = await connection.fetch(_HELD)
     held = {route: messages for route, _, key, messages in groups if key is None}
-    held_there = {(exchange, key): messages for _, exchange, key, messages in groups if key is not None}
-    destinations = merged(sampled.destinations, certain.destinations, near.destinations, stretched, held_there)
-    return Census(now_ms, counts, exact=not sampled.counts, held=held, destinations=destinations)
+    for _, exchange, key, messages in groups:
+        if key is not None:
+            tally.destinations[exchange, key] = tally.of(exchange, key)._replace(held=messages)
+    return Census(now_ms, tally.counts, exact, held, tally.destinations)
 
 
-@dataclass(slots=True)
-class PartialCensus:
-    """What some rows count: ``counts`` as those of a census, and the largest destinations."""
+class _Tally:
+    """The counts of a census, and its largest destinations, while they add up."""
 
-    counts: Counts = field(default_factory=dict)
-    destinations: dict[DestinationAddress, DestinationCount] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.counts: defaultdict[tuple[bytes, int], float] = defaultdict(float)
+        self.destinations: dict[DestinationAddress, DestinationCount] = {}
 
-    def add(self, row: asyncpg.Record, share: float) -> None:
-        """A row of _GROUPED, which read this share of all rows."""
-        messages = row["n"] / share
-        if row["to_key"] is None:
-            place = row["route"], row["bucket"]
-            self.counts[place] = self.counts.get(place, 0.0) + messages
-        else:
-            to = row["to_exchange"], row["to_key"]
-            self.destinations[to] = self.destinations.get(to, NONE_THERE).and_waiting(messages, row["due"])
+    def of(self, exchange: bytes, key: bytes) -> DestinationCount:
+        return self.destinations.get((exchange, key), NONE_THERE)
+
+    def add(self, rows: Iterable[Mapping[str, Any]], weight: float) -> None:
+        """Add rows of _GROUPED. Each message that was read stands for ``weight`` messages."""
+        for row in rows:
+            messages, to = row["n"] * weight, (row["to_exchange"], row["to_key"])
+            if row["to_key"] is None:
+                self.counts[row["route"], row["bucket"]] += messages
+            else:
+                self.destinations[to] = self.of(*to).and_waiting(messages, row["due"])
+
+    def add_near(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Let rows of NEAR_ROWS replace what samples say of the coming hour, if they are all of it. A sample may also
+        have missed messages of their destinations."""
+        near = _Tally()
+        near.add(rows, 1.0)
+        if all(row["rows"] < NEAR for row in rows):
+            later = horizon.OFFSETS.index(HOUR_MS) + 1
+            self.counts = defaultdict(float, {at: n for at, n in self.counts.items() if at[1] >= later} | near.counts)
+        for to, soon in near.destinations.items():
+            one = self.of(*to)
+            self.destinations[to] = one.and_waiting(max(soon.waiting - one.waiting, 0.0), soon.next_due_ms)
 
 
-async def _in_partitions(
-    connection: Connection, bounds: list[int], most_pages: int
-) -> tuple[PartialCensus, PartialCensus]:
-    """The counts of whole partitions, from samples of at most ``most_pages`` pages; and those counted row by row."""
+Read = Sequence[tuple[float, Sequence[Mapping[str, Any]]]]
+"""The share of each partition's pages that was read, and the rows of _GROUPED from it."""
+
+
+async def _read_partitions(connection: Connection, bounds: list[int], most_pages: int) -> Read:
+    """Count whole partitions, and samples of at most ``most_pages`` pages of larger ones."""
     sizes = {name: pages for name, pages in await connection.fetch(_SIZES) if pages and _ours(name)}
     each = min(max(PAGES // max(len(sizes), 1), FEWEST), most_pages)
-    sampled, certain = PartialCensus(), PartialCensus()
-    for name, pages in sizes.items():
-        share = min(each / pages, 1.0)
-        into = certain if share == 1.0 else sampled
-        for row in await connection.fetch(_SAMPLE.format(name, share * 100), bounds):
-            into.add(row, share)
-    return sampled, certain
+    shares = {name: min(each / pages, 1.0) for name, pages in sizes.items()}
+    return [
+        (share, await connection.fetch(_SAMPLE.format(name, share * 100), bounds)) for name, share in shares.items()
+    ]
+
+
+def correction_of(read: Read, total: int) -> float:
+    """The factor for samples with which everything adds up to ``total``, which is exact. Pure.
+
+    >>> correction_of([(0.1, [{"to_key": None, "n": 12}]), (1.0, [{"to_key": None, "n": 4}])], 64)
+    0.5
+    """
+    found = {True: 0.0, False: 0.0}
+    for share, rows in read:
+        found[share == 1.0] += sum(row["n"] for row in rows if row["to_key"] is None) / share
+    return max(total - found[True], 0.0) / found[False] if found[False] else 0.0
 
 
 def _ours(name: str) -> bool:
@@ -358,56 +384,3 @@ async def counters(connection: Connection) -> dict[str, int]:
     """The counters of all lanes together; every kind is present. Raises the driver's errors."""
     kinds = dict(await connection.fetch("SELECT kind, sum(n)::bigint FROM counter GROUP BY kind"))
     return dict.fromkeys(LANE_KINDS, 0) | kinds
-
-
-async def _due_soon(connection: Connection, now_ms: int) -> tuple[PartialCensus, bool]:
-    """The first messages due within the hour, counted row by row, and whether these are all of them."""
-    rows = await connection.fetch(NEAR_ROWS, horizon.bounds(now_ms), now_ms + HOUR_MS, NEAR)
-    found = PartialCensus()
-    for row in rows:
-        found.add(row, 1.0)
-    return found, all(row["rows"] < NEAR for row in rows)
-
-
-def corrected(sampled: Counts, certain: Counts, total: int) -> Counts:
-    """Samples are stretched so that everything adds up to ``total``, which is exact. Pure.
-
-    >>> corrected({(b"a", 1): 90.0, (b"b", 2): 30.0}, {(b"a", 1): 4.0}, 64)
-    {(b'a', 1): 49.0, (b'b', 2): 15.0}
-    """
-    factor = stretch(sampled, certain, total)
-    found = {place: count * factor for place, count in sampled.items()}
-    for place, count in certain.items():
-        found[place] = found.get(place, 0.0) + count
-    return found
-
-
-def stretch(sampled: Counts, certain: Counts, total: int) -> float:
-    """The factor by which :func:`corrected` multiplies samples. Pure."""
-    estimated = sum(sampled.values())
-    return max(total - sum(certain.values()), 0.0) / estimated if estimated else 0.0
-
-
-def merged(
-    sampled: Mapping[DestinationAddress, DestinationCount],
-    certain: Mapping[DestinationAddress, DestinationCount],
-    near: Mapping[DestinationAddress, DestinationCount],
-    factor: float,
-    held: Mapping[DestinationAddress, int],
-) -> dict[DestinationAddress, DestinationCount]:
-    """The destinations of a whole store. A sample may have missed messages that ``near`` counted. Pure."""
-    found: dict[DestinationAddress, DestinationCount] = {}
-    for to in {*sampled, *certain, *near, *held}:
-        one, soon = certain.get(to, NONE_THERE), near.get(to, NONE_THERE)
-        if (more := sampled.get(to)) is not None and more.next_due_ms is not None:
-            one = one.and_waiting(more.waiting * factor, more.next_due_ms)
-        if soon.next_due_ms is not None:
-            one = one.and_waiting(max(soon.waiting - one.waiting, 0.0), soon.next_due_ms)
-        found[to] = one._replace(held=held.get(to, 0))
-    return found
-
-
-def with_near(counts: Counts, near: Counts) -> Counts:
-    """The buckets of the coming hour from ``near``, and the others as they are. A difference is not spread. Pure."""
-    last = horizon.OFFSETS.index(HOUR_MS)
-    return {place: count for place, count in counts.items() if place[1] > last} | near
