@@ -2,8 +2,8 @@
 
 - overview: exact and cheap, from the counters and the ends of the indexes.
 - take_census: for metrics and the page, at a bounded price. It counts messages due within the hour by the index while
-  they are few. It counts large days by a sample of their pages, and corrects the sum by the counters. With ten million
-  rows it reads some hundred megabytes at most, and its figures are right to about a percent.
+  they are few. It counts a large store by a sample of its pages, whose sum is that of the counters. It reads some
+  hundred megabytes at most. With ten million rows the figures of large days are right to about a percent.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from asyncpg import Connection
 
 from delayer.core import horizon
 from delayer.core.units import DAY_MS, HOUR_MS
-from delayer.store import schema, statements
-from delayer.store.rows.partitions import day_of, existing, name_of
+from delayer.store import pool, schema, statements
 from delayer.store.segments import catalog as segments
 from delayer.store.session import opened
 
@@ -154,7 +153,7 @@ async def _lanes(connection: Connection, now_ms: int) -> list[LaneOverview]:
         row["number"]: dict.fromkeys(LANE_KINDS, 0) | dict(zip(row["kinds"], row["numbers"], strict=True))
         for row in rows
     }
-    firsts = await _first_rows(connection, [number for number, of in counters.items() if waiting(of)])
+    firsts = await _first_rows(connection, [number for number, of in counters.items() if waiting(of)], now_ms)
     return [
         LaneOverview(
             number=row["number"],
@@ -178,43 +177,41 @@ def _too_long(now_ms: int, first: FirstRow | None, advanced_ms: int = 0) -> int:
     return waited_ms if waited_ms > STUCK_MS else 0
 
 
-async def _first_rows(connection: Connection, lanes: Sequence[int]) -> dict[int, FirstRow]:
-    """The soonest row of each lane. It probes partitions one by one, in the order of their days, until every lane has
-    its answer. One statement over all of them would open hundreds to read one entry."""
-    # The default one may have rows of any time, so it is always probed.
-    found = await _probe(connection, "message_default", lanes)
-    for day in sorted(await existing(connection)):
-        later = [number for number in lanes if number not in found or found[number].due_ms >= day * DAY_MS]
-        if not later:
-            break
-        for number, first in (await _probe(connection, name_of(day), later)).items():
-            found[number] = min(first, found.get(number, first))
+_FIRST: Final = """
+SELECT number, due_at, parked_at
+FROM unnest($1::smallint[]) AS number
+CROSS JOIN LATERAL (
+    SELECT due_at, parked_at FROM message
+    WHERE lane = number AND due_at >= $2 AND due_at < $3 ORDER BY due_at LIMIT 1
+) AS first
+"""
+
+
+async def _first_rows(connection: Connection, lanes: Sequence[int], now_ms: int) -> dict[int, FirstRow]:
+    """The soonest row of each lane. It looks one day ahead, then two, then four. One statement over all partitions
+    would open hundreds to read one entry."""
+    found: dict[int, FirstRow] = {}
+    low_ms, days = pool.BEGINNING_MS, 1
+    while (left := [number for number in lanes if number not in found]) and low_ms < segments.FOREVER_MS:
+        high_ms = now_ms + days * DAY_MS if days < 1000 else segments.FOREVER_MS
+        rows = await connection.fetch(_FIRST, left, low_ms, high_ms)
+        found |= {number: FirstRow(due_ms, parked_ms) for number, due_ms, parked_ms in rows}
+        low_ms, days = high_ms, 2 * days
     return found
 
 
-async def _probe(connection: Connection, partition: str, lanes: Sequence[int]) -> dict[int, FirstRow]:
-    rows = await connection.fetch(
-        "SELECT number, due_at, parked_at FROM unnest($1::smallint[]) AS number CROSS JOIN LATERAL"
-        f" (SELECT due_at, parked_at FROM {partition} WHERE lane = number ORDER BY due_at LIMIT 1) AS first",
-        lanes,
-    )
-    return {number: FirstRow(due_ms, parked_ms) for number, due_ms, parked_ms in rows}
-
-
 PAGES: Final = 20_000
-"""Pages (8 KB) that one census reads at most, more or less, of all partitions together."""
-FEWEST: Final = 50
-"""Pages of one partition that are read at least, if it has them."""
+"""Pages (8 KB) that one census reads at most, more or less."""
 NEAR: Final = 20_000
 """Rows due within the hour that are counted one by one, of each lane."""
 COMPACTED: Final = b"(compacted)"
 """Stands for the routes of messages in segments: those are not unpacked for being counted."""
-_SIZES: Final = (
-    "SELECT c.relname, pg_relation_size(c.oid) / 8192 FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid"
-    " WHERE i.inhparent = 'message'::regclass"
+_SIZE: Final = (
+    "SELECT coalesce(sum(pg_relation_size(inhrelid)), 0)::bigint / 8192 FROM pg_inherits"
+    " WHERE inhparent = 'message'::regclass"
 )
 MOST: Final = 200
-"""The largest destinations of one partition, of the coming hour and of held messages that a census tells apart."""
+"""The largest destinations of waiting rows, of the coming hour and of held messages that a census tells apart."""
 # The counts of ``counted`` rows: by route and bucket, and by destination with the first due instant. $1 bounds.
 _GROUPED: Final = f"""
 SELECT route, bucket, to_exchange, to_key, n, due, rows FROM (
@@ -227,7 +224,9 @@ SELECT route, bucket, to_exchange, to_key, n, due, rows FROM (
 ) AS grouped
 WHERE to_key IS NULL OR rank <= {MOST}
 """
-_SAMPLE: Final = _GROUPED.format("SELECT route, to_exchange, to_key, due_at, 0 AS rows FROM {} TABLESAMPLE SYSTEM ({})")
+_SAMPLE: Final = _GROUPED.format(
+    "SELECT route, to_exchange, to_key, due_at, 0 AS rows FROM message TABLESAMPLE SYSTEM ({})"
+)
 # $1 bounds, $2 end of the hour, $3 rows of each lane. From a little before the watermark on: behind it are the dead.
 NEAR_ROWS: Final = _GROUPED.format("""
 SELECT near.*
@@ -294,18 +293,18 @@ class Census:
         return found
 
 
-async def take_census(connection: Connection, most_pages: int = 2_000) -> Census:
-    """Count, on one snapshot, from ``most_pages`` pages (8 KB) of a partition at most. Raises the driver's errors."""
+async def take_census(connection: Connection, most_pages: int = PAGES) -> Census:
+    """Count, on one snapshot, from a sample of ``most_pages`` pages (8 KB) at most. Raises the driver's errors."""
     tally = _Tally()
     async with connection.transaction(isolation="repeatable_read", readonly=True):
-        await connection.execute("SET LOCAL statement_timeout = '10s'")
         now_ms = await connection.fetchval("SELECT now()")
-        read = await _read_partitions(connection, horizon.bounds(now_ms), most_pages)
-        correction = correction_of(read, waiting(await counters(connection)))
-        for share, rows in read:
-            tally.add(rows, 1.0 if share == 1.0 else correction / share)
-        exact = all(share == 1.0 for share, _ in read)
-        if not exact:
+        share = min(most_pages / max(await connection.fetchval(_SIZE), 1), 1.0)
+        rows = await connection.fetch(_SAMPLE.format(share * 100), horizon.bounds(now_ms))
+        if share == 1.0:
+            tally.add(rows, 1.0)
+        else:
+            read = sum(row["n"] for row in rows if row["to_key"] is None)
+            tally.add(rows, waiting(await counters(connection)) / max(read, 1))
             tally.add_near(await connection.fetch(NEAR_ROWS, horizon.bounds(now_ms), now_ms + HOUR_MS, NEAR))
         for first_ms, last_ms, messages in await connection.fetch("SELECT first_due, last_due, messages FROM segment"):
             for bucket, count in horizon.spread(first_ms, last_ms, messages, now_ms).items():
@@ -315,7 +314,7 @@ async def take_census(connection: Connection, most_pages: int = 2_000) -> Census
     for _, exchange, key, messages in groups:
         if key is not None:
             tally.destinations[exchange, key] = tally.of(exchange, key)._replace(held=messages)
-    return Census(now_ms, tally.counts, exact, held, tally.destinations)
+    return Census(now_ms, tally.counts, share == 1.0, held, tally.destinations)
 
 
 class _Tally:
@@ -348,36 +347,6 @@ class _Tally:
         for to, soon in near.destinations.items():
             one = self.of(*to)
             self.destinations[to] = one.and_waiting(max(soon.waiting - one.waiting, 0.0), soon.next_due_ms)
-
-
-Read = Sequence[tuple[float, Sequence[Mapping[str, Any]]]]
-"""The share of each partition's pages that was read, and the rows of _GROUPED from it."""
-
-
-async def _read_partitions(connection: Connection, bounds: list[int], most_pages: int) -> Read:
-    """Count whole partitions, and samples of at most ``most_pages`` pages of larger ones."""
-    sizes = {name: pages for name, pages in await connection.fetch(_SIZES) if pages and _ours(name)}
-    each = min(max(PAGES // max(len(sizes), 1), FEWEST), most_pages)
-    shares = {name: min(each / pages, 1.0) for name, pages in sizes.items()}
-    return [
-        (share, await connection.fetch(_SAMPLE.format(name, share * 100), bounds)) for name, share in shares.items()
-    ]
-
-
-def correction_of(read: Read, total: int) -> float:
-    """The factor for samples with which everything adds up to ``total``, which is exact. Pure.
-
-    >>> correction_of([(0.1, [{"to_key": None, "n": 12}]), (1.0, [{"to_key": None, "n": 4}])], 64)
-    0.5
-    """
-    found = {True: 0.0, False: 0.0}
-    for share, rows in read:
-        found[share == 1.0] += sum(row["n"] for row in rows if row["to_key"] is None) / share
-    return max(total - found[True], 0.0) / found[False] if found[False] else 0.0
-
-
-def _ours(name: str) -> bool:
-    return name == "message_default" or day_of(name) is not None
 
 
 async def counters(connection: Connection) -> dict[str, int]:
