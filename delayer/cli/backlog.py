@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -132,10 +132,9 @@ async def _export(url: str, target: Dataset, say: Say, *, bodies: bool) -> Done:
         with dataset.removed_unless_complete(wanted.values()):
             writer = dataset.PartitionWriter(wanted, bodies=bodies)
             of = sum(dataset.messages_of(path.name) for path in wanted.values())
-            for low_ms, high_ms in _runs({partition.day for partition in wanted}):
-                among = Filter(due_from_ms=low_ms, due_before_ms=high_ms)
+            for day in sorted({partition.day for partition in wanted}):
                 with suppress(BrokenSegments):
-                    async for portion in exporting.read(connection, among, None, bodies=bodies):
+                    async for portion in exporting.read(connection, _due_on(day), None, bodies=bodies):
                         with dataset.writing():
                             for one in portion:
                                 writer.add(one.place.due_ms // DAY_MS, one)
@@ -164,13 +163,10 @@ def _joined(found: Mapping[tuple[int, bytes], exporting.Digest]) -> dict[Partiti
     return joined
 
 
-def _runs(days: set[int]) -> Iterator[tuple[int | None, int | None]]:
-    """Bounds of the due instants of these days, one pair for neighbouring days. The first and the last day of the
-    calendar have none."""
+def _due_on(day: int) -> Filter:
+    """The messages of a partition's day. The first and the last day of the calendar have no bound."""
     from delayer.audit.dataset import LAST_DAY  # noqa: PLC0415 - pyarrow
 
-    for day in sorted(days):
-        if day - 1 not in days:
-            low_ms = day * DAY_MS if day else None
-        if day + 1 not in days:
-            yield low_ms, ((day + 1) * DAY_MS if day < LAST_DAY else None)
+    return Filter(
+        due_from_ms=day * DAY_MS if day else None, due_before_ms=(day + 1) * DAY_MS if day < LAST_DAY else None
+    )

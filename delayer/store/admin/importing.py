@@ -42,6 +42,12 @@ _COMMIT: Final = (
     "UPDATE import_run SET parked = parked + $2, held = held + $3, superseded = superseded + $4, progress = $5"
     " WHERE id = $1 AND phase = 'running' AND progress IS NOT DISTINCT FROM $6 RETURNING parked, held, superseded"
 )
+# $1 lane, $2 due instant, $3 id, $4 segment or null: the place of a key's message.
+_WAITS: Final = """
+SELECT EXISTS (SELECT FROM segment WHERE id = $4)
+    OR EXISTS (SELECT FROM message WHERE lane = $1 AND due_at = $2 AND id = $3)
+    OR EXISTS (SELECT FROM held WHERE id = $3)
+"""
 SUPERSEDED: Final = "import superseded"
 """The verb in the audit log of messages that were not imported, as others wait under their keys."""
 NAMED: Final = 50
@@ -254,19 +260,7 @@ async def _waiting(connection: Connection, keys: Collection[bytes]) -> set[bytes
     there = await connection.fetch(
         "SELECT key, lane, due_at, id, segment FROM message_key WHERE key = ANY($1)", list(keys)
     )
-    return {key for key, *place in there if await _waits(connection, *place)}
-
-
-async def _waits(connection: Connection, lane: int, due_at: int, message_id: int, segment: int | None) -> bool:
-    if segment is not None and await connection.fetchval("SELECT true FROM segment WHERE id = $1", segment):
-        return True
-    by_place = "SELECT true FROM message WHERE lane = $1 AND due_at = $2 AND id = $3"
-    return bool(
-        await connection.fetchval(by_place, lane, due_at, message_id)
-        or await connection.fetchval("SELECT true FROM held WHERE id = $1", message_id)
-        # It was on its way out of the default partition when we looked first.
-        or await connection.fetchval(by_place, lane, due_at, message_id)
-    )
+    return {key for key, *place in there if await connection.fetchval(_WAITS, *place)}
 
 
 async def anywhere(connection: Connection, turn: int) -> Placement:
