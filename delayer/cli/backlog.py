@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -116,13 +115,15 @@ async def _export(url: str, target: Dataset, say: Say, *, bodies: bool) -> Done:
     async with exporting.snapshot(url) as connection:
         now_ms = await connection.fetchval("SELECT statement_timestamp()")
         found, broken = await exporting.digests(connection)
-        names: dict[Partition, str] = {}
-        for partition, digest in _joined(found).items():
-            names[partition] = dataset.name_of(digest, bodies=bodies, now_ms=now_ms)
+        digests: dict[Partition, exporting.Digest] = {}
+        for (day, route), digest in found.items():  # Days beyond the calendar share a partition.
+            partition = dataset.Partition.of(day, route)
+            digests[partition] = digest + digests.get(partition, exporting.Digest(0, 0))
         former = dict(target.former)
         kept: list[Path] = []
         wanted: dict[Partition, Path] = {}
-        for partition, name in names.items():
+        for partition, digest in digests.items():
+            name = dataset.name_of(digest, bodies=bodies, now_ms=now_ms)
             old = former.get(partition.directory)
             if old is not None and dataset.same(old.name, name):
                 kept.append(former.pop(partition.directory))
@@ -150,17 +151,6 @@ async def _export(url: str, target: Dataset, say: Say, *, bodies: bool) -> Done:
         removed=len({str(file.parent) for file in gone} - {partition.directory for partition in wanted}),
         broken_segments=broken,
     )
-
-
-def _joined(found: Mapping[tuple[int, bytes], exporting.Digest]) -> dict[Partition, exporting.Digest]:
-    """The digest of each partition. Days beyond the calendar share one."""
-    from delayer.audit.dataset import Partition  # noqa: PLC0415 - pyarrow
-
-    joined: dict[Partition, exporting.Digest] = {}
-    for (day, route), digest in found.items():
-        partition = Partition.of(day, route)
-        joined[partition] = joined.get(partition, exporting.Digest(0, 0)) + digest
-    return joined
 
 
 def _due_on(day: int) -> Filter:

@@ -196,9 +196,8 @@ async def _in_rows(
     """
     lanes = [lane for (lane,) in await connection.fetch(_LANES)]
     now_ms = await connection.fetchval("SELECT now()")
-    last_ms = catalog.FOREVER_MS if wanted.due_before_ms is None else wanted.due_before_ms
-    if wanted.due_from_ms is not None:
-        after = max(after, (wanted.due_from_ms * 1000 - 1, MAX_ID))
+    first_ms, last_ms = _bounds(wanted)
+    after = max(after, (first_ms * 1000 - 1, MAX_ID))
     low_ms = pool.BEGINNING_MS if after <= BEGINNING else after[0] // 1000
     terms, given = _conditions(wanted, first=7)
     statement = _NEXT.format(meant=terms)
