@@ -33,8 +33,8 @@ Test = Callable[[bytes], bool]
 Position = tuple[int, int]
 """A due instant in microseconds, and an id: where a page begins or ends."""
 BEGINNING: Final[Position] = (-(1 << 53), -1)
-AT_ONCE: Final = 64
-"""Rows of each lane that a page reads at least: most pages need no second statement."""
+AT_ONCE: Final = 16
+"""Rows of each lane that the first statement of a page reads at least. The next one reads four times as many."""
 SCAN: Final = 10_000
 """Rows that one page reads at most, of all lanes together, to find those that match."""
 SEGMENTS: Final = 4
@@ -202,13 +202,12 @@ async def _in_rows(
     terms, given = _conditions(wanted, first=7)
     statement = _NEXT.format(meant=terms)
     found: list[Entry] = []
-    width, each = DAY_MS, limit + 1  # Few rows of each lane first, as they may all match.
+    width, each = DAY_MS, max(2 * limit // max(len(lanes), 1), AT_ONCE)
     while lanes and low_ms < last_ms and len(found) <= limit and scan > 0:
         high_ms = min(max(low_ms, now_ms) + width, last_ms)
         if high_ms > now_ms + 1000 * DAY_MS:
             high_ms = last_ms  # Behind every partition of a day.
-        enough = min(limit + 1, max(2 * limit // len(lanes), AT_ONCE))
-        most = max(min(scan // len(lanes), each), 1) if wanted.narrow else enough
+        most = min(each, max(scan // len(lanes), 1) if wanted.narrow else limit + 1)
         rows = await connection.fetch(statement, lanes, low_ms, high_ms, *after, most, *given)
         lasts = [row for row in rows if row["nth"] == row["read"]]
         # Up to here every lane was read; None: to the end of the window.
