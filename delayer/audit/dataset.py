@@ -17,17 +17,19 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from datetime import date, timedelta
+from datetime import date, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from delayer.amqp import reading
+from delayer.audit.files import replacing
 from delayer.core.message import as_text
+from delayer.store.admin.actions import IdBitset
 from delayer.store.admin.exporting import Digest
 from delayer.store.waiting import Entry
 
@@ -177,6 +179,8 @@ class PartitionWriter:
     day are open at a time. ``wanted``: the path for each partition. It skips messages of all other partitions."""
 
     def __init__(self, wanted: Mapping[Partition, Path], *, bodies: bool) -> None:
+        self.ids = IdBitset()
+        """The ids of all messages that it wrote."""
         self.messages = 0
         self._wanted = wanted
         self._bodies = bodies
@@ -197,6 +201,7 @@ class PartitionWriter:
         if file is None:
             file = self._open[partition] = _File(self._wanted[partition], self._schema)
         file.rows.append(row(one, bodies=self._bodies))
+        self.ids.update([one.place.id])
         self.messages += 1
         self._waiting += 1_000 + len(one.properties) + len(one.body)
         if self._waiting > _BYTES:
@@ -258,9 +263,14 @@ def _files(path: Path) -> list[Path]:
         return []
     found = [file.relative_to(path) for file in path.glob("**/*") if not file.is_dir()]
     for file in found:
-        if not (_NAME.fullmatch(file.name) and file.parts[0].startswith("due_day=")):
+        if not (_NAME.fullmatch(file.name) and file.parts[0].startswith("due_day=")) and str(file) != LEFT:
             raise Unfit(f"{path}: expected a new directory or one of an earlier export, found {file} in it")
-    return found
+    return [file for file in found if str(file) != LEFT]
+
+
+LEFT: Final = "_left.csv"
+"""The file with the ids of messages that left since the export before. Readers of datasets ignore names that begin
+with an underscore."""
 
 
 @contextmanager
@@ -354,3 +364,28 @@ def writing() -> Iterator[None]:
         yield
     except OSError as error:
         raise DatasetNotWritten(f"{error.filename or 'the dataset'}: {error.strerror or error}") from error
+
+
+def write_left(root: Path, files: Iterable[Path], ids: IdBitset) -> int:
+    """Write the messages in ``files`` that are not among ``ids`` to a CSV file in ``root``. Returns their number. A
+    route is that of its directory, so a long one is shortened. Raises OSError, Unfit."""
+    count = 0
+    with replacing(root / LEFT, mode=0o600) as out:
+        out.write(b"id,due_at,route\r\n")
+        for file in files:
+            route = unquote(file.parent.name.removeprefix("route=")).replace('"', '""')
+            tail = '""' if route == NO_ROUTE else f'"{route}"'
+            for id_, due_at in _messages_in(file):
+                if id_ not in ids:
+                    out.write(f"{id_},{due_at.isoformat(timespec='milliseconds')},{tail}\r\n".encode())
+                    count += 1
+    return count
+
+
+def _messages_in(file: Path) -> Iterator[tuple[int, datetime]]:
+    try:
+        with pq.ParquetFile(file) as parquet:
+            for batch in parquet.iter_batches(columns=["id", "due_at"]):
+                yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+    except pa.ArrowException as error:
+        raise Unfit(f"{file}: expected a Parquet file of an earlier export: {error}") from None

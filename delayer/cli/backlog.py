@@ -26,10 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The result of an export. ``written``, ``kept``, ``removed``: partitions."""
+    """The result of an export. ``came``, ``left``: messages since the export before. ``written``, ``kept``,
+    ``removed``: partitions."""
 
     store_now_ms: int
     messages: int
+    came: int
+    left: int
     written: int
     kept: int
     removed: int
@@ -54,8 +57,9 @@ def export(context: click.Context, /, *, directory: Path, form: str, bodies: boo
     """Write all waiting messages (rows, and those in segments) to DIR, a directory for each due day and route:
     due_day=2027-01-31/route=mail.in/. Held messages are not among them. docs/backlog.md has the columns.
 
-    The dataset is one snapshot of the store. A second export writes only the partitions whose messages changed. Readers
-    see the former dataset until the new one is complete, also if the export is killed.
+    The dataset is one snapshot of the store. A second export writes only the partitions whose messages changed. It
+    names the messages that left since the one before in DIR/_left.csv. Readers see the former dataset until the new one
+    is complete, also if the export is killed.
 
     Needs the extra `segments`. Nothing in the store changes. The files hold messages in the clear, so protect them.
 
@@ -86,7 +90,7 @@ def export(context: click.Context, /, *, directory: Path, form: str, bodies: boo
         print_json(asdict(done))
     else:
         click.echo(
-            f"{done.messages:,} messages wait.\n"
+            f"{done.messages:,} messages wait; {done.came:,} came and {done.left:,} left since the export before.\n"
             f"{counted(done.written, 'partition')} written, {done.kept:,} kept, {done.removed:,} removed."
         )
     if done.broken_segments:
@@ -142,10 +146,14 @@ async def _export(url: str, target: Dataset, say: Say, *, bodies: bool) -> Done:
                         say("writing messages", writer.messages, of)
             with dataset.writing():
                 writer.finish()
+                left = dataset.write_left(target.root, [target.former_root / file for file in gone], writer.ids)
     target.commit(kept, wanted, gone)
+    before = sum(dataset.messages_of(file.name) for file in gone)
     return Done(
         store_now_ms=now_ms,
         messages=writer.messages + sum(dataset.messages_of(file.name) for file in kept),
+        came=writer.messages - (before - left),
+        left=left,
         written=len(wanted),
         kept=len(kept),
         removed=len({str(file.parent) for file in gone} - {partition.directory for partition in wanted}),

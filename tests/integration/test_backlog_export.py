@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import os
 import signal
@@ -127,7 +128,7 @@ async def test_readers_find_what_the_store_has(database: str, delayer: Run, tmp_
         there = await fill(admin)
     where = tmp_path / "backlog"
     told = json.loads(delayer("backlog", "export", str(where), "--json", *(["--bodies"] * bodies)).stdout)
-    assert told["messages"] == len(there)
+    assert (told["messages"], told["came"], told["left"]) == (len(there), len(there), 0)
     wanted = {id_: expected(row, bodies=bodies) for id_, row in there.items()}
     assert_same(read(where), wanted)
     assert (where.stat().st_mode & 0o777, {one.stat().st_mode & 0o777 for one in where.glob("*/*/*")}) == (
@@ -166,7 +167,7 @@ async def test_a_second_export_writes_what_changed(database: str, delayer: Run, 
 
         await compact(admin)  # Moves messages, and changes none.
         told = json.loads(delayer("backlog", "export", str(where), "--json").stdout)
-        assert (told["written"], told["kept"]) == (0, 16)
+        assert (told["written"], told["kept"], told["came"], told["left"]) == (0, 16, 0, 0)
         assert files(where) == before
 
         # One is delivered, one comes, and one is rescheduled to a new day.
@@ -178,24 +179,32 @@ async def test_a_second_export_writes_what_changed(database: str, delayer: Run, 
         await put(admin, of_routes(new))
         now = await everything(admin)
         told = json.loads(delayer("backlog", "export", str(where), "--json").stdout)
-    assert (told["messages"], told["removed"]) == (len(there), 0)
+    assert (told["messages"], told["came"], told["left"]) == (len(there), 1, 1)
+    assert told["removed"] == 0
     assert_same(read(where), {id_: expected(row, bodies=False) for id_, row in now.items()})
     assert now[moved].due_us == there[moved].due_us + late * 1000
     after = files(where)
     assert set(after.items()) & set(before.items()), "unchanged files stay"
     assert 2 <= len(set(after.items()) - set(before.items())) == told["written"] <= 4
+    with (where / dataset.LEFT).open(newline="") as file:
+        [gone] = csv.DictReader(file)
+    due_at = datetime.fromtimestamp(segment_free[1].due_us // 1000 / 1000, UTC)
+    assert gone == {
+        "id": str(segment_free[1].id),
+        "due_at": due_at.isoformat(timespec="milliseconds"),
+        "route": "mail.in",
+    }
     assert not found_in(tmp_path), "nothing else stays"
 
 
 async def test_an_empty_store_empties_the_dataset(database: str, delayer: Run, tmp_path: Path) -> None:
     where = tmp_path / "backlog"
     async with sql(database) as admin:
-        await fill(admin, 500)
+        there = await fill(admin, 500)
         delayer("backlog", "export", str(where))
-        before = files(where)
         await admin.execute("DELETE FROM message; DELETE FROM segment")
     told = json.loads(delayer("backlog", "export", str(where), "--json").stdout)
-    assert (told["messages"], told["removed"], files(where)) == (0, len(before), {})
+    assert (told["messages"], told["left"], files(where)) == (0, len(there), {})
     delayer("backlog", "export", str(tmp_path / "new"))
     assert files(tmp_path / "new") == {}
 
@@ -215,7 +224,7 @@ async def test_delta_has_a_version_for_each_export(database: str, delayer: Run, 
         gone = next(iter(there))
         delayer("cancel", f"id:{gone}", "--yes")
         told = json.loads(delayer("backlog", "export", str(where), "--format", "delta", "--json").stdout)
-        assert (told["messages"], told["written"]) == (len(there) - 1, 1)
+        assert (told["came"], told["left"], told["written"]) == (0, 1, 1)
         assert_same(at(1), {id_: expected(row, bodies=False) for id_, row in there.items() if id_ != gone})
         assert set(at(0)) == set(there)
     refused = delayer("backlog", "export", str(where), "--format", "delta", "--bodies", expect=ExitCode.USAGE)
