@@ -27,6 +27,8 @@ from delayer.store.admin import audit_log, detail
 from delayer.store.admin.detail import FoundIn, FullMessage
 from delayer.store.session import looking
 
+MOST_COUNTED: Final = 1_000
+"""Messages of a filter that a page counts at most."""
 MOST_BODY: Final = 1 << 20
 """Bytes of a body that the page reads at most: 128 clients may ask at a time."""
 _CASCADE: Final = "The overview counts them by level; they cannot be listed, moved or cancelled."
@@ -49,13 +51,15 @@ async def _named(connection: Any, text: str) -> Token | None:
     return tokens[0] if len(tokens) == 1 else None
 
 
-def _links(path: str, given: Mapping[str, str], after: str, onward: str | None) -> dict[str, Any]:
-    """The links to the first page of a list, unless it begins here, and to the next one, which begins behind
-    ``onward``."""
-    query = f"?{render.query(given)}" if given else ""
+def _around(path: str, given: Mapping[str, str], trail: forms.Trail, rows: int, total: str) -> dict[str, str]:
+    """The links to the first and the previous page, and the numbers of the rows."""
+    back, here = trail.previous, trail.numbers(rows, ROWS)
+    first = path + (f"?{render.query(given)}" if given else "")
+    span = f"{render.number(here[0])}–{render.number(here[1])}" if here else ""
     return {
-        "first": path + query if after else "",
-        "next": "" if onward is None else f"{path}?{render.query(given, after=onward)}",
+        "previous": "" if back is None else f"{path}?{render.query(given, **back)}".rstrip("?"),
+        "first": first if trail.after else "",
+        "numbers": f"{span} of {total}" if span and total else span,
     }
 
 
@@ -177,12 +181,13 @@ class Pages:
         if not self.answers.view.has_store:
             return await self._storeless(request, "Waiting messages", _CASCADE)
         given = dict(request.query_params)
-        values: dict[str, Any] = {"rows": [], "bounded": False, "broken": 0, "first": "", "next": "", "given": given}
+        values: dict[str, Any] = {"rows": [], "bounded": False, "broken": 0, "next": "", "given": given}
+        values |= {"previous": "", "first": "", "numbers": ""}
         wrong, status = "", 200
         try:
             forms.once([name for name, _ in request.query_params.multi_items()])
             form = forms.searched(given, recent.host_ms())
-            values |= await self._list(request, form, given.get("after", ""))
+            values |= await self._list(request, form, forms.Trail.of(given))
             values["given"] = form.given
         except (FieldError, *STORE_ERRORS) as error:
             wrong, status = str(error), 400 if isinstance(error, FieldError) else 503
@@ -192,17 +197,36 @@ class Pages:
         back = "/waiting" + (f"?{request.url.query}" if request.url.query else "")
         return await self.html(request, "waiting.html", status, wrong=wrong, back=back, **values)
 
-    async def _list(self, request: Request, form: forms.Search, after: str) -> dict[str, Any]:
-        """The rows of a page, and the ways to others."""
-        wanted, begin = form.wanted, forms.place(after) or waiting.BEGINNING
+    async def _list(self, request: Request, form: forms.Search, trail: forms.Trail) -> dict[str, Any]:
+        """The rows of a page, the ways to others, and the number of all. The page counts a filter's messages while it
+        looks for them, up to MOST_COUNTED."""
+        wanted, after, path = form.wanted, forms.place(trail.after) or waiting.BEGINNING, request.url.path
+        limit = ROWS if wanted.everything or _by_program(request) else MOST_COUNTED
         async with looking(self.answers.view.url, "list") as connection:
-            found = await waiting.find(connection, wanted, reading.properties_test(wanted), ROWS, begin)
+            found = await waiting.find(connection, wanted, reading.properties_test(wanted), limit, after)
+        rows = found.messages[:ROWS]
+        full = len(rows) == ROWS
+        end = rows[-1].place[:2] if len(found.messages) > ROWS else found.after
+        if wanted.everything:
+            total = await self._total("waiting")
+        else:
+            whole = len(found.messages) + ROWS * len(trail.before or ())
+            total = render.number(whole) if found.after is None else f"more than {render.number(whole)}"
+        onward = {} if end is None else trail.next(place_text(end), full=full and not _by_program(request))
         return {
-            "rows": found.messages,
-            "bounded": found.bounded,
+            "rows": rows,
+            "bounded": found.bounded and not full,
             "broken": len(found.broken),
-            **_links(request.url.path, form.given, after, None if found.after is None else place_text(found.after)),
+            "next": f"{path}?{render.query(form.given, **onward)}" if onward else "",
+            **_around(path, form.given, trail, len(rows), total),
         }
+
+    async def _total(self, of: str) -> str:
+        """The number of all "waiting" messages, also in segments, or of all "held" ones, by the counters."""
+        seen = (await self.answers.view.store.get()).fresh
+        if seen is None:
+            return ""
+        return render.number(seen.held if of == "held" else seen.waiting + seen.segments.messages)
 
     async def message(self, request: Request) -> Response:
         """One message."""
@@ -269,8 +293,8 @@ class Pages:
         try:
             query = request.query_params
             forms.once([name for name, _ in query.multi_items() if name != "id"])
-            form, begin = forms.searched(query, recent.host_ms(), forms.HELD_FIELDS), query.get("after", "")
-            after = forms.token(begin).id if begin else 0
+            form, trail = forms.searched(query, recent.host_ms(), forms.HELD_FIELDS), forms.Trail.of(query)
+            after = forms.token(trail.after).id if trail.after else 0
             test = reading.properties_test(form.wanted)
             async with looking(self.answers.view.url, "list held messages") as connection:
                 page = await held_messages.find(connection, form.wanted, test, ROWS, after)
@@ -278,11 +302,16 @@ class Pages:
                 groups = await held_messages.groups(connection) if grouped else []
         except (FieldError, *STORE_ERRORS) as error:
             return await self._unreached(request, error)
-        links = _links(request.url.path, form.given, begin, None if page.after is None else str(Token(page.after)))
+        full = len(page.messages) == ROWS and not _by_program(request)
+        onward = {} if page.after is None else trail.next(str(Token(page.after)), full=full)
+        more = f"{request.url.path}?{render.query(form.given, **onward)}" if onward else ""
         if _by_program(request):
             messages = list(map(as_json.held, page.messages))
-            return JSONResponse({"messages": messages, "bounded": page.bounded, "next": links["next"]})
-        return await self.html(request, "held.html", page=page, given=form.given, groups=groups, **links)
+            return JSONResponse({"messages": messages, "bounded": page.bounded, "next": more})
+        total = "" if form.given else await self._total("held")
+        around = _around("/held", form.given, trail, len(page.messages), total)
+        shown: dict[str, Any] = {"page": page, "next": more, "given": form.given, "groups": groups, **around}
+        return await self.html(request, "held.html", **shown)
 
     async def refused(self, request: Request) -> Response:
         """The first refused messages."""

@@ -19,7 +19,6 @@ from tests.support.daemon import DaemonProcess
 from tests.support.place import counted, eventually
 from tests.support.raw import Message, Props, number, text
 from tests.support.servers import Postgres
-from tests.support.store import sql
 from tests.support.web import Web
 
 ANY_PORT = {"HTTP__LISTEN": "127.0.0.1:0"}
@@ -225,31 +224,37 @@ async def test_a_group_of_held_messages_is_retried_or_dropped_after_a_question(p
         assert await act("drop", tu="missing") == "Not understood"
 
 
-async def test_pages_of_a_list_lead_to_the_next_and_the_first(place: OwnVhost, store: str) -> None:
+async def test_pages_of_a_list_lead_forth_and_back(place: OwnVhost, store: str) -> None:
     async with place.working(place.environ("store", store) | ANY_PORT) as (daemon, raw, _):
         web = await Web.of(daemon)
         await raw.publish(*(delayed(f"{n}", HOUR + n, key="ab"[n % 13 == 0]) for n in range(130)))
         await raw.publish(*(delayed(f"lost {n}", 10, through="in.missing") for n in range(53)))
 
-        async def page(path: str) -> tuple[list[str], dict[str, str]]:
-            """The ids in a list, and the links to its other pages."""
+        async def page(path: str) -> tuple[str, list[str], dict[str, str]]:
+            """The numbers above the list, the ids in it, and the links to its other pages."""
             text = html.unescape((await web.get(path)).text)
-            links = re.findall(r'<a href="([^"]*)"[^>]*>(First page|Next page)</a>', text)
-            return re.findall(r'data-label="id"><a href="/message/(id:\d+)', text), {name: link for link, name in links}
+            numbers = re.search(r'<p class="pages"><span>(.*?)</span>', text)
+            links = re.findall(r'<a href="([^"]*)"[^>]*>(First page|Previous page|Next page)</a>', text)
+            ids = re.findall(r'data-label="id"><a href="/message/(id:\d+)', text)
+            return numbers[1] if numbers else "", ids, {name: link for link, name in links}
 
-        async with sql(store) as admin:
-            counts = "SELECT (SELECT count(*) FROM message), (SELECT count(*) FROM held)"
-            await eventually(lambda: admin.fetchrow(counts), lambda found: tuple(found) == (130, 53))
         for path, of in (("/waiting", 130), ("/waiting?to_key=a", 120), ("/held", 53)):
-            seen, there = await page(path)
+            _, seen, there = await eventually(lambda: page(path), lambda seen: seen[0] == f"1–50 of {of}")  # noqa: B023
             assert there.keys() == {"Next page"}
-            pages = [seen]
+            pages, at = [seen], path
             while "Next page" in there:
-                seen, there = await page(there["Next page"])
+                at = there["Next page"]
+                numbers, seen, there = await page(at)
+                first = len(pages) * 50 + 1
+                assert numbers == f"{first}–{min(first + 49, of)} of {of}"
                 pages.append(seen)
-                assert (await page(there["First page"]))[0] == pages[0]
-            assert all(len(ids) == 50 for ids in pages[:-1])
             assert len({id for ids in pages for id in ids}) == of
+            assert (await page(there["First page"]))[1] == pages[0]
+            for before in reversed(pages[:-1]):
+                numbers, seen, there = await page(there["Previous page"])
+                assert seen == before
+            assert there.keys() == {"Next page"}, "on the first page"
+        assert (await web.get("/waiting?after=1.2&trail=x")).status == 200
         assert (await web.get("/waiting?after=x")).status == 400
 
 

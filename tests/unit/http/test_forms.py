@@ -6,7 +6,7 @@ import pytest
 
 from delayer.core import readable
 from delayer.core.filters import Filter, place_text
-from delayer.http.forms import FieldError, back, fixed, instant, later, meant, number, place, searched, token
+from delayer.http.forms import FieldError, Trail, back, fixed, instant, later, meant, number, place, searched, token
 
 NOW = 1_800_000_000_000
 HOUR = 3_600_000
@@ -107,6 +107,26 @@ def test_a_counted_filter_selects_the_same_messages_later() -> None:
 @pytest.mark.parametrize("at_ms", [0, NOW, NOW + 7, -1, -62_135_596_800_000, 253_402_300_799_999])
 def test_instants_are_read_as_they_are_written(at_ms: int) -> None:
     assert instant(readable.instant(at_ms, exact=True), NOW, "Due") == at_ms
+
+
+def test_the_trail_of_pages() -> None:
+    assert Trail.of({}) == ((), "")
+    assert Trail.of({"after": "5.1"}) == (None, "5.1"), "a link of a program, or of a page that ended at its limit"
+    query: dict[str, str] = {}
+    for after in ("1.1", "2.2", "3.3"):
+        query = Trail.of(query).next(after, full=True)
+    assert query == {"after": "3.3", "trail": "-,1.1,2.2"}
+    assert Trail.of(query).numbers(7, 50) == (151, 157)
+    assert Trail.of(query).next("4.4", full=False) == {"after": "4.4", "trail": ""}
+    back = Trail.of(query).previous
+    assert back == {"after": "2.2", "trail": "-,1.1"}
+    assert Trail.of(back).previous == {"after": "1.1", "trail": "-"}
+    assert Trail.of({"after": "1.1", "trail": "-"}).previous == {"after": "", "trail": ""}
+    assert Trail.of({}).previous is None
+    assert Trail.of({"after": "5.1"}).numbers(7, 50) is None
+    for n in range(200):
+        query = Trail.of(query).next(f"{n}.0", full=True)
+    assert len(query["trail"]) < 4_000, "a URL stays short"
 
 
 def test_ids_and_pages() -> None:
