@@ -24,11 +24,11 @@ from delayer.core.readable import Say
 from delayer.core.segment import SegmentBroken
 from delayer.core.units import DAY_MS
 from delayer.store import pool
-from delayer.store.admin.listing import looking
 from delayer.store.admin.traffic import Traffic
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, check_arrow, describe
 from delayer.store.segments import compact
 from delayer.store.segments.compact import Compacted, CompactionWindow
+from delayer.store.session import looking
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

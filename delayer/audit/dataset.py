@@ -30,7 +30,8 @@ from delayer.amqp import reading
 from delayer.audit.files import replacing
 from delayer.core.message import as_text
 from delayer.store.admin.actions import IdBitset
-from delayer.store.admin.exporting import Digest, Exported
+from delayer.store.admin.exporting import Digest
+from delayer.store.waiting import Entry
 
 VERSION: Final = 1
 """The version of the columns. A file of another one is written again."""
@@ -112,29 +113,29 @@ def messages_of(name: str) -> int:
     return int(match[2])
 
 
-def row(one: Exported, *, bodies: bool) -> list[Any]:
+def row(one: Entry, *, bodies: bool) -> list[Any]:
     """The values of a message in the order of the columns."""
-    parcel, decoded = one.parcel, reading.read(one.parcel.properties)
+    decoded = reading.read(one.properties)
     headers = {header.name: header.value for header in decoded.headers}
     properties: dict[str, Any] = dict(decoded.properties)
     if (seconds := properties.pop("timestamp", None)) is not None and seconds <= _LAST_SECOND:
         properties["timestamp"] = seconds * 1000
-    addresses = parcel.exchange, parcel.routing_key, parcel.target.exchange, parcel.target.routing_key
+    addresses = one.exchange, one.routing_key, one.to_exchange, one.to_key
     delay, trace = headers.get("x-delay"), headers.get("traceparent")
     values = [
-        one.id,
-        parcel.due_ms,
+        one.place.id,
+        one.place.due_ms,
         one.parked_ms,
         *map(as_text, addresses),
-        None if parcel.key is None else as_text(parcel.key),
-        one.body_bytes,
+        None if one.key is None else as_text(one.key),
+        one.size,
         *(properties.get(name) for name in _PROPERTIES),
         json.dumps(headers, ensure_ascii=False),
         delay if type(delay) is int and -(1 << 63) <= delay < 1 << 63 else None,
         trace if isinstance(trace, str) else None,
         decoded.broken or None,
     ]
-    return [*values, parcel.body] if bodies else values
+    return [*values, one.body] if bodies else values
 
 
 def table(rows: Sequence[Sequence[Any]], schema: pa.Schema) -> pa.Table:
@@ -188,9 +189,9 @@ class PartitionWriter:
         self._open: dict[Partition, _File] = {}
         self._waiting = 0  # Bytes.
 
-    def add(self, day: int, one: Exported) -> None:
+    def add(self, day: int, one: Entry) -> None:
         """Add a message that is due on ``day`` (since 1970). Raises OSError."""
-        partition = Partition.of(day, one.parcel.route)
+        partition = Partition.of(day, one.route)
         if partition not in self._wanted:
             return
         if partition.day != self._day:
@@ -200,9 +201,9 @@ class PartitionWriter:
         if file is None:
             file = self._open[partition] = _File(self._wanted[partition], self._schema)
         file.rows.append(row(one, bodies=self._bodies))
-        self.ids.update([one.id])
+        self.ids.update([one.place.id])
         self.messages += 1
-        self._waiting += 1_000 + len(one.parcel.properties) + len(one.parcel.body)
+        self._waiting += 1_000 + len(one.properties) + len(one.body)
         if self._waiting > _BYTES:
             for other in self._open.values():
                 other.flush()

@@ -23,8 +23,8 @@ from delayer.audit.job import Audited, Options
 from delayer.broker.route_check import CheckedTarget
 from delayer.core.segment import FORMAT
 from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
-from delayer.store.admin.listing import looking
 from delayer.store.rows.partitions import bounds_of, day_of
+from delayer.store.session import looking
 from delayer.store.statements import read
 
 _SLOTS: Final = """

@@ -19,11 +19,11 @@ from delayer.core.readable import Say
 from delayer.core.segment import Broken, Restored
 from delayer.core.units import DAY_MS
 from delayer.store.admin.actions import make_missing, patiently
-from delayer.store.admin.listing import looking
 from delayer.store.admin.traffic import Traffic
 from delayer.store.errors import DAMAGED, DRIVER_ERRORS, check_arrow, describe
 from delayer.store.segments import catalog
 from delayer.store.segments.catalog import SegmentEntry
+from delayer.store.session import looking
 
 SESSIONS: Final = 4
 """At work at once. Each has one segment in memory, some 30 MB."""

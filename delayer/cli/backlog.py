@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -120,13 +119,15 @@ async def _export(url: str, target: Dataset, say: Say, *, bodies: bool) -> Done:
     async with exporting.snapshot(url) as connection:
         now_ms = await connection.fetchval("SELECT statement_timestamp()")
         found, broken = await exporting.digests(connection)
-        names: dict[Partition, str] = {}
-        for partition, digest in _joined(found).items():
-            names[partition] = dataset.name_of(digest, bodies=bodies, now_ms=now_ms)
+        digests: dict[Partition, exporting.Digest] = {}
+        for (day, route), digest in found.items():  # Days beyond the calendar share a partition.
+            partition = dataset.Partition.of(day, route)
+            digests[partition] = digest + digests.get(partition, exporting.Digest(0, 0))
         former = dict(target.former)
         kept: list[Path] = []
         wanted: dict[Partition, Path] = {}
-        for partition, name in names.items():
+        for partition, digest in digests.items():
+            name = dataset.name_of(digest, bodies=bodies, now_ms=now_ms)
             old = former.get(partition.directory)
             if old is not None and dataset.same(old.name, name):
                 kept.append(former.pop(partition.directory))
@@ -136,13 +137,12 @@ async def _export(url: str, target: Dataset, say: Say, *, bodies: bool) -> Done:
         with dataset.removed_unless_complete(wanted.values()):
             writer = dataset.PartitionWriter(wanted, bodies=bodies)
             of = sum(dataset.messages_of(path.name) for path in wanted.values())
-            for low_ms, high_ms in _runs({partition.day for partition in wanted}):
-                among = Filter(due_from_ms=low_ms, due_before_ms=high_ms)
+            for day in sorted({partition.day for partition in wanted}):
                 with suppress(BrokenSegments):
-                    async for portion in exporting.waiting(connection, among, None, bodies=bodies):
+                    async for portion in exporting.read(connection, _due_on(day), None, bodies=bodies):
                         with dataset.writing():
                             for one in portion:
-                                writer.add(one.parcel.due_ms // DAY_MS, one)
+                                writer.add(one.place.due_ms // DAY_MS, one)
                         say("writing messages", writer.messages, of)
             with dataset.writing():
                 writer.finish()
@@ -161,24 +161,10 @@ async def _export(url: str, target: Dataset, say: Say, *, bodies: bool) -> Done:
     )
 
 
-def _joined(found: Mapping[tuple[int, bytes], exporting.Digest]) -> dict[Partition, exporting.Digest]:
-    """The digest of each partition. Days beyond the calendar share one."""
-    from delayer.audit.dataset import Partition  # noqa: PLC0415 - pyarrow
-
-    joined: dict[Partition, exporting.Digest] = {}
-    for (day, route), digest in found.items():
-        partition = Partition.of(day, route)
-        joined[partition] = joined.get(partition, exporting.Digest(0, 0)) + digest
-    return joined
-
-
-def _runs(days: set[int]) -> Iterator[tuple[int | None, int | None]]:
-    """Bounds of the due instants of these days, one pair for neighbouring days. The first and the last day of the
-    calendar have none."""
+def _due_on(day: int) -> Filter:
+    """The messages of a partition's day. The first and the last day of the calendar have no bound."""
     from delayer.audit.dataset import LAST_DAY  # noqa: PLC0415 - pyarrow
 
-    for day in sorted(days):
-        if day - 1 not in days:
-            low_ms = day * DAY_MS if day else None
-        if day + 1 not in days:
-            yield low_ms, ((day + 1) * DAY_MS if day < LAST_DAY else None)
+    return Filter(
+        due_from_ms=day * DAY_MS if day else None, due_before_ms=(day + 1) * DAY_MS if day < LAST_DAY else None
+    )

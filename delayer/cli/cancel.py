@@ -32,7 +32,8 @@ from delayer.config.texts import duration_text, shift_ms
 from delayer.core import readable
 from delayer.core.filters import Filter, Token
 from delayer.core.readable import counted
-from delayer.store.admin import actions, listing
+from delayer.store import waiting
+from delayer.store.admin import actions
 from delayer.store.admin.actions import PAST, Do, NewDue
 from delayer.store.admin.detail import ABSENT, FoundIn, absent
 
@@ -165,15 +166,15 @@ def _named(url: str, change: Change, names: Mapping[str, Token | None], *, dry_r
 
 def _say_moved(url: str, tokens: Sequence[Token], found: Mapping[int, FoundIn], new: Mapping[str, Any]) -> None:
     """Print the new instants and the new names. A message that was due at once may be delivered by now."""
-    waiting = [one for one in tokens if found[one.id] in (FoundIn.WAITING, FoundIn.SEGMENT)]
+    moved = [one for one in tokens if found[one.id] in (FoundIn.WAITING, FoundIn.SEGMENT)]
 
     def named(token: Token) -> Token:
         by_ms = new.get("by_ms")
         due_ms = new["at_ms"] if by_ms is None else None if token.due_ms is None else token.due_ms + by_ms
         return Token(token.id, due_ms)
 
-    if waiting:
-        entries, _ = ask_store(url, "look", lambda connection: listing.named(connection, list(map(named, waiting))))
+    if moved:
+        entries, _ = ask_store(url, "look", lambda connection: waiting.named(connection, map(named, moved)))
         for token in (entry.place.token for entry in entries):
             click.echo(f"{Token(token.id)} is due {readable.instant(token.due_ms or 0)}; its id is {token} now.")
 
@@ -181,7 +182,7 @@ def _say_moved(url: str, tokens: Sequence[Token], found: Mapping[int, FoundIn], 
 def _filtered(url: str, change: Change, wanted: Filter, *, dry_run: bool, yes: bool, as_json: bool) -> int:
     verb, do, new = change
     test = reading.properties_test(wanted)
-    matched = ask_store(url, f"count for {verb}", lambda connection: actions.count(connection, wanted, test))
+    matched = ask_store(url, f"count for {verb}", lambda connection: waiting.count(connection, wanted, test))
     if matched.broken:
         note(f"{matched.broken} segments cannot be read and may hold more messages: see docs/backlog.md.")
     about = counted(matched.messages, "message")

@@ -35,8 +35,10 @@ from delayer.core.units import MINUTE_MS
 from delayer.imports import state_machine
 from delayer.imports.brokers import Destinations
 from delayer.imports.cascade import CascadeLevels
-from delayer.store.admin import actions, audit_log, draining, listing
+from delayer.store import waiting
+from delayer.store.admin import actions, audit_log, draining
 from delayer.store.admin.importing import ImportStore
+from delayer.store.session import looking
 
 NAME: Final = "delayer drain"
 PORTION: Final = 500
@@ -177,7 +179,7 @@ MARGIN_MS: Final = MINUTE_MS
 
 async def standing(url: str, *, keys_too: bool) -> draining.DrainBacklog:
     """The backlog of the store."""
-    async with listing.looking(url, "count the backlog") as connection:
+    async with looking(url, "count the backlog") as connection:
         now_ms = await connection.fetchval("SELECT now()")
         return await draining.standing(connection, now_ms + MARGIN_MS, keys_too=keys_too)
 
@@ -204,24 +206,18 @@ async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> tu
 async def _portions_out(
     connection: Connection, publisher: AmqpPublisher, settings: Settings, log_id: int, say: Say, *, keys_too: bool
 ) -> tuple[int, int]:
-    done = 0
-    left: set[int] = set()
+    done = unsound = 0
     longest = publisher.max_properties - ROOM
     now_ms = await connection.fetchval("SELECT now()")
     wanted = Filter(due_from_ms=now_ms + MARGIN_MS)
-    async for found in listing.pages(connection, wanted, None, PORTION):
-        places = [place for place in found.places if place.segment is None]
-        while places:
-            try:
-                async with draining.taken(connection, places, log_id, longest, keys_too=keys_too) as rows:
-                    await _publish(connection, rows, publisher, settings)
-                    done += len(rows)
-                break
-            except draining.Unsound as unsound:
-                left |= unsound.ids
-                places = [place for place in places if place.id not in left]
+    async for page in waiting.pages(connection, wanted, None, PORTION):
+        places = [one.place for one in page.messages if one.place.segment is None]
+        async with draining.taken(connection, places, log_id, longest, keys_too=keys_too) as rows:
+            await _publish(connection, rows.sound, publisher, settings)
+        done += len(rows.sound)
+        unsound += rows.unsound
         say("draining", done, None)
-    return done, len(left)
+    return done, unsound
 
 
 async def _publish(connection: Connection, rows: Sequence[Due], publisher: AmqpPublisher, settings: Settings) -> None:

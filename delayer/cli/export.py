@@ -19,6 +19,7 @@ from delayer.cli.output import note
 from delayer.core import lines
 from delayer.core.filters import Filter
 from delayer.core.lines import Line
+from delayer.store import held_messages
 from delayer.store.admin import exporting
 from delayer.store.admin.exporting import BrokenSegments
 
@@ -85,16 +86,18 @@ async def _write(url: str, wanted: Filter, out: IO[bytes], *, with_held: bool) -
     count = 0
     broken = None
     async with exporting.snapshot(url) as connection:
-        kinds = [exporting.waiting(connection, wanted, reading.properties_test(wanted))]
-        kinds += [exporting.held(connection)] if with_held else []
-        for portions in kinds:
-            try:
-                async for portion in portions:
-                    for one in portion:
-                        _append(out, lines.write(Line(one.parcel, one.checksum, one.held)))
-                    count += len(portion)
-            except BrokenSegments as error:
-                broken = error
+        try:
+            async for messages in exporting.read(connection, wanted, reading.properties_test(wanted)):
+                for one in messages:
+                    _append(out, lines.write(Line(one.parcel(), one.checksum)))
+                count += len(messages)
+        except BrokenSegments as error:
+            broken = error
+        if with_held:
+            async for held in held_messages.whole(connection):
+                for (one, state), token in held:
+                    _append(out, lines.write(Line(one.parcel(token), one.checksum, state.hold)))
+                count += len(held)
     _append(out, lines.write_end(count))
     return count, broken
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import click
+from asyncpg import Connection
 
 from delayer.amqp import reading
 from delayer.amqp.reading import address
@@ -34,8 +34,9 @@ from delayer.core.filters import Token, read_token
 from delayer.core.message import as_text
 from delayer.core.readable import counted, instant
 from delayer.http import as_json as for_programs
-from delayer.store.admin import actions, detail
-from delayer.store.admin.detail import HeldEntry
+from delayer.store import held_messages
+from delayer.store.admin import actions
+from delayer.store.held_messages import HeldEntry
 
 
 @click.group(short_help="List, retry or drop held messages.")
@@ -69,7 +70,7 @@ def list_(context: click.Context, /, *, limit: int, after: Token | None, as_json
     url = store_url(request_of(context).settings())
     begin = 0 if after is None else after.id
     page = ask_store(
-        url, "list held messages", lambda connection: detail.held_page(connection, wanted, test, limit, begin)
+        url, "list held messages", lambda connection: held_messages.find(connection, wanted, test, limit, begin)
     )
     onward = None if page.after is None else str(Token(page.after))
     if as_json:
@@ -93,7 +94,7 @@ def _row(one: HeldEntry) -> tuple[object, ...]:
     entry, hold = one
     return (
         str(entry.place.token),
-        instant(entry.place.due_us // 1000),
+        instant(entry.place.due_ms),
         address(entry.to_exchange, entry.to_key),
         hold.attempts,
         "by hand" if hold.retry_ms is None else instant(hold.retry_ms),
@@ -144,10 +145,12 @@ def _act(
     url = store_url(request_of(context).settings())
     tokens = messages_of(url, names)
     ids = {token.id for token in tokens.values() if token is not None} if names else None
-    test = reading.properties_test(wanted)
-    look = (
-        partial(detail.held_matching, wanted=wanted, test=test) if ids is None else partial(detail.held_dues, ids=ids)
-    )
+
+    async def look(connection: Connection) -> dict[int, int]:
+        if ids is None:
+            return await held_messages.matching(connection, wanted, reading.properties_test(wanted))
+        return held_messages.dues_of(await held_messages.named(connection, ids))
+
     dues = ask_store(url, "look at held messages", look)
     missing = [name for name, token in tokens.items() if token is None or token.id not in dues]
     question = f"{verb.capitalize()} {counted(len(dues), 'held message')}"

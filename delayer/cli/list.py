@@ -31,10 +31,11 @@ from delayer.core.filters import place_text, read_place
 from delayer.core.message import as_text
 from delayer.core.readable import away, instant
 from delayer.http import as_json as for_programs
+from delayer.store import waiting
 from delayer.store.admin import audit_log as audit_trail
-from delayer.store.admin import detail, listing
+from delayer.store.admin import detail
 from delayer.store.admin.detail import FoundIn, FullMessage
-from delayer.store.admin.listing import BEGINNING, Entry
+from delayer.store.waiting import BEGINNING, FoundPage
 
 
 def say_native(settings: Settings) -> None:
@@ -84,22 +85,21 @@ def list_(
     url = store_url(settings)
     tokens = messages_of(url, names)
 
-    async def look(connection: Connection) -> tuple[listing.FoundPage, list[Entry]]:
+    async def look(connection: Connection) -> FoundPage:
         if tokens:
-            entries, broken = await listing.named(connection, [one for one in tokens.values() if one is not None])
-            return listing.FoundPage([one.place for one in entries], {}, None, bounded=False, broken=broken), entries
-        found = await listing.find(connection, wanted, reading.properties_test(wanted), limit, after or BEGINNING)
-        return found, await listing.entries(connection, found)
+            messages, broken = await waiting.named(connection, [one for one in tokens.values() if one is not None])
+            return FoundPage(messages, None, bounded=False, broken=broken)
+        return await waiting.find(connection, wanted, reading.properties_test(wanted), limit, after or BEGINNING)
 
-    found, entries = ask_store(url, "list", look)
-    there = {one.place.id for one in entries}
+    found = ask_store(url, "list", look)
+    there = {one.place.id for one in found.messages}
     for name in (name for name, token in tokens.items() if token is None or token.id not in there):
         note(f"{name} is not waiting. Next: `delayer show {shlex.quote(name)}`.")
     place = None if found.after is None else place_text(found.after)
     if as_json:
         print_json(
             {
-                "messages": list(map(for_programs.entry, entries)),
+                "messages": list(map(for_programs.entry, found.messages)),
                 "after": place,
                 "bounded": found.bounded,
                 "broken_segments": list(found.broken),
@@ -109,7 +109,7 @@ def list_(
     rows = [
         (
             one.place.token,
-            instant(one.place.due_us // 1000),
+            instant(one.place.due_ms),
             as_text(one.route),
             address(one.to_exchange, one.to_key),
             one.size,
@@ -117,7 +117,7 @@ def list_(
             "" if one.key is None else as_text(one.key),
             "" if one.place.segment is None else one.place.segment,
         )
-        for one in entries
+        for one in found.messages
     ]
     if rows:
         print_table(["id", "due", "route", "to", "bytes", "message_id", "key", "segment"], rows, right=(4,))
@@ -165,7 +165,7 @@ def show(context: click.Context, *, name: str, whole_body: bool, as_json: bool) 
         say_native(settings)
         context.exit(ExitCode.FOUND)
     if whole_body:
-        click.echo(found.body, nl=False)
+        click.echo(found.entry.body, nl=False)
     elif as_json:
         print_json(for_programs.message(found))
     else:
@@ -175,7 +175,7 @@ def show(context: click.Context, *, name: str, whole_body: bool, as_json: bool) 
 def _print(found: FullMessage) -> None:
     entry, hold = found.entry, found.held
     said = reading.read(entry.properties)
-    due_ms = entry.place.due_us // 1000
+    due_ms = entry.place.due_ms
     rows: list[tuple[object, ...]] = [
         ("id", entry.place.token),
         ("where", for_programs.standing(found)),
@@ -198,7 +198,7 @@ def _print(found: FullMessage) -> None:
         print_table(["header", "type", "value"], said.headers)
     more = f", the first {reading.PREVIEW}" if entry.size > reading.PREVIEW else ""
     click.echo(f"\nbody: {entry.size} bytes{more}")
-    for line in reading.preview(found.body).splitlines():
+    for line in reading.preview(entry.body).splitlines():
         # A message must not be able to control the terminal.
         click.echo("".join(one if one.isprintable() or one == "\t" else f"\\x{ord(one):02x}" for one in line))
 

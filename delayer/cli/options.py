@@ -30,7 +30,8 @@ from delayer.config.values import duration_ms
 from delayer.core.filters import HOW_TO_NAME, OWN, Filter, Token, read_token
 from delayer.core.hold import HoldKind
 from delayer.core.secret import SecretUrl
-from delayer.store.admin import listing
+from delayer.store import waiting
+from delayer.store.session import looking
 
 
 class Stoppable(click.Command):
@@ -91,7 +92,7 @@ def ask_store(url: str, doing: str, question: Callable[[Connection], Awaitable[T
     BadStoreUrl, SchemaOutdated."""
 
     async def asked() -> T:
-        async with listing.looking(url, doing) as connection:
+        async with looking(url, doing) as connection:
             return await question(connection)
 
     return asyncio.run(asked())
@@ -150,12 +151,12 @@ def messages_of(url: str, names: Sequence[str]) -> dict[str, Token | None]:
             found[name] = read_token(name)
     if others := {raw(name): name for name, token in found.items() if token is None}:
         there = ask_store(
-            url, "find", lambda connection: listing.called(connection, list(others), message_id, packed=True)
+            url, "find", lambda connection: waiting.called(connection, list(others), message_id, packed=True)
         )
         for text, tokens in there.items():
             if len(tokens) > 1:
                 several = ", ".join(map(str, tokens))
-                number = f"{len(tokens)} or more" if len(tokens) == listing.NAMED else len(tokens)
+                number = f"{len(tokens)} or more" if len(tokens) == waiting.NAMED else len(tokens)
                 raise Misused(f"{quoted(others[text])} names {number} messages: give an id of {several}")
             found[others[text]] = tokens[0] if tokens else None
     return found

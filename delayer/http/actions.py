@@ -28,10 +28,12 @@ from delayer.http.recent import host_ms
 from delayer.http.view import STORE_ERRORS
 from delayer.intake.refusals import AS_IT_IS
 from delayer.intake.set_aside import Result
-from delayer.store.admin import actions, detail, listing
+from delayer.store import held_messages, waiting
+from delayer.store.admin import actions
 from delayer.store.admin.actions import PAST, Do, NewDue
 from delayer.store.admin.detail import ABSENT, FoundIn, absent
-from delayer.store.admin.listing import Entry
+from delayer.store.session import looking
+from delayer.store.waiting import CountedMessages, Entry
 
 _RETRIED: Final = {"refused": "Published again", "strays": "On their way again"}
 SHOWN: Final = 20
@@ -132,7 +134,8 @@ class Actions:
         ids = [token.id for token in tokens]
         url, asked = self.pages.answers.view.url, {"ids": list(map(str, tokens))}
         async with actions.recorded(url, who, f"held {verb}", asked) as (connection, log_id):
-            done = await actions.change_held(connection, verb, await detail.held_dues(connection, ids), log_id)
+            dues = held_messages.dues_of(await held_messages.named(connection, ids))
+            done = await actions.change_held(connection, verb, dues, log_id)
         lines = [f"{len(ids) - done} are not held any more."] if done < len(ids) else []
         return ActionResult(f"{PAST[verb]}: {done} of {len(ids)}", lines, done, back)
 
@@ -143,11 +146,11 @@ class Actions:
         filter_ = forms.meant(form, host_ms(), forms.HELD_FIELDS)
         test = reading.properties_test(filter_.wanted)
         if not _confirmed(request, form):
-            async with listing.looking(url, f"count for {verb}") as connection:
-                meant = actions.CountedMessages(len(await detail.held_matching(connection, filter_.wanted, test)), 0)
+            async with looking(url, f"count for {verb}") as connection:
+                meant = CountedMessages(len(await held_messages.matching(connection, filter_.wanted, test)), 0)
             return await self._confirm(request, verb, filter_, {"by": "", "wrong": form.get("typed", [""])[0]}, meant)
         async with actions.recorded(url, who, f"held {verb}", filter_.wanted.as_dict()) as (connection, log_id):
-            dues = await detail.held_matching(connection, filter_.wanted, test)
+            dues = await held_messages.matching(connection, filter_.wanted, test)
             done = await actions.change_held(connection, verb, dues, log_id)
         return ActionResult(f"{PAST[verb]}: {render.number(done)}", [], done, "/held")
 
@@ -176,7 +179,7 @@ class Actions:
         test = reading.properties_test(filter_.wanted)
         if not _confirmed(request, form):
             async with actions.acting(self.pages.answers.view.url, f"count for {verb}") as connection:
-                meant = await actions.count(connection, filter_.wanted, test)
+                meant = await waiting.count(connection, filter_.wanted, test)
             new |= {"by": form.get("by", [""])[0], "wrong": form.get("typed", [""])[0]}
             return await self._confirm(request, verb, filter_, new, meant)
         asked = {**filter_.wanted.as_dict(), **new}
@@ -191,7 +194,7 @@ class Actions:
         return ActionResult(f"{PAST[verb]}: {render.number(done)}", lines, done, _waiting(filter_))
 
     async def _confirm(
-        self, request: Request, verb: str, filter_: Search, new: Mapping[str, Any], meant: actions.CountedMessages
+        self, request: Request, verb: str, filter_: Search, new: Mapping[str, Any], meant: CountedMessages
     ) -> Response:
         if _by_program(request):
             return JSONResponse({"matched": meant.messages, "broken_segments": meant.broken, "confirmed": False})
@@ -254,16 +257,16 @@ class Actions:
             seen = (await aside.get()).fresh or Result(0)
             return {one.id: f"{one.place}, {one.reason}" for one in seen.found}
         wanted = {forms.token(text): text for text in ids}
-        async with listing.looking(view.url, "show") as connection:
-            there, _ = await listing.named(connection, list(wanted))
-            there += [one.entry for one in await detail.held_named(connection, [token.id for token in wanted])]
+        async with looking(view.url, "show") as connection:
+            there, _ = await waiting.named(connection, list(wanted))
+            there += [one.entry for one in await held_messages.named(connection, [token.id for token in wanted])]
         told = {one.place.id: _in_words(one) for one in there}
         return {text: told[token.id] for token, text in wanted.items() if token.id in told}
 
 
 def _in_words(entry: Entry) -> str:
     name, key = reading.message_id(entry.properties), entry.key
-    parts = [reading.address(entry.to_exchange, entry.to_key), f"due {instant(entry.place.due_us // 1000)}"]
+    parts = [reading.address(entry.to_exchange, entry.to_key), f"due {instant(entry.place.due_ms)}"]
     parts += [f"message_id {as_text(name)}"] if name else []
     return ", ".join([*parts, *([f"key {as_text(key)}"] if key is not None else [])])
 

@@ -8,8 +8,9 @@ from delayer.amqp import reading
 from delayer.core.message import as_text
 from delayer.core.readable import instant
 from delayer.store.admin import detail
-from delayer.store.admin.detail import FullMessage, HeldEntry
-from delayer.store.admin.listing import Entry
+from delayer.store.admin.detail import FullMessage
+from delayer.store.held_messages import HeldEntry
+from delayer.store.waiting import Entry
 
 
 def entry(entry: Entry, *, held: bool = False) -> dict[str, Any]:
@@ -17,7 +18,7 @@ def entry(entry: Entry, *, held: bool = False) -> dict[str, Any]:
     said = reading.read(entry.properties)
     return {
         "id": str(entry.place.token),
-        "due_ms": entry.place.due_us // 1000,
+        "due_ms": entry.place.due_ms,
         "parked_ms": None if held else entry.parked_ms,
         "lane": entry.place.lane,
         "segment": entry.place.segment,
@@ -54,15 +55,15 @@ def standing(found: FullMessage) -> str:
 
 def message(found: FullMessage) -> dict[str, Any]:
     """One message with the beginning of its body, for programs."""
-    held = found.held
+    held, body = found.held, found.entry.body
     return {
         **entry(found.entry, held=held is not None),
         "where": found.where.value,
-        "sound": found.sound,
+        "sound": found.entry.sound,
         "owner": found.owner,
         "owner_alive": found.owned,
         "held": None if held is None else held._asdict(),
         "fate": fate(found),
-        "body": reading.preview(found.body),
-        "body_is_text": found.body[: reading.PREVIEW].hex(" ") != reading.preview(found.body),
+        "body": reading.preview(body),
+        "body_is_text": body[: reading.PREVIEW].hex(" ") != reading.preview(body),
     }

@@ -22,8 +22,10 @@ from delayer.http.forms import FieldError, said
 from delayer.http.health import Answers
 from delayer.http.view import ROWS, STORE_ERRORS, Cached
 from delayer.intake.set_aside import Result
-from delayer.store.admin import audit_log, detail, listing
+from delayer.store import held_messages, waiting
+from delayer.store.admin import audit_log, detail
 from delayer.store.admin.detail import FoundIn, FullMessage
+from delayer.store.session import looking
 
 MOST_COUNTED: Final = 1_000
 """Messages of a filter that a page counts at most."""
@@ -45,7 +47,7 @@ async def _named(connection: Any, text: str) -> Token | None:
     with suppress(ValueError):
         return read_token(text)
     name = reading.raw(text)
-    (tokens,) = (await listing.called(connection, [name], reading.message_id, packed=False)).values()
+    (tokens,) = (await waiting.called(connection, [name], reading.message_id, packed=False)).values()
     return tokens[0] if len(tokens) == 1 else None
 
 
@@ -198,18 +200,17 @@ class Pages:
     async def _list(self, request: Request, form: forms.Search, trail: forms.Trail) -> dict[str, Any]:
         """The rows of a page, the ways to others, and the number of all. The page counts a filter's messages while it
         looks for them, up to MOST_COUNTED."""
-        wanted, after, path = form.wanted, forms.place(trail.after) or listing.BEGINNING, request.url.path
+        wanted, after, path = form.wanted, forms.place(trail.after) or waiting.BEGINNING, request.url.path
         limit = ROWS if wanted.everything or _by_program(request) else MOST_COUNTED
-        async with listing.looking(self.answers.view.url, "list") as connection:
-            found = await listing.find(connection, wanted, reading.properties_test(wanted), limit, after)
-            shown = found.places[:ROWS]
-            rows = await listing.entries(connection, found._replace(places=shown))
-        full = len(shown) == ROWS
-        end = shown[-1][:2] if len(found.places) > ROWS else found.after
+        async with looking(self.answers.view.url, "list") as connection:
+            found = await waiting.find(connection, wanted, reading.properties_test(wanted), limit, after)
+        rows = found.messages[:ROWS]
+        full = len(rows) == ROWS
+        end = rows[-1].place[:2] if len(found.messages) > ROWS else found.after
         if wanted.everything:
             total = await self._total("waiting")
         else:
-            whole = len(found.places) + ROWS * len(trail.before or ())
+            whole = len(found.messages) + ROWS * len(trail.before or ())
             total = render.number(whole) if found.after is None else f"more than {render.number(whole)}"
         onward = {} if end is None else trail.next(place_text(end), full=full and not _by_program(request))
         return {
@@ -217,7 +218,7 @@ class Pages:
             "bounded": found.bounded and not full,
             "broken": len(found.broken),
             "next": f"{path}?{render.query(form.given, **onward)}" if onward else "",
-            **_around(path, form.given, trail, len(shown), total),
+            **_around(path, form.given, trail, len(rows), total),
         }
 
     async def _total(self, of: str) -> str:
@@ -234,7 +235,7 @@ class Pages:
             return found
         if _by_program(request):
             return JSONResponse(as_json.message(found))
-        shown = found.body[:16_384]
+        shown = found.entry.body[:16_384]
         return await self.html(
             request,
             "message.html",
@@ -253,14 +254,14 @@ class Pages:
         found = await self._one(request)
         if isinstance(found, Response):
             return found
-        place = found.entry.place
-        if len(found.body) < found.entry.size:
+        place, body = found.entry.place, found.entry.body
+        if len(body) < found.entry.size:
             lines = [f"Expected at most {MOST_BODY} bytes. Next: `delayer show {place.token} --body`."]
             back = f"/message/{place.token}"
             return await self.html(request, "done.html", 413, heading="Too large for the page", lines=lines, back=back)
         # No browser shows it or runs it, whatever it is.
         headers = {"Content-Disposition": f'attachment; filename="{place.id}.bin"'}
-        return Response(found.body, headers=headers, media_type="application/octet-stream")
+        return Response(body, headers=headers, media_type="application/octet-stream")
 
     async def _one(self, request: Request) -> FullMessage | Response:
         """The message of a path; or the answer without one. Its name is an id, or a message_id that no other row
@@ -270,7 +271,7 @@ class Pages:
             return await self._storeless(request, f"Message {text[:80]}", _CASCADE)
         found: FullMessage | FoundIn = FoundIn.NOWHERE
         try:
-            async with listing.looking(self.answers.view.url, "show") as connection:
+            async with looking(self.answers.view.url, "show") as connection:
                 if (token := await _named(connection, text)) is not None:
                     found = await detail.show(connection, token, most=MOST_BODY)
         except STORE_ERRORS as error:
@@ -295,10 +296,10 @@ class Pages:
             form, trail = forms.searched(query, recent.host_ms(), forms.HELD_FIELDS), forms.Trail.of(query)
             after = forms.token(trail.after).id if trail.after else 0
             test = reading.properties_test(form.wanted)
-            async with listing.looking(self.answers.view.url, "list held messages") as connection:
-                page = await detail.held_page(connection, form.wanted, test, ROWS, after)
+            async with looking(self.answers.view.url, "list held messages") as connection:
+                page = await held_messages.find(connection, form.wanted, test, ROWS, after)
                 grouped = not (form.given or after or _by_program(request))
-                groups = await detail.held_groups(connection) if grouped else []
+                groups = await held_messages.groups(connection) if grouped else []
         except (FieldError, *STORE_ERRORS) as error:
             return await self._unreached(request, error)
         full = len(page.messages) == ROWS and not _by_program(request)
@@ -339,7 +340,7 @@ class Pages:
             return await self._storeless(request, "Audit log", "The audit log is in the store.")
         try:
             before = forms.number(request.query_params.get("before", ""))
-            async with listing.looking(self.answers.view.url, "audit-log") as connection:
+            async with looking(self.answers.view.url, "audit-log") as connection:
                 rows = await audit_log.listed(connection, ROWS, before)
         except (FieldError, *STORE_ERRORS) as error:
             return await self._unreached(request, error)

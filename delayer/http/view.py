@@ -17,9 +17,10 @@ from delayer.config.topology import cascade_of
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.intake.refusals import Mend
 from delayer.intake.set_aside import Result
-from delayer.store.admin import listing, stats
+from delayer.store.admin import stats
 from delayer.store.admin.stats import Census, StoreOverview
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
+from delayer.store.session import looking
 
 State = Mapping[str, Any]
 """The state of this process:
@@ -208,5 +209,5 @@ class View:
         return await stats.overview(self.url, self._inside.settings.store.restore_ahead_ms)
 
     async def _census(self) -> Census:
-        async with listing.looking(self.url, "count the backlog") as connection:
+        async with looking(self.url, "count the backlog") as connection:
             return await stats.take_census(connection)

@@ -12,7 +12,8 @@ import pytest
 
 from delayer.core.segment import Broken, Restored
 from delayer.core.units import DAY_MS
-from delayer.store.admin import actions, listing
+from delayer.store import waiting as read_model
+from delayer.store.admin import actions
 from delayer.store.admin.detail import FoundIn
 from delayer.store.rows import partitions
 from delayer.store.segments import catalog, restore
@@ -131,7 +132,7 @@ async def test_a_damaged_page_of_bytes(damaged: dict[str, Damaged]) -> None:
 async def test_cancel_and_reschedule_report_messages_on_a_damaged_page(damaged: dict[str, Damaged]) -> None:
     """Messages of other segments are found. Messages of the damaged segments are reported as unreadable."""
     async with sql(damaged["cancel"].url) as admin:
-        entries = {one.id: await listing.entries_of(admin, one.id) for one in await catalog.listed(admin)}
+        entries = {one.id: await read_model.unpack(admin, one.id) for one in await catalog.listed(admin)}
         broken = [number for number, found in entries.items() if found is None]
         assert 1 <= len(broken) <= 2
         assert {len(found) for found in entries.values() if found is not None} == {OF_A_SEGMENT}

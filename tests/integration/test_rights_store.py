@@ -16,8 +16,8 @@ from delayer.core.operations import Cancel, Term, fold
 from delayer.core.segment import Broken, Restored
 from delayer.core.units import DAY_MS
 from delayer.release.ports import Lane
-from delayer.store import upgrades
-from delayer.store.admin import actions, audit_log, detail, setup
+from delayer.store import held_messages, upgrades
+from delayer.store.admin import actions, audit_log, setup
 from delayer.store.admin.actions import NewDue
 from delayer.store.admin.detail import FoundIn
 from delayer.store.admin.stats import overview
@@ -184,7 +184,12 @@ async def press(url: str) -> None:
         assert done[FoundIn.WAITING] == 4, "and those out of the segment"
         assert await actions.named(connection, move, [Token(first)], act) == {first: FoundIn.HELD}
         assert await actions.retry_held(connection, [second], act) == 1
-        assert await actions.drop_held(connection, await detail.held_dues(connection, [third]), act) == 1
+        assert (
+            await actions.drop_held(
+                connection, held_messages.dues_of(await held_messages.named(connection, [third])), act
+            )
+            == 1
+        )
         (written,) = await audit_log.listed(connection, 10)
         assert (written.who, written.messages) == ("ada", 3 + 1 + 4 + 1 + 1 + 1)
 

@@ -15,10 +15,12 @@ from delayer.core.filters import Filter
 from delayer.core.message import KeyGroup
 from delayer.core.operations import Cancel, fold
 from delayer.core.units import DAY_MS
-from delayer.store.admin import actions, draining, importing, listing
+from delayer.store import waiting as read_model
+from delayer.store.admin import actions, draining, importing
 from delayer.store.admin.detail import FoundIn, show
 from delayer.store.errors import WORTH_REPEATING
 from delayer.store.lanes.lane import PostgresLane
+from delayer.store.rows.places import Place
 from delayer.store.segments import catalog, restore
 from tests.integration.segments_store import restore_all
 from tests.support.fakes import WHY
@@ -79,7 +81,7 @@ async def test_a_cancel_leaves_the_segment_packed(database: str, monkeypatch: py
         assert (first["size"], second["due_at"] - first["due_at"]) == (4 + 3, 14)
         assert first["late_ms"] == pytest.approx(-LATER_MS, abs=60_000)
         assert first["delay_ms"] == pytest.approx(LATER_MS, abs=60_000)
-        assert await show(admin, listing.Place(0, ids[b"3"], 1).token) is FoundIn.NOWHERE
+        assert await show(admin, Place(0, ids[b"3"], 1).token) is FoundIn.NOWHERE
 
 
 async def test_a_replacement_takes_the_place_of_a_packed_message(database: str) -> None:
@@ -120,13 +122,12 @@ async def test_commands_meet_packed_messages_by_their_key(database: str) -> None
         await park(store, lane, b"a", b"b", b"c")
         await compact(admin)
         ids = {one.key: one.id for one in (await packed(admin)).values()}
-        found = await listing.find(admin, Filter(key=b"b"), None, 10)
-        [entry] = await listing.entries(admin, found)
-        assert (entry.place.id, entry.key, entry.place.segment) == (ids[b"b"], b"b", found.places[0].segment)
+        [entry] = (await read_model.find(admin, Filter(key=b"b"), None, 10)).messages
+        assert (entry.place.id, entry.key) == (ids[b"b"], b"b")
         assert entry.place.segment is not None
         assert (await draining.standing(admin, 0)).keyed == 0
         assert await importing.waiting_under(admin, [b"a", b"nobody"]) == {b"a"}
-        assert await actions.count(admin, Filter(key=b"b"), None) == (1, 0)
+        assert await read_model.count(admin, Filter(key=b"b"), None) == (1, 0)
         log_id = await actions.audit_log.begin(admin, "test", "cancel", {})
         done = await actions.every(admin, actions.cancel, Filter(key=b"b"), None, log_id=log_id, say=lambda _: None)
         assert done == {FoundIn.SEGMENT: 1}

@@ -13,11 +13,12 @@ import pytest
 from delayer.amqp import reading
 from delayer.core.filters import Filter, Token
 from delayer.core.units import DAY_MS
-from delayer.store.admin import actions, audit_log, detail, listing
+from delayer.store import waiting
+from delayer.store.admin import actions, audit_log, detail
 from delayer.store.admin.actions import NewDue
 from delayer.store.admin.detail import FoundIn
-from delayer.store.admin.listing import BEGINNING
 from delayer.store.segments import catalog
+from delayer.store.waiting import BEGINNING
 from tests.integration.segments_store import START_MS, store
 from tests.support.fakes import WHY
 from tests.support.raw import Props, text
@@ -52,12 +53,10 @@ async def paged(admin: asyncpg.Connection, wanted: Filter, limit: int, **more: A
     test = reading.properties_test(wanted)
     pages = 0
     while after is not None:
-        found = await listing.find(admin, wanted, test, limit, after, **more)
-        entries = await listing.entries(admin, found)
-        assert [entry.place for entry in entries] == list(found.places)
-        assert len(entries) == limit or found.bounded or found.after is None
+        found = await waiting.find(admin, wanted, test, limit, after, **more)
+        assert len(found.messages) == limit or found.bounded or found.after is None
         assert found.after is None or found.after > after
-        ids += [entry.place.id for entry in entries]
+        ids += [entry.place.id for entry in found.messages]
         after = found.after
         pages += 1
         assert pages < 2000
@@ -104,7 +103,7 @@ async def test_every_page_of_every_filter(database: str, packed: str) -> None:
             # With segments each page unpacks some of them.
             for limit, more in ((7, {}), (1000, {}), (5, {"scan": 30})) if packed == "rows" else ((20, {"scan": 30}),):
                 assert await paged(admin, wanted, limit, **more) == meant, (name, limit)
-            counted = await actions.count(admin, wanted, reading.properties_test(wanted))
+            counted = await waiting.count(admin, wanted, reading.properties_test(wanted))
             assert counted == (len(meant), 0), name
 
 
@@ -121,7 +120,7 @@ async def test_by_key(database: str) -> None:
         assert await paged(admin, Filter(key=b"two"), 10) == [2]
         assert await paged(admin, Filter(key=b"three"), 10) == []
         assert await paged(admin, Filter(key=b"two", route=b"nobody's"), 10) == []
-        assert await actions.count(admin, Filter(key=b"one"), None) == (1, 0)
+        assert await waiting.count(admin, Filter(key=b"one"), None) == (1, 0)
 
 
 async def test_a_broken_segment_is_told(database: str) -> None:
@@ -129,9 +128,9 @@ async def test_a_broken_segment_is_told(database: str) -> None:
         await put(admin, rows(20, START_MS))
         await compact(admin)
         await admin.execute("UPDATE segment SET packed = set_byte(packed, 99, get_byte(packed, 99) # 255)")
-        found = await listing.find(admin, Filter(), None, 10)
-        assert (list(found.places), len(found.broken), found.after) == ([], 1, None)
-        assert (await actions.count(admin, Filter(route=b"delayer.in"), None)).broken == 1
+        found = await waiting.find(admin, Filter(), None, 10)
+        assert (list(found.messages), len(found.broken), found.after) == ([], 1, None)
+        assert (await waiting.count(admin, Filter(route=b"delayer.in"), None)).broken == 1
         assert await detail.show(admin, Token(5)) is FoundIn.UNREADABLE
 
 
@@ -147,9 +146,9 @@ async def test_a_page_keeps_no_more_messages_of_segments_than_it_shows(database:
         places = sorted((one.due_us, one.id) for one in everyone)
         after, listed = places[100], []
         for _ in range(40):
-            found = await listing.find(admin, Filter(), None, 10, after)
-            assert len(found.packed) <= 10
-            listed += [place[:2] for place in found.places]
+            found = await waiting.find(admin, Filter(), None, 10, after)
+            assert len(found.messages) <= 10
+            listed += [one.place[:2] for one in found.messages]
             if found.after is None:
                 break
             after = found.after
@@ -171,7 +170,7 @@ async def test_show_finds_a_message_in_every_place(database: str) -> None:
             for token in (Token(ids[body]), Token(ids[body], dues[body])):
                 found = await detail.show(admin, token)
                 assert not isinstance(found, FoundIn)
-                assert (found.where, found.body, found.sound, found.owned) == (where, body, True, True)
+                assert (found.where, found.entry.body, found.entry.sound, found.owned) == (where, body, True, True)
                 assert found.entry.place.due_us == dues[body] * 1000
                 assert (found.held is not None) == (where is FoundIn.HELD)
         assert await detail.show(admin, Token(ids[b"b"], now)) is FoundIn.NOWHERE
@@ -184,7 +183,7 @@ async def test_show_finds_a_message_in_every_place(database: str) -> None:
         await admin.execute("UPDATE message SET checksum = checksum + 1")
         damaged = await detail.show(admin, Token(ids[b"b"]))
         assert not isinstance(damaged, FoundIn)
-        assert not damaged.sound
+        assert not damaged.entry.sound
 
 
 async def test_only_the_beginning_of_a_large_body_is_read(database: str) -> None:
@@ -197,9 +196,9 @@ async def test_only_the_beginning_of_a_large_body_is_read(database: str) -> None
             part = await detail.show(admin, Token(number), len(body) - 1)
             assert not isinstance(whole, FoundIn)
             assert not isinstance(part, FoundIn)
-            assert (whole.body, whole.sound) == (body, True)
-            assert (part.body, part.sound) == (body[: detail.BEGINNING], None)
-            assert part.entry == whole.entry
+            assert (whole.entry.body, whole.entry.sound) == (body, True)
+            assert (part.entry.body, part.entry.sound) == (body[:-1], None)
+            assert part.entry._replace(body=body) == whole.entry
             assert "checksum" not in detail.fate(part, "there", "somebody", str)
 
 

@@ -12,10 +12,12 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 
 from delayer.core.units import DAY_MS
-from delayer.store.admin import listing, stats
+from delayer.store.admin import stats
 from delayer.store.admin.stats import overview
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.rows import partitions
+from delayer.store.rows.places import find_rows
+from delayer.store.session import looking
 from tests.support.fakes import WHY
 from tests.support.servers import Postgres
 from tests.support.store import ROOM, Store, opened, owned, parcel, sql
@@ -177,7 +179,7 @@ async def looked(url: str) -> None:
 
 
 async def sampled(url: str) -> None:
-    async with listing.looking(url, "count") as connection:
+    async with looking(url, "count") as connection:
         assert sum((await stats.take_census(connection, most_pages=5)).counts.values()) > FEW
 
 
@@ -208,8 +210,8 @@ async def test_an_id_without_its_instant_costs_a_few_blocks_of_each_partition(st
             "SELECT id FROM message WHERE body = decode(md5('777'), 'hex') AND key IS NULL LIMIT 1"
         )
     before = await blocks(url)
-    async with listing.looking(url, "show") as connection:
-        found = await listing.find_rows(connection, [far], {})
+    async with looking(url, "show") as connection:
+        found = await find_rows(connection, [far], {})
     assert list(found.ids) == [far]
     read = await blocks(url) - before
     assert 0 < read < 6 * (DAYS + 2), read

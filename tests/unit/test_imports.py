@@ -17,6 +17,18 @@ PACKAGE = Path(__file__).parents[2] / "delayer"
 FREE = frozenset({"delayer", "delayer.__version__", "delayer.retry", "delayer.held"})
 # What only the store knows of its lanes, and the daemon's ports leave out.
 OF_THE_STORE = "delayer.store.lanes"
+# Only these know that a message may be in a segment, and how to read it there; all others know messages.
+SEGMENTS = "delayer.store.segments"
+OF_SEGMENTS = (
+    SEGMENTS,
+    "delayer.store.waiting",  # the read model
+    "delayer.store.postgres",  # the daemon's restore
+    "delayer.store.admin.actions",  # a change restores its segment first
+    "delayer.store.admin.stats",  # counts them, and reads none
+    "delayer.store.admin.draining",  # the same
+    "delayer.audit",  # Spark's jobs, compaction, restore
+    "delayer.cli.segments",
+)
 PURE = frozenset({"core", "headers"})
 # Impure parts of the standard library, which the core may not import.
 IMPURE = frozenset({"asyncio", "time", "logging"})
@@ -83,8 +95,8 @@ def _imports(module: str, source: str) -> Iterator[str]:
 
 def _complaint(module: str, imported: str) -> str | None:
     name = _layer_of(module)
-    if imported.startswith(".") or (imported.startswith(OF_THE_STORE) and name != "store"):
-        return f"imports {imported}: relatively, which hides the layer, or lanes, which only the store knows"
+    if hidden := _complaint_about_hidden_parts(module, imported):
+        return hidden
     if name in EDGE or name == "":
         if name == "daemon" and _layer_of(imported) in NOT_OF_THE_DAEMON:
             return f"the daemon imports {imported}"
@@ -94,6 +106,16 @@ def _complaint(module: str, imported: str) -> str | None:
     if imported.split(".", maxsplit=1)[0] == "delayer":
         return _complaint_about_layers(name, imported)
     return _complaint_about_packages(name, imported.split(".", maxsplit=1)[0])
+
+
+def _complaint_about_hidden_parts(module: str, imported: str) -> str | None:
+    if imported.startswith("."):
+        return f"imports {imported}: relatively, which hides the layer"
+    if imported.startswith(OF_THE_STORE) and _layer_of(module) != "store":
+        return f"imports {imported}: lanes, which only the store knows"
+    if imported.startswith(SEGMENTS) and not module.startswith(OF_SEGMENTS):
+        return f"imports {imported}: segments, whose messages delayer.store.waiting reads"
+    return None
 
 
 def _complaint_about_layers(name: str, imported: str) -> str | None:
@@ -180,6 +202,8 @@ def _defined(node: ast.stmt) -> str:
         ("delayer.cli.check", "from delayer.store.lanes.locks import application_of"),
         ("delayer.daemon.wiring", "from delayer.store.lanes import ownership"),
         ("delayer.store.x", "from delayer.release.ports import Lane"),
+        ("delayer.store.admin.exporting", "from delayer.store.segments import catalog"),
+        ("delayer.http.x", "from delayer.store.segments.codec import unpack"),
         ("delayer.headers", "import pika"),
         ("delayer.novelty", "import json"),
     ],

@@ -29,17 +29,19 @@ from asyncpg import Connection
 from delayer.core.filters import Filter, Token
 from delayer.core.segment import Broken
 from delayer.core.units import DAY_MS
-from delayer.store import pool, statements
-from delayer.store.admin import audit_log, listing
+from delayer.store import held_messages, pool, statements, waiting
+from delayer.store.admin import audit_log
 from delayer.store.admin.detail import ABSENT, FoundIn
-from delayer.store.admin.listing import NO_DUES, Dues, Test
 from delayer.store.errors import WORTH_REPEATING, check_arrow
 from delayer.store.lanes.notify import notify, soonest
 from delayer.store.rows import history
-from delayer.store.rows.keys import forget, lock_keys, lock_pointers
+from delayer.store.rows.keys import DELETE_HELD, forget, lock_keys, lock_pointers
 from delayer.store.rows.partitions import PARK_SECONDS, Days, existing
+from delayer.store.rows.places import NO_DUES, Dues, Places, find_rows
 from delayer.store.segments import catalog
+from delayer.store.session import SETTINGS, looking
 from delayer.store.statements import Changes
+from delayer.store.waiting import Test
 
 LOOKS: Final = 10
 """How often everything is looked through for messages that slip away. Twice is rare."""
@@ -70,12 +72,6 @@ def unmet(found: Counter[FoundIn]) -> list[str]:
     return [f"{found[where]:,} {why}." for where, why in said.items() if found[where]]
 
 
-_DELETE_HELD = (
-    "DELETE FROM held WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE)"
-    f" RETURNING id, lane, key, {history.OF_HELD}"
-)
-
-
 async def cancel(
     connection: Connection, ids: Collection[int], dues: Dues = NO_DUES, log_id: int | None = None
 ) -> dict[int, FoundIn]:
@@ -103,13 +99,13 @@ async def _until_quiet(
         missing = [number for number, where in found.items() if where in ABSENT]
         if not missing:
             break
-        before = await listing.segments_seen(connection)
+        before = await catalog.state(connection)
         met, quiet = await patiently(partial(_do, connection, missing, log_id, work))
         found |= met
         left = [number for number in missing if number not in met]
         if left and before.segments:
             found |= await _in_segments(connection, left, dues, log_id, work)
-        if quiet and await listing.segments_seen(connection) == before:
+        if quiet and await catalog.state(connection) == before:
             break
     return found
 
@@ -131,7 +127,7 @@ async def _in_segments(
 ) -> dict[int, FoundIn]:
     """Do it to those of ``ids`` that stand in segments: one segment after the other."""
     found: dict[int, FoundIn] = {}
-    for segment, inside in (await listing.find_in_segments(connection, ids, dues)).items():
+    for segment, inside in (await catalog.holding(connection, ids, dues)).items():
         check_arrow()
         from delayer.store.segments.restore import restore  # noqa: PLC0415 - pyarrow
 
@@ -167,7 +163,7 @@ async def write_counters(connection: Connection, changes: Changes) -> None:
         await connection.execute(statements.COUNT, *map(list, zip(*changed, strict=True)))
 
 
-async def lock_keys_of(connection: Connection, places: listing.Places, more: Sequence[bytes] = ()) -> None:
+async def lock_keys_of(connection: Connection, places: Places, more: Sequence[bytes] = ()) -> None:
     """Take turns with all other transactions on the keys of these rows, and on ``more``. Raises the driver's errors."""
     rows = await connection.fetch(statements.read("keys_of_rows"), *places)
     if keys := [*more, *(key for (key,) in rows)]:
@@ -178,12 +174,12 @@ async def _cancel_rows(
     connection: Connection, ids: Sequence[int], dues: Dues
 ) -> tuple[dict[int, FoundIn], Changes, bool]:
     """Cancel the waiting and held rows of these ids."""
-    places = await listing.find_rows(connection, ids, dues)
+    places = await find_rows(connection, ids, dues)
     held = await connection.fetch("SELECT id, key FROM held WHERE id = ANY($1) ORDER BY id", ids)
     keys = [key for _, key in held if key is not None]
     await lock_keys_of(connection, places, keys)
     waiting = await connection.fetch(statements.read("delete_rows"), *places)
-    were_held = await connection.fetch(_DELETE_HELD, [number for number, _ in held])
+    were_held = await connection.fetch(DELETE_HELD, [number for number, _ in held])
     if await history.kept(connection):
         now_ms = await connection.fetchval("SELECT statement_timestamp()")
         await history.write(connection, [history.of_row(row, now_ms) for row in (*waiting, *were_held)])
@@ -229,7 +225,7 @@ async def _move_rows(
     connection: Connection, ids: Sequence[int], when: NewDue, dues: Dues
 ) -> tuple[dict[int, FoundIn], Changes, bool]:
     """Move the waiting and held rows of these ids."""
-    places = await listing.find_rows(connection, ids, dues)
+    places = await find_rows(connection, ids, dues)
     held = [number for (number,) in await connection.fetch("SELECT id FROM held WHERE id = ANY($1) ORDER BY id", ids)]
     await lock_keys_of(connection, places)
     moved = await connection.fetch(statements.read("move_rows"), *places[:3], *when, *places[3:])
@@ -263,21 +259,14 @@ Do = Callable[[Connection, Collection[int], Dues, int], Awaitable[dict[int, Foun
 """Cancel or move messages by id."""
 
 
-class CountedMessages(NamedTuple):
-    """How many messages match. ``broken``: segments that do not read back and may hold more."""
-
-    messages: int
-    broken: int
-
-
 @asynccontextmanager
 async def acting(url: str, doing: str) -> AsyncIterator[Connection]:
     """A connection to change the store with. Raises StoreLost, BadStoreUrl, SchemaOutdated.
 
     A command that is stopped in the middle of a transaction (Ctrl-Z) keeps its locks for ten seconds at most.
     """
-    settings = {**listing.SETTINGS, "idle_in_transaction_session_timeout": "10s"}
-    async with listing.looking(url, doing, "delayer act", settings) as connection:
+    settings = {**SETTINGS, "idle_in_transaction_session_timeout": "10s"}
+    async with looking(url, doing, "delayer act", settings) as connection:
         yield connection
 
 
@@ -301,11 +290,13 @@ async def named(connection: Connection, do: Do, tokens: Sequence[Token], log_id:
 
 async def whereabouts(connection: Connection, tokens: Sequence[Token]) -> dict[int, FoundIn]:
     """The places where :func:`named` would meet them, without changing them. Raises the driver's errors."""
-    entries, broken = await listing.named(connection, tokens)
-    held = await connection.fetch("SELECT id FROM held WHERE id = ANY($1)", [token.id for token in tokens])
-    found = dict.fromkeys((token.id for token in tokens), FoundIn.NOWHERE) | dict.fromkeys(broken, FoundIn.UNREADABLE)
-    found |= {one.place.id: FoundIn.WAITING if one.place.segment is None else FoundIn.SEGMENT for one in entries}
-    return found | dict.fromkeys((number for (number,) in held), FoundIn.HELD)
+    ids = [token.id for token in tokens]
+    found = dict.fromkeys(ids, FoundIn.NOWHERE)
+    there, broken = await waiting.named(connection, tokens)
+    for inside in broken.values():
+        found |= dict.fromkeys(inside, FoundIn.UNREADABLE)
+    found |= {one.place.id: FoundIn.WAITING if one.place.segment is None else FoundIn.SEGMENT for one in there}
+    return found | {one.entry.place.id: FoundIn.HELD for one in await held_messages.named(connection, ids)}
 
 
 async def every(
@@ -318,8 +309,8 @@ async def every(
     done: Counter[FoundIn] = Counter()
     # The loop meets a message again that it moved to a later instant.
     seen = IdBitset()
-    async for found in listing.pages(connection, wanted, test, PORTION):
-        dues = {place.id: place.due_us // 1000 for place in found.places if place.id not in seen}
+    async for page in waiting.pages(connection, wanted, test, PORTION):
+        dues = {one.place.id: one.place.due_ms for one in page.messages if one.place.id not in seen}
         if dues:
             done.update((await do(connection, list(dues), dues, log_id)).values())
             say(met(done))
@@ -338,84 +329,29 @@ async def patiently(work: Callable[[], Awaitable[T]], attempts: int = 20) -> T:
     return await work()
 
 
-async def count(connection: Connection, wanted: Filter, test: Test | None) -> CountedMessages:
-    """Count the messages that match: on one snapshot, unless the filter names a key or a header. Raises the driver's
-    errors."""
-    if wanted.key is not None or test is not None:
-        return await _count_one_by_one(connection, wanted, test)
-    first_ms = pool.BEGINNING_MS if wanted.due_from_ms is None else wanted.due_from_ms
-    last_ms = catalog.FOREVER_MS if wanted.due_before_ms is None else wanted.due_before_ms
-    terms, given = listing.conditions(wanted, first=3)
-    async with connection.transaction(isolation="repeatable_read", readonly=True):
-        # The statement may read ten million rows, so it takes any plan and any time.
-        await connection.execute("SET LOCAL statement_timeout = 0; SET LOCAL enable_seqscan = on")
-        rows = await connection.fetchval(
-            f"SELECT count(*) FROM message WHERE due_at >= $1 AND due_at < $2 AND {terms}",
-            first_ms,
-            last_ms,
-            *given,
-            timeout=listing.LONG_SECONDS,
-        )
-        inside, broken = await _count_in_segments(connection, wanted, first_ms, last_ms)
-    return CountedMessages(rows + inside, broken)
-
-
-async def _count_in_segments(connection: Connection, wanted: Filter, first_ms: int, last_ms: int) -> tuple[int, int]:
-    rows = await connection.fetch(
-        "SELECT id, messages, first_due >= $1 AND last_due < $2 FROM segment WHERE last_due >= $1 AND first_due < $2",
-        first_ms,
-        last_ms,
-    )
-    messages = broken = 0
-    for segment, inside, whole in rows:
-        if whole and not wanted.narrow:
-            messages += inside
-            continue
-        found = await listing.entries_of(connection, segment)
-        broken += found is None
-        messages += sum(listing.meant(entry, wanted, None) for entry in found or ())
-    return messages, broken
-
-
-async def _count_one_by_one(connection: Connection, wanted: Filter, test: Test | None) -> CountedMessages:
-    messages = 0
-    broken: set[int] = set()
-    async for found in listing.pages(connection, wanted, test, PORTION):
-        messages += len(found.places)
-        broken |= set(found.broken)
-    return CountedMessages(messages, len(broken))
-
-
 PART: Final = 4096
-"""Ids that share a piece: half a kilobyte, so few that lie far apart cost little, and ten million in a row 1.3 MB."""
+"""Ids of one integer: half a kilobyte, so few that lie far apart cost little, and ten million in a row 1.4 MB."""
 
 
 class IdBitset:
     """A set of ids from 0 on: a bit for each id, against some 80 bytes in a set. The ids of one command mostly lie
-    close together."""
+    close together.
+
+    >>> seen = IdBitset()
+    >>> seen.update([7, 4711])
+    >>> [number in seen for number in (6, 7, 4711, 8807)]
+    [False, True, True, False]
+    """
 
     def __init__(self) -> None:
-        self._parts: dict[int, bytearray] = {}
+        self._parts: Counter[int] = Counter()
 
     def update(self, ids: Iterable[int]) -> None:
-        """Add these.
-
-        >>> seen = IdBitset()
-        >>> seen.update([7, 4711])
-        >>> [number in seen for number in (6, 7, 4711, 8807)]
-        [False, True, True, False]
-        """
         for number in ids:
-            part, bit = divmod(number, PART)
-            piece = self._parts.get(part)
-            if piece is None:
-                piece = self._parts[part] = bytearray(PART // 8)
-            piece[bit >> 3] |= 1 << (bit & 7)
+            self._parts[number // PART] |= 1 << number % PART
 
     def __contains__(self, number: int) -> bool:
-        part, bit = divmod(number, PART)
-        piece = self._parts.get(part)
-        return piece is not None and bool(piece[bit >> 3] & 1 << (bit & 7))
+        return bool(self._parts[number // PART] >> number % PART & 1)
 
 
 # The pauses begin anew: if a circuit breaker is still open, the message is held again, and retried soon.

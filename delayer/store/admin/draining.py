@@ -11,30 +11,23 @@ from asyncpg import Connection
 
 from delayer.core.faultpoint import reach
 from delayer.core.message import Due
-from delayer.store import pool
+from delayer.store import pool, statements
 from delayer.store.admin import actions, audit_log
-from delayer.store.admin.listing import Place, Places
 from delayer.store.admin.stats import counters, waiting
 from delayer.store.rows import envelope, keys
+from delayer.store.rows.places import Place, Places
 from delayer.store.segments import catalog
 
-_TAKE: Final = """
-DELETE FROM message AS m
-USING unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS w (lane, due, id)
-WHERE m.lane = w.lane AND m.due_at >= w.due AND m.due_at < w.due + interval '1 millisecond' AND m.id = w.id
-  AND m.due_at >= $4 AND m.due_at < $5 AND (m.key IS NULL OR $6)
-RETURNING m.id, m.due_at, m.checksum, m.format, m.route, m.exchange, m.routing_key,
-          m.to_exchange, m.to_key, m.properties, m.body, m.key, m.lane
+_LOCK: Final = """
+SELECT m.id, m.due_at, m.checksum, m.format, m.route, m.exchange, m.routing_key,
+       m.to_exchange, m.to_key, m.properties, m.body, m.key
+FROM message AS m
+JOIN unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS w (lane, due, id)
+  ON m.lane = w.lane AND m.due_at >= w.due AND m.due_at < w.due + interval '1 millisecond' AND m.id = w.id
+WHERE m.due_at >= $4 AND m.due_at < $5 AND (m.key IS NULL OR $6)
+ORDER BY m.lane, m.due_at, m.id
+FOR UPDATE OF m
 """
-
-
-class Unsound(Exception):
-    """The messages of these ids must not be sent: their checksum is wrong, their format is unknown here, or their
-    properties do not fit in an envelope."""
-
-    def __init__(self, ids: frozenset[int]) -> None:
-        super().__init__(f"{len(ids)} messages must not be sent")
-        self.ids = ids
 
 
 class DrainBacklog(NamedTuple):
@@ -79,24 +72,34 @@ async def standing(connection: Connection, soon_ms: int, *, keys_too: bool = Fal
     )
 
 
+class LockedRows(NamedTuple):
+    """The rows that a portion of a drain has locked. ``unsound`` must not be sent and stay: their checksum is wrong,
+    their format is unknown here, or their properties do not fit in an envelope."""
+
+    sound: Sequence[Due]
+    unsound: int
+
+
 @asynccontextmanager
 async def taken(
     connection: Connection, places: Sequence[Place], log_id: int, max_properties: int, *, keys_too: bool = False
-) -> AsyncIterator[list[Due]]:
-    """Yields the messages that are still at these places; those with a key only if ``keys_too``. They are deleted, and
-    count as released, if the block ends well; otherwise they stay. Raises Unsound, also for properties of more than
-    ``max_properties`` bytes, and the driver's errors."""
+) -> AsyncIterator[LockedRows]:
+    """Yields the messages that are still at these places; those with a key only if ``keys_too``. The sound ones are
+    deleted, and count as released, if the block ends well; otherwise they stay. Properties of more than
+    ``max_properties`` bytes are unsound. Raises the driver's errors."""
     async with pool.transaction(connection):
-        rows = await connection.fetch(_TAKE, *Places.of(places), keys_too)
+        rows = await connection.fetch(_LOCK, *Places.of(places), keys_too)
         found = [envelope.read(row) for row in rows]
-        unsound = frozenset(one.id for one in found if not one.sound or len(one.parcel.properties) > max_properties)
-        if unsound:
-            raise Unsound(unsound)
+        sound = [one for one in found if one.sound and len(one.parcel.properties) <= max_properties]
         reach("drain.taken")
-        yield found
+        yield LockedRows(sound, len(found) - len(sound))
         reach("drain.published")
-        if keyed := [(one.parcel.key, one.id) for one in found if one.parcel.key is not None]:
+        ids = {one.id for one in sound}
+        gone = await connection.fetch(
+            statements.read("delete_rows"), *Places.of(place for place in places if place.id in ids)
+        )
+        if keyed := [(one.parcel.key, one.id) for one in sound if one.parcel.key is not None]:
             await keys.forget(connection, keyed)
-        await audit_log.add(connection, log_id, len(rows))
-        await actions.write_counters(connection, Counter((row["lane"], "released") for row in rows))
+        await audit_log.add(connection, log_id, len(gone))
+        await actions.write_counters(connection, Counter((row["lane"], "released") for row in gone))
     reach("drain.committed")

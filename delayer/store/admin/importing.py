@@ -28,11 +28,11 @@ from delayer.core.units import DAY_MS
 from delayer.store import pool, postgres, schema
 from delayer.store.admin import audit_log
 from delayer.store.admin.actions import make_missing, patiently
-from delayer.store.admin.listing import LONG_SECONDS
 from delayer.store.errors import translated
 from delayer.store.lanes.placement import Placement
 from delayer.store.rows import history, keys, partitions
 from delayer.store.rows.partitions import Days, existing
+from delayer.store.session import LONG_SECONDS
 
 _LOCK: Final = "pg_try_advisory_lock('import_run'::regclass::oid::int, 1)"
 _TOKEN: Final = "token"

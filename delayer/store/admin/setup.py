@@ -18,13 +18,13 @@ from asyncpg import Connection
 
 from delayer.core.errors import StoreLost
 from delayer.store import pool
-from delayer.store.admin.listing import opened
 from delayer.store.errors import WORTH_REPEATING
 from delayer.store.lanes.locks import ADD, LIMITED_SESSIONS
 from delayer.store.postgres import PARKERS
 from delayer.store.rows import history
 from delayer.store.rows.keys import LOCKS
 from delayer.store.schema import check, current_of
+from delayer.store.session import opened
 
 
 async def schema_of(url: str) -> str | None:

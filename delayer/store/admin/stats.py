@@ -2,25 +2,24 @@
 
 - overview: exact and cheap, from the counters and the ends of the indexes.
 - take_census: for metrics and the page, at a bounded price. It counts messages due within the hour by the index while
-  they are few. It counts large days by a sample of their pages, and corrects the sum by the counters. With ten million
-  rows it reads some hundred megabytes at most, and its figures are right to about a percent.
+  they are few. It counts a large store by a sample of its pages, whose sum is that of the counters. It reads some
+  hundred megabytes at most. With ten million rows the figures of large days are right to about a percent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-import asyncpg
 from asyncpg import Connection
 
 from delayer.core import horizon
 from delayer.core.units import DAY_MS, HOUR_MS
-from delayer.store import schema, statements
-from delayer.store.admin.listing import opened
-from delayer.store.rows.partitions import day_of, existing, name_of
+from delayer.store import pool, schema, statements
 from delayer.store.segments import catalog as segments
+from delayer.store.session import opened
 
 LANE_KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
 RESTORED_MS = HOUR_MS
@@ -154,7 +153,7 @@ async def _lanes(connection: Connection, now_ms: int) -> list[LaneOverview]:
         row["number"]: dict.fromkeys(LANE_KINDS, 0) | dict(zip(row["kinds"], row["numbers"], strict=True))
         for row in rows
     }
-    firsts = await _first_rows(connection, [number for number, of in counters.items() if waiting(of)])
+    firsts = await _first_rows(connection, [number for number, of in counters.items() if waiting(of)], now_ms)
     return [
         LaneOverview(
             number=row["number"],
@@ -178,43 +177,41 @@ def _too_long(now_ms: int, first: FirstRow | None, advanced_ms: int = 0) -> int:
     return waited_ms if waited_ms > STUCK_MS else 0
 
 
-async def _first_rows(connection: Connection, lanes: Sequence[int]) -> dict[int, FirstRow]:
-    """The soonest row of each lane. It probes partitions one by one, in the order of their days, until every lane has
-    its answer. One statement over all of them would open hundreds to read one entry."""
-    # The default one may have rows of any time, so it is always probed.
-    found = await _probe(connection, "message_default", lanes)
-    for day in sorted(await existing(connection)):
-        later = [number for number in lanes if number not in found or found[number].due_ms >= day * DAY_MS]
-        if not later:
-            break
-        for number, first in (await _probe(connection, name_of(day), later)).items():
-            found[number] = min(first, found.get(number, first))
+_FIRST: Final = """
+SELECT number, due_at, parked_at
+FROM unnest($1::smallint[]) AS number
+CROSS JOIN LATERAL (
+    SELECT due_at, parked_at FROM message
+    WHERE lane = number AND due_at >= $2 AND due_at < $3 ORDER BY due_at LIMIT 1
+) AS first
+"""
+
+
+async def _first_rows(connection: Connection, lanes: Sequence[int], now_ms: int) -> dict[int, FirstRow]:
+    """The soonest row of each lane. It looks one day ahead, then two, then four. One statement over all partitions
+    would open hundreds to read one entry."""
+    found: dict[int, FirstRow] = {}
+    low_ms, days = pool.BEGINNING_MS, 1
+    while (left := [number for number in lanes if number not in found]) and low_ms < segments.FOREVER_MS:
+        high_ms = now_ms + days * DAY_MS if days < 1000 else segments.FOREVER_MS
+        rows = await connection.fetch(_FIRST, left, low_ms, high_ms)
+        found |= {number: FirstRow(due_ms, parked_ms) for number, due_ms, parked_ms in rows}
+        low_ms, days = high_ms, 2 * days
     return found
 
 
-async def _probe(connection: Connection, partition: str, lanes: Sequence[int]) -> dict[int, FirstRow]:
-    rows = await connection.fetch(
-        "SELECT number, due_at, parked_at FROM unnest($1::smallint[]) AS number CROSS JOIN LATERAL"
-        f" (SELECT due_at, parked_at FROM {partition} WHERE lane = number ORDER BY due_at LIMIT 1) AS first",
-        lanes,
-    )
-    return {number: FirstRow(due_ms, parked_ms) for number, due_ms, parked_ms in rows}
-
-
 PAGES: Final = 20_000
-"""Pages (8 KB) that one census reads at most, more or less, of all partitions together."""
-FEWEST: Final = 50
-"""Pages of one partition that are read at least, if it has them."""
+"""Pages (8 KB) that one census reads at most, more or less."""
 NEAR: Final = 20_000
 """Rows due within the hour that are counted one by one, of each lane."""
 COMPACTED: Final = b"(compacted)"
 """Stands for the routes of messages in segments: those are not unpacked for being counted."""
-_SIZES: Final = (
-    "SELECT c.relname, pg_relation_size(c.oid) / 8192 FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid"
-    " WHERE i.inhparent = 'message'::regclass"
+_SIZE: Final = (
+    "SELECT coalesce(sum(pg_relation_size(inhrelid)), 0)::bigint / 8192 FROM pg_inherits"
+    " WHERE inhparent = 'message'::regclass"
 )
 MOST: Final = 200
-"""The largest destinations of one partition, of the coming hour and of held messages that a census tells apart."""
+"""The largest destinations of waiting rows, of the coming hour and of held messages that a census tells apart."""
 # The counts of ``counted`` rows: by route and bucket, and by destination with the first due instant. $1 bounds.
 _GROUPED: Final = f"""
 SELECT route, bucket, to_exchange, to_key, n, due, rows FROM (
@@ -227,7 +224,9 @@ SELECT route, bucket, to_exchange, to_key, n, due, rows FROM (
 ) AS grouped
 WHERE to_key IS NULL OR rank <= {MOST}
 """
-_SAMPLE: Final = _GROUPED.format("SELECT route, to_exchange, to_key, due_at, 0 AS rows FROM {} TABLESAMPLE SYSTEM ({})")
+_SAMPLE: Final = _GROUPED.format(
+    "SELECT route, to_exchange, to_key, due_at, 0 AS rows FROM message TABLESAMPLE SYSTEM ({})"
+)
 # $1 bounds, $2 end of the hour, $3 rows of each lane. From a little before the watermark on: behind it are the dead.
 NEAR_ROWS: Final = _GROUPED.format("""
 SELECT near.*
@@ -247,7 +246,6 @@ _HELD: Final = (
     f" AS first GROUP BY GROUPING SETS ((route), (to_exchange, to_key)) ORDER BY count(*) DESC LIMIT {5 * MOST}"
 )
 
-Counts = dict[tuple[bytes, int], float]
 DestinationAddress = tuple[bytes, bytes]
 """An exchange and a routing key."""
 
@@ -260,9 +258,9 @@ class DestinationCount(NamedTuple):
     next_due_ms: int | None = None
     held: int = 0
 
-    def and_waiting(self, messages: float, due_ms: int) -> DestinationCount:
+    def and_waiting(self, messages: float, due_ms: int | None) -> DestinationCount:
         """With these messages too."""
-        first_ms = due_ms if self.next_due_ms is None else min(due_ms, self.next_due_ms)
+        first_ms = min((one for one in (self.next_due_ms, due_ms) if one is not None), default=None)
         return self._replace(waiting=self.waiting + messages, next_due_ms=first_ms)
 
 
@@ -295,119 +293,63 @@ class Census:
         return found
 
 
-async def take_census(connection: Connection, most_pages: int = 2_000) -> Census:
-    """Count, on one snapshot, from ``most_pages`` pages (8 KB) of a partition at most. Raises the driver's errors."""
+async def take_census(connection: Connection, most_pages: int = PAGES) -> Census:
+    """Count, on one snapshot, from a sample of ``most_pages`` pages (8 KB) at most. Raises the driver's errors."""
+    tally = _Tally()
     async with connection.transaction(isolation="repeatable_read", readonly=True):
-        await connection.execute("SET LOCAL statement_timeout = '10s'")
         now_ms = await connection.fetchval("SELECT now()")
-        sampled, certain = await _in_partitions(connection, horizon.bounds(now_ms), most_pages)
-        total = waiting(await counters(connection))
-        counts = corrected(sampled.counts, certain.counts, total)
-        stretched = stretch(sampled.counts, certain.counts, total)
-        near, all_of_them = await _due_soon(connection, now_ms)
-        if all_of_them and sampled.counts:
-            counts = with_near(counts, near.counts)
+        share = min(most_pages / max(await connection.fetchval(_SIZE), 1), 1.0)
+        rows = await connection.fetch(_SAMPLE.format(share * 100), horizon.bounds(now_ms))
+        if share == 1.0:
+            tally.add(rows, 1.0)
+        else:
+            read = sum(row["n"] for row in rows if row["to_key"] is None)
+            tally.add(rows, waiting(await counters(connection)) / max(read, 1))
+            tally.add_near(await connection.fetch(NEAR_ROWS, horizon.bounds(now_ms), now_ms + HOUR_MS, NEAR))
         for first_ms, last_ms, messages in await connection.fetch("SELECT first_due, last_due, messages FROM segment"):
             for bucket, count in horizon.spread(first_ms, last_ms, messages, now_ms).items():
-                counts[COMPACTED, bucket] = counts.get((COMPACTED, bucket), 0.0) + count
+                tally.counts[COMPACTED, bucket] += count
         groups = await connection.fetch(_HELD)
     held = {route: messages for route, _, key, messages in groups if key is None}
-    held_there = {(exchange, key): messages for _, exchange, key, messages in groups if key is not None}
-    destinations = merged(sampled.destinations, certain.destinations, near.destinations, stretched, held_there)
-    return Census(now_ms, counts, exact=not sampled.counts, held=held, destinations=destinations)
+    for _, exchange, key, messages in groups:
+        if key is not None:
+            tally.destinations[exchange, key] = tally.of(exchange, key)._replace(held=messages)
+    return Census(now_ms, tally.counts, share == 1.0, held, tally.destinations)
 
 
-@dataclass(slots=True)
-class PartialCensus:
-    """What some rows count: ``counts`` as those of a census, and the largest destinations."""
+class _Tally:
+    """The counts of a census, and its largest destinations, while they add up."""
 
-    counts: Counts = field(default_factory=dict)
-    destinations: dict[DestinationAddress, DestinationCount] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.counts: defaultdict[tuple[bytes, int], float] = defaultdict(float)
+        self.destinations: dict[DestinationAddress, DestinationCount] = {}
 
-    def add(self, row: asyncpg.Record, share: float) -> None:
-        """A row of _GROUPED, which read this share of all rows."""
-        messages = row["n"] / share
-        if row["to_key"] is None:
-            place = row["route"], row["bucket"]
-            self.counts[place] = self.counts.get(place, 0.0) + messages
-        else:
-            to = row["to_exchange"], row["to_key"]
-            self.destinations[to] = self.destinations.get(to, NONE_THERE).and_waiting(messages, row["due"])
+    def of(self, exchange: bytes, key: bytes) -> DestinationCount:
+        return self.destinations.get((exchange, key), NONE_THERE)
 
+    def add(self, rows: Iterable[Mapping[str, Any]], weight: float) -> None:
+        """Add rows of _GROUPED. Each message that was read stands for ``weight`` messages."""
+        for row in rows:
+            messages, to = row["n"] * weight, (row["to_exchange"], row["to_key"])
+            if row["to_key"] is None:
+                self.counts[row["route"], row["bucket"]] += messages
+            else:
+                self.destinations[to] = self.of(*to).and_waiting(messages, row["due"])
 
-async def _in_partitions(
-    connection: Connection, bounds: list[int], most_pages: int
-) -> tuple[PartialCensus, PartialCensus]:
-    """The counts of whole partitions, from samples of at most ``most_pages`` pages; and those counted row by row."""
-    sizes = {name: pages for name, pages in await connection.fetch(_SIZES) if pages and _ours(name)}
-    each = min(max(PAGES // max(len(sizes), 1), FEWEST), most_pages)
-    sampled, certain = PartialCensus(), PartialCensus()
-    for name, pages in sizes.items():
-        share = min(each / pages, 1.0)
-        into = certain if share == 1.0 else sampled
-        for row in await connection.fetch(_SAMPLE.format(name, share * 100), bounds):
-            into.add(row, share)
-    return sampled, certain
-
-
-def _ours(name: str) -> bool:
-    return name == "message_default" or day_of(name) is not None
+    def add_near(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Let rows of NEAR_ROWS replace what samples say of the coming hour, if they are all of it. A sample may also
+        have missed messages of their destinations."""
+        near = _Tally()
+        near.add(rows, 1.0)
+        if all(row["rows"] < NEAR for row in rows):
+            later = horizon.OFFSETS.index(HOUR_MS) + 1
+            self.counts = defaultdict(float, {at: n for at, n in self.counts.items() if at[1] >= later} | near.counts)
+        for to, soon in near.destinations.items():
+            one = self.of(*to)
+            self.destinations[to] = one.and_waiting(max(soon.waiting - one.waiting, 0.0), soon.next_due_ms)
 
 
 async def counters(connection: Connection) -> dict[str, int]:
     """The counters of all lanes together; every kind is present. Raises the driver's errors."""
     kinds = dict(await connection.fetch("SELECT kind, sum(n)::bigint FROM counter GROUP BY kind"))
     return dict.fromkeys(LANE_KINDS, 0) | kinds
-
-
-async def _due_soon(connection: Connection, now_ms: int) -> tuple[PartialCensus, bool]:
-    """The first messages due within the hour, counted row by row, and whether these are all of them."""
-    rows = await connection.fetch(NEAR_ROWS, horizon.bounds(now_ms), now_ms + HOUR_MS, NEAR)
-    found = PartialCensus()
-    for row in rows:
-        found.add(row, 1.0)
-    return found, all(row["rows"] < NEAR for row in rows)
-
-
-def corrected(sampled: Counts, certain: Counts, total: int) -> Counts:
-    """Samples are stretched so that everything adds up to ``total``, which is exact. Pure.
-
-    >>> corrected({(b"a", 1): 90.0, (b"b", 2): 30.0}, {(b"a", 1): 4.0}, 64)
-    {(b'a', 1): 49.0, (b'b', 2): 15.0}
-    """
-    factor = stretch(sampled, certain, total)
-    found = {place: count * factor for place, count in sampled.items()}
-    for place, count in certain.items():
-        found[place] = found.get(place, 0.0) + count
-    return found
-
-
-def stretch(sampled: Counts, certain: Counts, total: int) -> float:
-    """The factor by which :func:`corrected` multiplies samples. Pure."""
-    estimated = sum(sampled.values())
-    return max(total - sum(certain.values()), 0.0) / estimated if estimated else 0.0
-
-
-def merged(
-    sampled: Mapping[DestinationAddress, DestinationCount],
-    certain: Mapping[DestinationAddress, DestinationCount],
-    near: Mapping[DestinationAddress, DestinationCount],
-    factor: float,
-    held: Mapping[DestinationAddress, int],
-) -> dict[DestinationAddress, DestinationCount]:
-    """The destinations of a whole store. A sample may have missed messages that ``near`` counted. Pure."""
-    found: dict[DestinationAddress, DestinationCount] = {}
-    for to in {*sampled, *certain, *near, *held}:
-        one, soon = certain.get(to, NONE_THERE), near.get(to, NONE_THERE)
-        if (more := sampled.get(to)) is not None and more.next_due_ms is not None:
-            one = one.and_waiting(more.waiting * factor, more.next_due_ms)
-        if soon.next_due_ms is not None:
-            one = one.and_waiting(max(soon.waiting - one.waiting, 0.0), soon.next_due_ms)
-        found[to] = one._replace(held=held.get(to, 0))
-    return found
-
-
-def with_near(counts: Counts, near: Counts) -> Counts:
-    """The buckets of the coming hour from ``near``, and the others as they are. A difference is not spread. Pure."""
-    last = horizon.OFFSETS.index(HOUR_MS)
-    return {place: count for place, count in counts.items() if place[1] > last} | near

@@ -61,7 +61,7 @@ WHERE k.key = p.key AND k.id = p.id
 """
 _LEAVE: Final = f"UPDATE message_key SET {_OF_ROW} WHERE key = ANY($1) AND segment = $2"
 _DELETE: Final = statements.read("delete_rows")
-_DELETE_HELD: Final = (
+DELETE_HELD: Final = (
     "DELETE FROM held WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE)"
     f" RETURNING id, lane, key, {OF_HELD}"
 )
@@ -135,7 +135,7 @@ async def _delete_rows(
     for row in await connection.fetch(_DELETE, lanes, dues, ids, min(dues), max(dues) + 1):
         _note(cancelled, places, row)
     if left := [number for number in ids if number in places]:
-        for row in await connection.fetch(_DELETE_HELD, left):
+        for row in await connection.fetch(DELETE_HELD, left):
             cancelled.held[row["lane"]] += 1
             _note(cancelled, places, row)
 

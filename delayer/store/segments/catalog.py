@@ -1,12 +1,13 @@
-"""The segments of a store, for lists: their number, their rows, and the messages in one."""
+"""The segments of a store: their number, their rows, the messages in one, and the segments of some messages."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from asyncpg import Connection
 
-from delayer.store import statements
+from delayer.store import pool, statements
 from delayer.store.errors import check_arrow
 
 FOREVER_MS = 1 << 50
@@ -60,3 +61,45 @@ async def read(connection: Connection, segment: int) -> tuple[Any, int] | None:
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         row = await connection.fetchrow(_READ, segment)
         return None if row is None else (await live(connection, row), row["lane"])
+
+
+_HOLDING = """
+SELECT s.id, array_agg(number)
+FROM segment AS s CROSS JOIN LATERAL unnest(s.ids) WITH ORDINALITY AS one (number, nth)
+WHERE s.first_due <= $3 AND s.last_due >= $2 AND number = ANY($1)
+  AND CASE WHEN (nth - 1) / 8 < length(s.gone) THEN get_bit(s.gone, nth - 1) = 0 ELSE true END
+GROUP BY s.id ORDER BY s.id
+"""
+
+
+async def holding(connection: Connection, ids: Collection[int], dues: Mapping[int, int]) -> dict[int, list[int]]:
+    """The segments that hold messages ``ids``, each with these.
+
+    Reads the ids of every segment, some 40 KB each. If ``dues`` (epoch ms by id) has all of them, it reads only
+    segments around those instants. Raises the driver's errors.
+    """
+    if not ids:
+        return {}
+    at = [dues[number] for number in ids if number in dues]
+    first_ms, last_ms = (min(at), max(at) + 1) if len(at) == len(ids) else (pool.BEGINNING_MS, FOREVER_MS)
+    return dict(map(tuple, await connection.fetch(_HOLDING, list(ids), first_ms, last_ms)))
+
+
+_STATE = """
+SELECT coalesce(max(id), 0), count(*), (SELECT coalesce(sum(n), 0)::bigint FROM counter WHERE kind = 'restored')
+FROM segment
+"""
+
+
+class SegmentListState(NamedTuple):
+    """The state of the list of segments. Two states differ if a segment came or went in between, or came and went: ids
+    are never used again, and restores are counted."""
+
+    newest: int
+    segments: int
+    restored: int
+
+
+async def state(connection: Connection) -> SegmentListState:
+    """Raises the driver's errors."""
+    return SegmentListState(*await connection.fetchrow(_STATE))

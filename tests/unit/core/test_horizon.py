@@ -9,7 +9,6 @@ import pytest
 from delayer.core import horizon
 from delayer.core.horizon import MONTH_MS, OFFSETS, SERIES, bars, bucket_of, by_class, spread
 from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
-from delayer.store.admin.stats import corrected, with_near
 
 NOW = 1_800_000_000_000
 
@@ -50,16 +49,3 @@ def test_a_segment_is_spread_without_loss() -> None:
         found = spread(first, last, 1000, NOW)
         assert sum(found.values()) == pytest.approx(1000)
         assert min(found) == bucket_of(first, NOW)
-
-
-def test_samples_are_corrected_to_the_exact_sum() -> None:
-    found = corrected({(b"a", 3): 10.0, (b"b", 9): 30.0}, {(b"a", 1): 8.0}, 108)
-    assert found == {(b"a", 3): 25.0, (b"b", 9): 75.0, (b"a", 1): 8.0}
-    assert corrected({}, {(b"a", 1): 8.0}, 8) == {(b"a", 1): 8.0}
-    assert sum(corrected({(b"a", 3): 10.0}, {(b"a", 1): 8.0}, 5).values()) == 8.0, "never below zero"
-
-
-def test_the_counted_hour_replaces_the_estimate() -> None:
-    last = bucket_of(NOW + HOUR_MS - 1, NOW)
-    found = with_near({(b"a", 0): 1.0, (b"a", last): 2.0, (b"a", last + 1): 3.0}, {(b"a", 1): 9.0})
-    assert found == {(b"a", 1): 9.0, (b"a", last + 1): 3.0}

@@ -1,0 +1,123 @@
+"""Held messages: listed, found by their ids or by a filter, and exported."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection, Sequence
+from typing import Final, NamedTuple
+
+import asyncpg
+from asyncpg import Connection
+
+from delayer.core.filters import Filter
+from delayer.core.hold import Hold
+from delayer.store.rows import envelope
+from delayer.store.waiting import BEGINNING_OF_BODY, COLUMNS, NO_BODY, Entry, Test, entry_of, meant
+
+AT_ONCE: Final = 1000
+_STATE: Final = "kind, reason, may_be_delivered, isolated, attempts, held_at, retry_at"
+_NEXT: Final = f"SELECT {COLUMNS.format(body=NO_BODY)}, {_STATE} FROM held WHERE id > $1 ORDER BY id LIMIT $2"
+_NAMED: Final = (
+    f"SELECT {COLUMNS.format(body=BEGINNING_OF_BODY.format(2))}, {_STATE} FROM held WHERE id = ANY($1) ORDER BY id"
+)
+_WHOLE: Final = f"SELECT {COLUMNS.format(body='body')}, {_STATE}, token FROM held WHERE id > $1 ORDER BY id LIMIT 100"
+
+
+class HeldState(NamedTuple):
+    """Why a message is held (core/hold.py), and when the daemon retries it (epoch ms; None: a person decides)."""
+
+    kind: str
+    reason: str
+    may_be_delivered: bool
+    isolated: bool
+    attempts: int
+    held_ms: int
+    retry_ms: int | None
+
+    @property
+    def hold(self) -> Hold:
+        return envelope.read_hold(*self[:4])
+
+
+class HeldEntry(NamedTuple):
+    """A held message, and why it is held."""
+
+    entry: Entry
+    held: HeldState
+
+
+class HeldPage(NamedTuple):
+    """``after``: the id behind which the next page begins; None where nothing is left. ``bounded``: reading ended at
+    its limit, before the page was full."""
+
+    messages: Sequence[HeldEntry]
+    after: int | None
+    bounded: bool
+
+
+def _held_of(row: asyncpg.Record) -> HeldEntry:
+    return HeldEntry(entry_of(row), HeldState(*row[15:22]))
+
+
+async def find(
+    connection: Connection, wanted: Filter, test: Test | None, limit: int, after: int = 0, *, scan: int = 20_000
+) -> HeldPage:
+    """The next ``limit`` held messages of ``wanted``, in the order of their arrival.
+
+    It reads ``scan`` held messages at most. Raises the driver's errors."""
+    found: list[HeldEntry] = []
+    read = 0
+    while read < scan:
+        rows = await connection.fetch(_NEXT, after, AT_ONCE)
+        for row in rows:
+            after = row["id"]
+            one = _held_of(row)
+            if wanted.kind in (None, one.held.kind) and meant(one.entry, wanted, test):
+                found.append(one)
+            if len(found) == limit:
+                return HeldPage(found, after, bounded=False)
+        read += len(rows)
+        if len(rows) < AT_ONCE:
+            return HeldPage(found, None, bounded=False)
+    return HeldPage(found, after, bounded=True)
+
+
+async def named(connection: Connection, ids: Collection[int], most_body: int = 0) -> list[HeldEntry]:
+    """The held messages among these ids, with ``most_body`` bytes of each body. Raises the driver's errors."""
+    return [_held_of(row) for row in await connection.fetch(_NAMED, list(ids), most_body)]
+
+
+def dues_of(messages: Sequence[HeldEntry]) -> dict[int, int]:
+    """The due time (epoch ms) of each of these, by id."""
+    return {one.entry.place.id: one.entry.place.due_ms for one in messages}
+
+
+async def matching(connection: Connection, wanted: Filter, test: Test | None) -> dict[int, int]:
+    """All held messages of ``wanted``, each with its due time. Raises the driver's errors."""
+    dues: dict[int, int] = {}
+    after: int | None = 0
+    while after is not None:
+        page = await find(connection, wanted, test, AT_ONCE, after)
+        dues |= dues_of(page.messages)
+        after = page.after
+    return dues
+
+
+_GROUPS: Final = (
+    "SELECT kind, to_exchange, to_key, count(*) AS messages, min(reason) AS reason, min(retry_at) AS retry_ms,"
+    " count(*) FILTER (WHERE retry_at IS NULL) AS by_hand FROM (SELECT * FROM held ORDER BY id LIMIT $1) AS first"
+    " GROUP BY 1, 2, 3 ORDER BY messages DESC, 1, 2, 3 LIMIT 50"
+)
+
+
+async def groups(connection: Connection, scan: int = 100_000) -> Sequence[asyncpg.Record]:
+    """The largest groups of the first ``scan`` held messages, with one reason each. Raises the driver's errors."""
+    return list(await connection.fetch(_GROUPS, scan))
+
+
+async def whole(connection: Connection) -> AsyncIterator[Sequence[tuple[HeldEntry, bytes]]]:
+    """All held messages with their bodies, in the order of arrival, each with the ``x-delayer-id`` that it has already,
+    or b"". Raises the driver's errors."""
+    after = 0
+    while rows := await connection.fetch(_WHOLE, after):
+        after = rows[-1]["id"]
+        yield [(_held_of(row), row["token"] or b"") for row in rows]

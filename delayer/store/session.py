@@ -1,0 +1,45 @@
+"""Connections of commands, and of the page, to a store whose schema is ours."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Final
+
+from asyncpg import Connection
+
+from delayer.store import pool, schema
+from delayer.store.errors import translated
+
+LONG_SECONDS: Final = 3_600.0
+"""For statements over the whole store that have no statement_timeout. For the driver, None means COMMAND_SECONDS."""
+SETTINGS: Final = {
+    # Plans must be ranges of the primary key, also with wrong statistics of a partition that was just filled.
+    "enable_seqscan": "off",
+    "enable_bitmapscan": "off",
+    "enable_hashjoin": "off",
+    "enable_mergejoin": "off",
+}
+
+
+@asynccontextmanager
+async def opened(
+    url: str, application: str, doing: str, more: Mapping[str, str] | None = None
+) -> AsyncIterator[Connection]:
+    """A connection of :func:`pool.connect` for one block. Errors say ``doing``. Raises StoreLost, BadStoreUrl."""
+    connection = await pool.connect(url, application, more)
+    try:
+        with translated(doing):
+            yield connection
+    finally:
+        await pool.close(connection)
+
+
+@asynccontextmanager
+async def looking(
+    url: str, doing: str, application: str = "delayer look", settings: Mapping[str, str] = SETTINGS
+) -> AsyncIterator[Connection]:
+    """A connection to look at the store with. Errors say ``doing``. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
+    async with opened(url, application, doing, settings) as connection:
+        await schema.check(connection)
+        yield connection

@@ -1,0 +1,404 @@
+"""The read model: waiting messages in the order of (due instant, id), as rows of all lanes and in segments.
+
+A page is of one snapshot and begins behind the last place of the one before. The primary key of the few partitions that
+it touches finds that place, so a page costs the same with ten million rows as with ten. No index knows route,
+destination and headers. The page reads on to find them, up to a bound. A page that ends before it is full says so, and
+the next one goes on there.
+
+The functions ``named`` and ``called`` find single messages, by id and by the other names of a message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from itertools import repeat
+from typing import Any, Final, NamedTuple
+
+import asyncpg
+from asyncpg import Connection
+
+from delayer.core.filters import MAX_ID, OWN, Filter, Token
+from delayer.core.message import SHORT_STRING, Parcel, Target
+from delayer.core.segment import SegmentBroken
+from delayer.core.units import DAY_MS
+from delayer.store import pool
+from delayer.store.rows import envelope
+from delayer.store.rows.places import AT_PLACES, Place, Places, find_rows
+from delayer.store.segments import catalog
+from delayer.store.session import LONG_SECONDS
+
+Test = Callable[[bytes], bool]
+"""Whether a message is meant, by its properties: what SQL cannot read."""
+Position = tuple[int, int]
+"""A due instant in microseconds, and an id: where a page begins or ends."""
+BEGINNING: Final[Position] = (-(1 << 53), -1)
+AT_ONCE: Final = 16
+"""Rows of each lane that the first statement of a page reads at least. The next one reads four times as many."""
+SCAN: Final = 10_000
+"""Rows that one page reads at most, of all lanes together, to find those that match."""
+SEGMENTS: Final = 4
+"""Segments that begin behind a page's first place and that the page unpacks at most: some 50 ms each. A page also
+unpacks every segment that reaches over its first place: one more for each compaction of the same days."""
+NAMED: Final = 10
+"""The messages that :func:`called` finds for one name at most."""
+COLUMNS: Final = """
+lane, (extract(epoch FROM due_at) * 1000000)::bigint AS due_us, id, parked_at, route, exchange, routing_key,
+to_exchange, to_key, key, octet_length(body) AS size, properties, checksum, format, {body} AS body
+"""
+"""The columns of ``message`` and ``held`` for :func:`entry_of`."""
+NO_BODY, BEGINNING_OF_BODY = "''::bytea", "substring(body FROM 1 FOR ${})"
+_AT_PLACES: Final = f"SELECT {COLUMNS.format(body=BEGINNING_OF_BODY.format(6))} {AT_PLACES}"
+_BODIES: Final = f"SELECT id, body {AT_PLACES}"
+_LANES: Final = (
+    "SELECT lane FROM counter GROUP BY lane"
+    " HAVING sum(CASE WHEN kind IN ('parked', 'restored') THEN n ELSE -n END) > 0 ORDER BY lane"
+)
+# $1: lanes. $2, $3: bounds of due_at, which prune partitions while planning. $4 (microseconds), $5 (id): the place
+# behind which to begin. $6: rows of each lane at most. The last row of each lane is always there: it says how many rows
+# were read.
+_NEXT: Final = f"""
+SELECT next.*
+FROM unnest($1::smallint[]) AS l (number)
+CROSS JOIN LATERAL (
+    SELECT *, row_number() OVER () AS nth, count(*) OVER () AS read
+    FROM (
+        SELECT {COLUMNS.format(body=NO_BODY)}, {{meant}} AS meant
+        FROM message
+        WHERE lane = l.number AND due_at >= $2 AND due_at < $3
+          AND (due_at, id) > ('epoch'::timestamptz + $4::bigint * interval '1 microsecond', $5::bigint)
+        ORDER BY due_at, id
+        LIMIT $6
+    ) AS ordered
+) AS next
+WHERE meant OR nth = read
+"""
+_OVERLAPPING: Final = """
+SELECT id, first_due, messages, first_due >= $1 AND last_due < $2 AS whole
+FROM segment WHERE last_due >= $1 AND first_due < $2 ORDER BY first_due, id
+"""
+_CALLED: Final = " UNION ALL ".join(
+    f"SELECT (extract(epoch FROM due_at) * 1000000)::bigint, id, properties FROM {table}"
+    " WHERE EXISTS (SELECT FROM unnest($1::bytea[]) AS text WHERE position(text IN properties) > 0)"
+    for table in ("message", "held")
+)
+_HELD_OF: Final = f"SELECT '{OWN}'::bytea || token, due_at, id FROM held WHERE '{OWN}'::bytea || token = ANY($1)"
+
+
+class Entry(NamedTuple):
+    """A message of the store. ``body``: as much of it as was read; ``size``: the bytes of all of it."""
+
+    place: Place
+    parked_ms: int
+    route: bytes
+    exchange: bytes
+    routing_key: bytes
+    to_exchange: bytes
+    to_key: bytes
+    key: bytes | None
+    size: int
+    properties: bytes
+    checksum: int
+    format: int
+    body: bytes = b""
+
+    @property
+    def sound(self) -> bool | None:
+        """Whether its format and checksum fit, else the daemon will hold it. None: unknown, as only a part of the body
+        was read."""
+        if len(self.body) < self.size:
+            return None
+        found = envelope.checksum(self.exchange, self.routing_key, self.properties, self.body)
+        return self.checksum == found and self.format == envelope.FORMAT
+
+    def parcel(self, token: bytes = b"") -> Parcel:
+        """The message as it was parked."""
+        target = Target(self.to_exchange, self.to_key)
+        published = self.route, self.exchange, self.routing_key
+        return Parcel(self.place.due_ms, *published, target, self.properties, self.body, self.key, token)
+
+
+class FoundPage(NamedTuple):
+    """The next messages that match. ``after`` is where to go on, None where nothing is left.
+
+    ``bounded``: reading ended at its limit, before enough were found. ``broken``: segments that do not read back and
+    may hold messages that match.
+    """
+
+    messages: Sequence[Entry]
+    after: Position | None
+    bounded: bool
+    broken: Collection[int]
+
+
+class CountedMessages(NamedTuple):
+    """How many messages match. ``broken``: segments that do not read back and may hold more."""
+
+    messages: int
+    broken: int
+
+
+async def find(
+    connection: Connection,
+    wanted: Filter,
+    test: Test | None,
+    limit: int,
+    after: Position = BEGINNING,
+    *,
+    scan: int = SCAN,
+    bodies: bool = False,
+) -> FoundPage:
+    """The next ``limit`` messages of ``wanted`` that wait behind ``after``, on one snapshot. ``test`` stands for the
+    headers and the message_id of ``wanted``. ``scan``: the rows to read at most. ``bodies``: read the bodies of
+    messages in segments, which are unpacked anyway. Raises the driver's errors."""
+    async with connection.transaction(isolation="repeatable_read", readonly=True):
+        if wanted.key is not None:
+            return await _find_keyed(connection, wanted, test, after)
+        rows, end_of_rows = await _in_rows(connection, wanted, test, limit=limit, after=after, scan=scan)
+        packed, end_of_segments, broken = await _in_segments(
+            connection, wanted, test, limit=limit, after=after, end=end_of_rows, bodies=bodies
+        )
+    end = min((one for one in (end_of_rows, end_of_segments) if one is not None), default=None)
+    sure = [one for one in sorted([*rows, *packed]) if end is None or one.place[:2] <= end]
+    full = len(sure) >= limit and (len(sure) > limit or end is not None)
+    if full:
+        sure, end = sure[:limit], sure[limit - 1].place[:2]
+    return FoundPage(sure, end, bounded=end is not None and not full, broken=broken)
+
+
+async def pages(
+    connection: Connection, wanted: Filter, test: Test | None, limit: int, *, bodies: bool = False
+) -> AsyncIterator[FoundPage]:
+    """All that :func:`find` finds, page by page; its transaction is over between two of them. Raises the driver's
+    errors."""
+    after: Position | None = BEGINNING
+    while after is not None:
+        found = await find(connection, wanted, test, limit, after, scan=10 * SCAN, bodies=bodies)
+        yield found
+        after = found.after
+
+
+async def with_bodies(connection: Connection, messages: Sequence[Entry]) -> list[Entry]:
+    """These messages of :func:`find`, which read the ``bodies`` of those in segments, with the bodies of rows too. All
+    must still be there, on the snapshot of the open transaction. Raises the driver's errors."""
+    rows = dict(await connection.fetch(_BODIES, *Places.of(one.place for one in messages)))
+    return [one if one.place.segment is not None else one._replace(body=rows[one.place.id]) for one in messages]
+
+
+async def _in_rows(
+    connection: Connection, wanted: Filter, test: Test | None, *, limit: int, after: Position, scan: int
+) -> tuple[list[Entry], Position | None]:
+    """The first matching rows behind ``after``, more than ``limit`` if there are as many. Also the position up to which
+    these are all; None if it read to the end.
+
+    It reads window by window: of the days ahead one, then two, then four. One statement over all partitions would open
+    hundreds of them to read the first page of one.
+    """
+    lanes = [lane for (lane,) in await connection.fetch(_LANES)]
+    now_ms = await connection.fetchval("SELECT now()")
+    first_ms, last_ms = _bounds(wanted)
+    after = max(after, (first_ms * 1000 - 1, MAX_ID))
+    low_ms = pool.BEGINNING_MS if after <= BEGINNING else after[0] // 1000
+    terms, given = _conditions(wanted, first=7)
+    statement = _NEXT.format(meant=terms)
+    found: list[Entry] = []
+    width, each = DAY_MS, max(2 * limit // max(len(lanes), 1), AT_ONCE)
+    while lanes and low_ms < last_ms and len(found) <= limit and scan > 0:
+        high_ms = min(max(low_ms, now_ms) + width, last_ms)
+        if high_ms > now_ms + 1000 * DAY_MS:
+            high_ms = last_ms  # Behind every partition of a day.
+        most = min(each, max(scan // len(lanes), 1) if wanted.narrow else limit + 1)
+        rows = await connection.fetch(statement, lanes, low_ms, high_ms, *after, most, *given)
+        lasts = [row for row in rows if row["nth"] == row["read"]]
+        # Up to here every lane was read; None: to the end of the window.
+        end = min(((row["due_us"], row["id"]) for row in lasts if row["read"] == most), default=None)
+        messages = [entry_of(row) for row in rows if row["meant"]]
+        found += [
+            one for one in messages if (end is None or one.place[:2] <= end) and (test is None or test(one.properties))
+        ]
+        each *= 4
+        if wanted.narrow:
+            scan -= sum(row["read"] for row in lasts)
+        if end is None:
+            low_ms, width, after = high_ms, 2 * width, (high_ms * 1000 - 1, MAX_ID)
+        else:
+            low_ms, after = end[0] // 1000, end
+    return found, after if lanes and low_ms < last_ms else None
+
+
+def _conditions(wanted: Filter, first: int) -> tuple[str, list[bytes]]:
+    """The filters without an index, as SQL with parameters from ``first`` on, and these parameters."""
+    asked = {"route": wanted.route, "to_exchange": wanted.to_exchange, "to_key": wanted.to_key}
+    given = {column: value for column, value in asked.items() if value is not None}
+    terms = [f"{column} = ${number}" for number, column in enumerate(given, first)]
+    return " AND ".join(terms) or "true", list(given.values())
+
+
+async def _in_segments(
+    connection: Connection,
+    wanted: Filter,
+    test: Test | None,
+    *,
+    limit: int,
+    after: Position,
+    end: Position | None,
+    bodies: bool,
+) -> tuple[list[Entry], Position | None, list[int]]:
+    """The first ``limit`` matching messages in segments between two positions; the position up to which segments were
+    read, None for all of them; and segments that do not read back. In memory are ``limit`` messages and one segment."""
+    first_ms, before_ms = _bounds(wanted)
+    before_ms = before_ms if end is None else min(before_ms, end[0] // 1000 + 1)
+    rows = await connection.fetch(_OVERLAPPING, max(first_ms, after[0] // 1000), before_ms)
+    found: list[Entry] = []
+    broken: list[int] = []
+    last: Position | None = None
+    for number, (segment, first_due_ms, *_) in enumerate(rows):
+        # The last position before the first millisecond of this segment. The segments after it begin no earlier.
+        before = (first_due_ms * 1000 - 1, MAX_ID)
+        if last is not None and before >= last:
+            break
+        if number >= SEGMENTS and before > after:
+            return found, before, broken
+        unpacked = await unpack(connection, segment, bodies=bodies)
+        if unpacked is None:
+            broken.append(segment)
+            continue
+        found += [one for one in unpacked if one.place[:2] > after and meant(one, wanted, test)]
+        if len(found) > limit:
+            found = sorted(found)[:limit]
+            last = found[-1].place[:2]
+    return found, last, broken
+
+
+def _bounds(wanted: Filter) -> tuple[int, int]:
+    """The first millisecond of a filter, and the one after its last."""
+    first_ms = pool.BEGINNING_MS if wanted.due_from_ms is None else wanted.due_from_ms
+    return first_ms, catalog.FOREVER_MS if wanted.due_before_ms is None else wanted.due_before_ms
+
+
+async def segments(connection: Connection) -> AsyncIterator[tuple[int, list[Entry] | None]]:
+    """Each segment, and its messages as :func:`unpack` finds them. Raises the driver's errors."""
+    for segment in await catalog.listed(connection):
+        yield segment.id, await unpack(connection, segment.id)
+
+
+async def unpack(connection: Connection, segment: int, *, bodies: bool = False) -> list[Entry] | None:
+    """The live messages of a segment; None where it does not read back. Threads unpack it. Raises the driver's
+    errors."""
+    try:
+        found = await catalog.read(connection, segment)
+    except SegmentBroken:
+        return None
+    return [] if found is None else await asyncio.to_thread(_entries_in, *found, segment, bodies=bodies)
+
+
+def _entries_in(table: Any, lane: int, segment: int, *, bodies: bool) -> list[Entry]:
+    """The messages of a table of codec.SCHEMA."""
+    import pyarrow.compute as pc  # noqa: PLC0415 - pyarrow, once there is a segment to read
+
+    from delayer.store.segments.codec import microseconds  # noqa: PLC0415
+
+    columns: dict[str, Iterable[Any]] = {"size": pc.binary_length(table["body"]).to_pylist(), "body": repeat(b"")}
+    read = table if bodies else table.drop_columns(["body"])
+    columns |= {name: read[name].to_pylist() for name in read.column_names if not name.endswith("_at")}
+    places = map(Place, microseconds(table["due_at"]), columns["id"], repeat(lane), repeat(segment))
+    parked_ms = [parked_us // 1000 for parked_us in microseconds(table["parked_at"])]
+    return list(map(Entry, places, parked_ms, *(columns[name] for name in Entry._fields[2:])))
+
+
+async def _find_keyed(connection: Connection, wanted: Filter, test: Test | None, after: Position) -> FoundPage:
+    row = await connection.fetchrow("SELECT id, due_at FROM message_key WHERE key = $1", wanted.key)
+    found, broken = await named(connection, [] if row is None else [Token(*row)])
+    matching = [one for one in found if one.place[:2] > after and meant(one, wanted, test)]
+    return FoundPage(matching, None, bounded=False, broken=broken)
+
+
+def meant(entry: Entry, wanted: Filter, test: Test | None) -> bool:
+    """Whether ``wanted`` means this message. Pure."""
+    asked = ((wanted.route, entry.route), (wanted.to_exchange, entry.to_exchange), (wanted.to_key, entry.to_key))
+    same = all(want is None or want == found for want, found in (*asked, (wanted.key, entry.key)))
+    return same and wanted.in_range(entry.place.due_ms) and (test is None or test(entry.properties))
+
+
+def entry_of(row: asyncpg.Record) -> Entry:
+    """The message of a row that begins with COLUMNS."""
+    return Entry(Place(row["due_us"], row["id"], row["lane"]), *row[3:15])
+
+
+async def named(
+    connection: Connection, tokens: Iterable[Token], most_body: int = 0
+) -> tuple[list[Entry], dict[int, list[int]]]:
+    """The waiting messages with these ids; and the ids of those in segments that do not read back, by segment. It reads
+    ``most_body`` bytes of each body. Raises the driver's errors."""
+    ids = {token.id for token in tokens}
+    dues = {token.id: token.due_ms for token in tokens if token.due_ms is not None}
+    broken: dict[int, list[int]] = {}
+    async with connection.transaction(isolation="repeatable_read", readonly=True):
+        places = await find_rows(connection, list(ids), dues)
+        found = [entry_of(row) for row in await connection.fetch(_AT_PLACES, *places, most_body)]
+        left = ids - {entry.place.id for entry in found}
+        for segment, numbers in (await catalog.holding(connection, left, dues)).items():
+            inside = await unpack(connection, segment, bodies=most_body > 0)
+            if inside is None:
+                broken[segment] = numbers
+            found += [one for one in inside or () if one.place.id in numbers]
+    return sorted(found), broken
+
+
+async def called(
+    connection: Connection, names: Sequence[bytes], message_id: Callable[[bytes], bytes | None], *, packed: bool
+) -> dict[bytes, list[Token]]:
+    """The ids of the waiting and held messages that have one of these message_ids, or of the held ones with that
+    ``x-delayer-id`` after ``id:``. ``message_id`` reads the message_id from properties. To find one, it reads every
+    row; with ``packed`` every segment too, as long as it takes. Raises the driver's errors."""
+    found: dict[bytes, list[Token]] = {name: [] for name in names}
+    published = {name for name in names if not name.startswith(OWN.encode())}
+    # As properties hold them: a byte of length, then the text.
+    short = [bytes([min(len(name), SHORT_STRING)]) + name for name in published]
+
+    def add(due_us: int, number: int, properties: bytes) -> None:
+        name = message_id(properties)
+        if name in published and len(found[name]) < NAMED:
+            found[name].append(Token(number, due_us // 1000))
+
+    async with connection.transaction(isolation="repeatable_read", readonly=True):
+        for name, due_ms, number in await connection.fetch(_HELD_OF, names):
+            found[name].append(Token(number, due_ms))
+        if not published:
+            return found
+        patient = "; SET LOCAL statement_timeout = 0" if packed else ""
+        await connection.execute(f"SET LOCAL enable_seqscan = on{patient}")
+        async for row in connection.cursor(_CALLED, short, prefetch=100, timeout=LONG_SECONDS):
+            add(*row)  # A header's text may be in every row.
+        if packed:
+            async for _, inside in segments(connection):
+                for one in inside or ():
+                    add(one.place.due_us, one.place.id, one.properties)
+    return found
+
+
+async def count(connection: Connection, wanted: Filter, test: Test | None) -> CountedMessages:
+    """Count the messages that match: on one snapshot, unless the filter names a key or a header. Raises the driver's
+    errors."""
+    messages = 0
+    broken: set[int] = set()
+    if wanted.key is not None or test is not None:
+        async for page in pages(connection, wanted, test, 1000):
+            messages += len(page.messages)
+            broken |= set(page.broken)
+        return CountedMessages(messages, len(broken))
+    bounds = _bounds(wanted)
+    terms, given = _conditions(wanted, first=3)
+    statement = f"SELECT count(*) FROM message WHERE due_at >= $1 AND due_at < $2 AND {terms}"
+    async with connection.transaction(isolation="repeatable_read", readonly=True):
+        # The statement may read ten million rows, so it takes any plan and any time.
+        await connection.execute("SET LOCAL statement_timeout = 0; SET LOCAL enable_seqscan = on")
+        messages = await connection.fetchval(statement, *bounds, *given, timeout=LONG_SECONDS)
+        for segment, _, inside, whole in await connection.fetch(_OVERLAPPING, *bounds):
+            if whole and not wanted.narrow:
+                messages += inside
+            elif (found := await unpack(connection, segment)) is None:
+                broken.add(segment)
+            else:
+                messages += sum(meant(one, wanted, None) for one in found)
+    return CountedMessages(messages, len(broken))
