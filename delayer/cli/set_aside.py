@@ -31,23 +31,18 @@ from delayer.core.readable import instant
 from delayer.daemon import set_aside
 from delayer.daemon.set_aside import SetAsideName
 from delayer.intake.refusals import AS_IT_IS, Mend
-from delayer.intake.set_aside import ANY, KEPT, SETTLED, RefusedMessage, Result, Selection, Stray
+from delayer.intake.set_aside import ANY, KEPT, SETTLED, Result, Selection, SetAsideMessage
 from delayer.store.admin.actions import PAST
 
 
-def _refused_row(one: RefusedMessage) -> tuple[object, ...]:
+def _refused_row(one: SetAsideMessage) -> tuple[object, ...]:
     return one.id, one.place, one.size, one.message_id, one.reason
 
 
-def _stray_row(one: Stray) -> tuple[object, ...]:
-    return (
-        one.id,
-        "?" if one.due_ms is None else instant(one.due_ms),
-        one.place,
-        one.attempts,
-        one.message_id,
-        one.reason,
-    )
+def _stray_row(one: SetAsideMessage) -> tuple[object, ...]:
+    due_ms = one.more["due_ms"]
+    due = "?" if due_ms is None else instant(due_ms)
+    return one.id, due, one.place, one.more["attempts"], one.message_id, one.reason
 
 
 class SetAsideQueue(NamedTuple):
@@ -61,7 +56,7 @@ class SetAsideQueue(NamedTuple):
     retried: str
     columns: Sequence[str]
     right: int
-    row: Callable[[Any], tuple[object, ...]]
+    row: Callable[[SetAsideMessage], tuple[object, ...]]
     limit: int | None
     about: str
     retry: str
@@ -170,12 +165,12 @@ async def _declare(settings: Settings) -> None:
         await broker.declare(native_of(settings))
 
 
-def _say_hidden(seen: Result[Any]) -> None:
+def _say_hidden(seen: Result) -> None:
     if seen.hidden:
         note(seen.hidden)
 
 
-def _say_cut(source: SetAsideQueue, seen: Result[Any]) -> None:
+def _say_cut(source: SetAsideQueue, seen: Result) -> None:
     note(f"The queue has {seen.depth:,} {source.noun}; only the first {seen.looked:,} were looked at.")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import BrokerRefused, QueueMissing
@@ -66,13 +65,13 @@ class DaemonInside:
             raise BrokerLost(str(refused)) from refused
         return Depths(seen.queues, {level.level: level.depth for level in seen.levels}, seen.delayed)
 
-    async def look_aside(self, name: SetAsideName, limit: int) -> Result[Any]:
+    async def look_aside(self, name: SetAsideName, limit: int) -> Result:
         with _reached():
             return await set_aside.look(self.settings, name, limit=limit)
 
     async def change_aside(
         self, name: SetAsideName, verb: str, ids: frozenset[str], who: str, mend: Mend
-    ) -> tuple[Result[Any], int]:
+    ) -> tuple[Result, int]:
         with _reached():
             return await set_aside.change(self.settings, name, verb, Selection(ids), who=who, mend=mend)
 

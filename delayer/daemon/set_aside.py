@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import structlog
 
@@ -19,7 +19,7 @@ log = structlog.get_logger(__name__)
 SetAsideName = Literal["refused", "strays"]
 
 
-def queue_of(settings: Settings, name: SetAsideName, mend: Mend = AS_IT_IS) -> SetAside[Any]:
+def queue_of(settings: Settings, name: SetAsideName, mend: Mend = AS_IT_IS) -> SetAside:
     """The queue of refused messages or of strays. ``mend``: the changes of refused messages that are retried."""
     where = settings.broker_url, settings.management_url
     if name == "strays":
@@ -28,9 +28,7 @@ def queue_of(settings: Settings, name: SetAsideName, mend: Mend = AS_IT_IS) -> S
     return refused_queue(*where, settings.refused.queue, entries, mend)
 
 
-async def look(
-    settings: Settings, name: SetAsideName, wanted: Selection = ANY, limit: int | None = None
-) -> Result[Any]:
+async def look(settings: Settings, name: SetAsideName, wanted: Selection = ANY, limit: int | None = None) -> Result:
     """The messages that match. There are none without a strays queue in store mode: the store holds such messages.
     Raises BrokerLost, BrokerRefused, QueueMissing."""
     try:
@@ -50,7 +48,7 @@ async def change(
     who: str,
     mend: Mend = AS_IT_IS,
     limit: int | None = None,
-) -> tuple[Result[Any], int]:
+) -> tuple[Result, int]:
     """Retry or drop the messages that match. Returns the result, and how many the daemon refused again.
 
     With a store, a change of refused messages gets an entry in the audit log; any other change is logged. Raises as

@@ -321,7 +321,7 @@ class Pages:
         """The first strays."""
         return await self._set_aside(request, "strays.html", self.answers.view.strays)
 
-    async def _set_aside(self, request: Request, template: str, look: Cached[Result[Any]], **more: Any) -> Response:
+    async def _set_aside(self, request: Request, template: str, look: Cached[Result], **more: Any) -> Response:
         if _by_program(request) and request.query_params:
             wrong = f"Expected no fields, found {next(iter(request.query_params))[:40]!r}: this list has no filter."
             return await self.html(request, "", 400, wrong=wrong)

@@ -65,12 +65,12 @@ class DaemonPort(Protocol):
     async def depths(self) -> Depths:
         """Ask the broker. Raises BrokerLost."""
 
-    async def look_aside(self, name: Literal["refused", "strays"], limit: int) -> Result[Any]:
+    async def look_aside(self, name: Literal["refused", "strays"], limit: int) -> Result:
         """The first messages of that queue. Raises BrokerLost."""
 
     async def change_aside(
         self, name: Literal["refused", "strays"], verb: str, ids: frozenset[str], who: str, mend: Mend
-    ) -> tuple[Result[Any], int]:
+    ) -> tuple[Result, int]:
         """Do "retry", with these changes of refused messages, or "drop". Returns the result, and how many the daemon
         refused again. Raises BrokerLost, StoreLost."""
 

@@ -14,14 +14,12 @@ import pytest
 from delayer.cli import status
 from delayer.config.model import Settings
 from delayer.core.errors import BrokerLost
-from delayer.core.hold import Hold, HoldKind
-from delayer.core.message import Target
 from delayer.http import server
 from delayer.http.access import HEADERS
 from delayer.http.server import HttpPart
 from delayer.http.view import Depths, State
-from delayer.intake.refusals import AS_IT_IS, Mend, Refusal
-from delayer.intake.set_aside import RefusedMessage, Result, Stray
+from delayer.intake.refusals import AS_IT_IS, Mend
+from delayer.intake.set_aside import Result, SetAsideMessage
 from tests.support.fakes import until
 from tests.support.logged import capture_logs
 from tests.support.web import Web
@@ -29,11 +27,11 @@ from tests.unit.http.states import state
 
 TOKEN = "open-sesame-open-sesame"
 EVIL = "<script>alert(1)</script>"
-REFUSED = RefusedMessage(
-    Refusal("id-1 $(reboot)", f"x-delay: {EVIL}", b"", EVIL.encode(), EVIL, mangled=False), b"\0\0", EVIL.encode(), 10
+REFUSED = SetAsideMessage(
+    "id-1 $(reboot)", EVIL, b"", f"queue {EVIL}", f"x-delay: {EVIL}", b"\0\0", EVIL.encode(), 10, {"exchange": ""}
 )
-STRAY = Stray(
-    "s-1", 0, Target(b"", b"q"), b"", b"", 10, Hold(HoldKind.RETURNED, EVIL), EVIL.encode(), len(EVIL), message_id=EVIL
+STRAY = SetAsideMessage(
+    "s-1", EVIL, b"", "queue q", EVIL, b"\0\0", EVIL.encode(), len(EVIL), {"due_ms": 0, "attempts": 10}
 )
 
 
@@ -59,12 +57,10 @@ class Inside:
             raise BrokerLost("no connection")
         return Depths({"delays": 3, "delays.due": 0, "delays.refused": 1}, {27: 5, 0: None})
 
-    async def look_aside(self, name: str, limit: int) -> Result[Any]:
+    async def look_aside(self, name: str, limit: int) -> Result:
         return Result(1, found=[REFUSED if name == "refused" else STRAY][:limit])
 
-    async def change_aside(
-        self, name: str, verb: str, ids: frozenset[str], who: str, mend: Mend
-    ) -> tuple[Result[Any], int]:
+    async def change_aside(self, name: str, verb: str, ids: frozenset[str], who: str, mend: Mend) -> tuple[Result, int]:
         self.done.append((f"{name} {verb}", ids, who))
         self.mends.append(mend)
         return Result(2, found=[REFUSED], left=[(REFUSED, "the broker returned it")] if name == "refused" else []), 1
@@ -207,7 +203,7 @@ async def test_a_program_with_the_token_lists_what_is_set_aside() -> None:
 async def test_the_menu_counts_without_a_look_into_a_queue() -> None:
     inside = Inside()
 
-    async def look(name: str, limit: int) -> Result[Any]:
+    async def look(name: str, limit: int) -> Result:
         assert name == "strays", limit
         return Result(0)
 
@@ -225,7 +221,7 @@ async def test_looks_at_refused_messages_are_shared_for_seconds() -> None:
     inside = Inside()
     looks = []
 
-    async def look(_name: str, limit: int) -> Result[Any]:
+    async def look(_name: str, limit: int) -> Result:
         looks.append(limit)
         return Result(len(looks))
 
@@ -380,7 +376,7 @@ async def test_delayed_messages_are_shown_for_every_queue(delayed: dict[str, int
 async def test_a_queue_that_hides_messages_is_not_called_empty(name: str) -> None:
     inside = Inside()
 
-    async def look(_name: str, _limit: int) -> Result[Any]:
+    async def look(_name: str, _limit: int) -> Result:
         return Result(0, 7)
 
     inside.look_aside = look  # type: ignore[method-assign]
@@ -394,7 +390,7 @@ async def test_slow_queries_run_one_after_another() -> None:
     inside = Inside()
     began, go, at_once = asyncio.Event(), asyncio.Event(), []
 
-    async def look(_name: str, limit: int) -> Result[Any]:
+    async def look(_name: str, limit: int) -> Result:
         at_once.append(1)
         began.set()
         await go.wait()
