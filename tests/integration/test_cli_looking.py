@@ -286,9 +286,9 @@ def test_only_the_beginning_of_a_large_stray_is_kept() -> None:
     parcel, properties = envelope(1, "312", b"x" * 1_000_000)
     delivery = Delivery(1, False, b"", QUEUE, properties, parcel.body)
     read = set_aside.stray(delivery, b"delayer.delay-delivery", b"delays.due", 10_000)
-    shown = set_aside.Stray.of(delivery, read)
+    shown = set_aside.SetAsideMessage.stray(delivery, read)
     assert len(pickle.dumps(shown)) < 1_000
-    assert (shown.size, shown.hold.text) == (1_000_000, "312")
+    assert (shown.size, shown.reason) == (1_000_000, "312")
 
 
 LIMIT = 20
@@ -381,7 +381,7 @@ async def test_a_look_ends_when_its_messages_are_back_in_their_places(applied: R
         refused = queue_of(load(None, {}, {"broker.url": vhost}), "refused")
         for _ in range(LOOKS):
             found = (await refused.look()).found
-            assert [one.refusal.id for one in found] == [f"id:delayer.in-{n}" for n in range(MANY)]
+            assert [one.id for one in found] == [f"id:delayer.in-{n}" for n in range(MANY)]
             assert await admin.depths([refused.queue]) == {refused.queue: MANY}
 
 
