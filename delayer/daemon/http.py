@@ -6,18 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from delayer.broker.cascade_depths import cascade_depths
-from delayer.broker.errors import BrokerRefused, QueueMissing
+from delayer.broker.errors import BrokerRefused, QueueMissing, TopologyMismatch
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.errors import BrokerLost
 from delayer.daemon import set_aside
-from delayer.daemon.set_aside import SetAsideName
+from delayer.daemon.set_aside import SetAsideChange, SetAsideName
 from delayer.daemon.wiring import Daemon
 from delayer.http.recent import Recent, host_ms
 from delayer.http.server import HttpPart
 from delayer.http.view import Depths, State
 from delayer.intake.refusals import Mend
 from delayer.intake.set_aside import Result, Selection
+from delayer.store.admin.changes import ChangeResult
 
 
 class DaemonInside:
@@ -71,16 +72,16 @@ class DaemonInside:
 
     async def change_aside(
         self, name: SetAsideName, verb: str, ids: frozenset[str], who: str, mend: Mend
-    ) -> tuple[Result, int]:
+    ) -> ChangeResult:
         with _reached():
-            return await set_aside.change(self.settings, name, verb, Selection(ids), who=who, mend=mend)
+            return await SetAsideChange(self.settings, name, verb, Selection(ids), mend).carry_out(who)
 
 
 @contextmanager
 def _reached() -> Iterator[None]:
     try:
         yield
-    except (BrokerRefused, QueueMissing) as error:
+    except (BrokerRefused, QueueMissing, TopologyMismatch) as error:
         raise BrokerLost(str(error)) from error
 
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 import structlog
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,11 +26,13 @@ from starlette.types import Scope
 
 from delayer.config.texts import is_loopback
 from delayer.core.backoff import LogThrottle
+from delayer.core.errors import BrokerLost
 from delayer.http.access import RequestGuard, Sessions
 from delayer.http.actions import Actions, ChangeHandler
+from delayer.http.forms import FieldError
 from delayer.http.health import Answers
 from delayer.http.pages import Pages
-from delayer.http.view import DaemonPort, View
+from delayer.http.view import STORE_ERRORS, DaemonPort, View
 
 log = structlog.get_logger(__name__)
 
@@ -72,10 +75,6 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
     pages = Pages(answers, sessions)
     actions = Actions(pages, asyncio.Semaphore(at_once))
 
-    async def nowhere(request: Request, _error: Exception) -> Response:
-        line = "No page of delayer has this address."
-        return await pages.html(request, "done.html", 404, heading="There is nothing here", lines=[line], back="/")
-
     def shown(answer: HttpHandler, turns: asyncio.Semaphore | None = None, *, private: bool = False) -> HttpHandler:
         """If private, or away from loopback unless the page is open: an answer for clients with the token only."""
 
@@ -114,16 +113,13 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
             Route("/audit-log", shown(pages.audit_log, looks)),
             Route("/login", pages.login, methods=["GET", "POST"]),
             Route("/logout", pages.logout, methods=["POST"]),
-            changing("messages", actions.named),
-            changing("filtered", actions.filtered),
-            changing("held", actions.held),
-            changing("held-filtered", actions.held_filtered),
+            changing("messages", actions.stored),
             changing("refused", partial(actions.set_aside, name="refused")),
             changing("strays", partial(actions.set_aside, name="strays")),
             Mount("/static", Files(directory=STATIC)),
         ],
         middleware=[Middleware(RequestGuard, listen=lambda: settings.settings.http.listen)],
-        exception_handlers={404: nowhere},
+        exception_handlers=dict.fromkeys((HTTPException, FieldError, BrokerLost, *STORE_ERRORS), pages.failed),
     )
 
 

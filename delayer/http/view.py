@@ -12,12 +12,15 @@ from math import inf
 from time import monotonic
 from typing import Any, Final, Generic, Literal, NamedTuple, Protocol, TypeVar
 
+from starlette.exceptions import HTTPException
+
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.intake.refusals import Mend
 from delayer.intake.set_aside import Result
 from delayer.store.admin import listing, stats
+from delayer.store.admin.changes import ChangeResult
 from delayer.store.admin.stats import Census, StoreOverview
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 
@@ -70,15 +73,18 @@ class DaemonPort(Protocol):
 
     async def change_aside(
         self, name: Literal["refused", "strays"], verb: str, ids: frozenset[str], who: str, mend: Mend
-    ) -> tuple[Result, int]:
-        """Do "retry", with these changes of refused messages, or "drop". Returns the result, and how many the daemon
-        refused again. Raises BrokerLost, StoreLost."""
+    ) -> ChangeResult:
+        """Do "retry", with these changes of refused messages, or "drop". Raises BrokerLost, StoreLost."""
 
 
 ROWS: Final = 50
 """Rows of a list."""
 
 STORE_ERRORS: Final = (StoreLost, BadStoreUrl, SchemaOutdated)
+NO_STORE: Final = (
+    "No store is configured: the broker keeps the waiting messages. The overview counts them by level; they cannot be "
+    "listed, moved or cancelled. Messages that no destination takes become strays after ten attempts: see /strays."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +179,13 @@ class View:
         self.strays = Cached(lambda: inside.look_aside("strays", ROWS), 3.0, "strays", late=inf)
 
     @property
-    def parts(self) -> Sequence[Cached[Any]]:
+    def _parts(self) -> Sequence[Cached[Any]]:
         return self.store, self.census, self.depths, self.refused, self.strays
+
+    def forget(self) -> None:
+        """Let the next requests look again after a change."""
+        for part in self._parts:
+            part.forget()
 
     async def set_aside(self, patience: float = 0.2) -> dict[str, int | None]:
         """The number of held and refused messages and of strays, each under the page that lists them, for the menu.
@@ -193,15 +204,15 @@ class View:
         return self._inside.settings.store_url is not None
 
     async def close(self) -> None:
-        for part in self.parts:
+        for part in self._parts:
             await part.close()
 
     @property
     def url(self) -> str:
-        """The store's URL. Raises StoreLost where none is configured."""
+        """The store's URL. Raises HTTPException if none is configured."""
         url = self._inside.settings.store_url
         if url is None:
-            raise StoreLost("no store is configured: messages in the cascade can be counted, but not listed")
+            raise HTTPException(404, NO_STORE)
         return url
 
     async def _store(self) -> StoreOverview:

@@ -171,6 +171,11 @@ class Result:
         why = delayed_reason(self.delayed)
         return f"The queue {why}." if why else ""
 
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        messages = [one.as_dict() for one in self.found]
+        return {"depth": self.depth, "delayed": self.delayed, "hidden": self.hidden, "messages": messages}
+
     @property
     def cut(self) -> bool:
         """Whether the look ended before the last message."""
@@ -195,8 +200,9 @@ class SetAside:
 
     async def look(self, wanted: Selection = ANY, limit: int | None = None) -> Result:
         """The messages that match among the first ``limit``, or among the first KEPT. They stay in the queue."""
-        async with self._consuming(limit or KEPT) as (subscription, publisher, result):
-            async for some in _portions(subscription, min(limit or KEPT, result.depth), result):
+        most = min(limit or KEPT, KEPT)
+        async with self._consuming(most) as (subscription, publisher, result):
+            async for some in _portions(subscription, min(most, result.depth), result):
                 read = (self._read(delivery, publisher.max_properties) for delivery in some)
                 result.found += filter(wanted.matches, read)
         return result
