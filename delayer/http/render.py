@@ -84,22 +84,9 @@ ENVIRONMENT: Final = jinja2.Environment(
     lstrip_blocks=True,
 )
 for function in (
-    instant,
-    ahead,
-    duration,
-    number,
-    rate,
-    size,
-    name,
-    address,
-    query,
-    properties,
-    preview,
-    message_id,
-    quote,
-    as_text,
+    instant, ahead, duration, number, rate, size, name, address, query, properties, preview, message_id, quote, as_text,
     value_text,
-):
+):  # fmt: skip
     ENVIRONMENT.filters[function.__name__] = function
     ENVIRONMENT.globals[function.__name__] = function
 ENVIRONMENT.globals["version"] = __version__

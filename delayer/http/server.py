@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +22,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import Scope
 
 from delayer.config.texts import is_loopback
 from delayer.core.backoff import LogThrottle
@@ -33,6 +32,7 @@ from delayer.http.forms import FieldError
 from delayer.http.health import Answers
 from delayer.http.pages import Pages
 from delayer.http.view import STORE_ERRORS, DaemonPort, View
+from delayer.retry import first_set
 
 log = structlog.get_logger(__name__)
 
@@ -43,15 +43,6 @@ AT_ONCE: Final = 128
 OPEN: Final = "not loopback: anyone who can reach this address can read messages without a token"
 HttpHandler = Callable[[Request], Awaitable[Response]]
 STATIC: Final = Path(__file__).parent / "static"
-
-
-class Files(StaticFiles):
-    """Style, scripts and their licences. Browsers keep them for five minutes."""
-
-    async def get_response(self, path: str, scope: Scope) -> Response:
-        answer = await super().get_response(path, scope)
-        answer.headers["Cache-Control"] = "public, max-age=300"
-        return answer
 
 
 def _probes(answers: Answers) -> list[BaseRoute]:
@@ -116,7 +107,7 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
             changing("messages", actions.stored),
             changing("refused", partial(actions.set_aside, name="refused")),
             changing("strays", partial(actions.set_aside, name="strays")),
-            Mount("/static", Files(directory=STATIC)),
+            Mount("/static", StaticFiles(directory=STATIC)),
         ],
         middleware=[Middleware(RequestGuard, listen=lambda: settings.settings.http.listen)],
         exception_handlers=dict.fromkeys((HTTPException, FieldError, BrokerLost, *STORE_ERRORS), pages.failed),
@@ -142,10 +133,7 @@ class HttpPart:
                 reason = (taken.strerror or str(taken)).partition(" (")[0].capitalize()
                 if throttle.should_log(reason, asyncio.get_running_loop().time()):
                     log.error("http not served", listen=self._listen, reason=reason)
-                try:
-                    await asyncio.wait_for(stopping.wait(), self._retry_seconds)
-                except TimeoutError:
-                    continue
+                await first_set(stopping, seconds=self._retry_seconds)
 
     async def _serve(self, stopping: asyncio.Event) -> None:
         sockets = await listening(self._listen)
@@ -199,15 +187,12 @@ async def listening(listen: str) -> list[socket.socket]:
     found = await asyncio.get_running_loop().getaddrinfo(
         host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
-    sockets: list[socket.socket] = []
-    try:
-        for family, _, _, _, address in dict.fromkeys(found):
-            sockets.append(socket.create_server(address[:2], family=family, backlog=AT_ONCE))
-            sockets[-1].setblocking(False)
-    except OSError:
-        for one in sockets:
-            one.close()
-        raise
+    with ExitStack() as opened:
+        sockets = [
+            opened.enter_context(socket.create_server(address[:2], family=family, backlog=AT_ONCE))
+            for family, _, _, _, address in dict.fromkeys(found)
+        ]
+        opened.pop_all()
     return sockets
 
 
