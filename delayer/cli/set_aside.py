@@ -17,9 +17,9 @@ from delayer.cli.output import note, print_json, print_table
 from delayer.config.topology import unread_delays
 from delayer.core.readable import instant
 from delayer.daemon import set_aside
-from delayer.daemon.set_aside import NOUNS, SetAsideChange, SetAsideName, not_seen
+from delayer.daemon.set_aside import NOUNS, SetAsideChange, not_seen
 from delayer.intake.refusals import AS_IT_IS, Mend
-from delayer.intake.set_aside import ANY, KEPT, Selection, SetAsideMessage
+from delayer.intake.set_aside import ANY, KEPT, Selection, SetAsideMessage, SetAsideName
 
 LISTED: Final = 50
 """Messages that a list looks at, unless it is asked for more."""

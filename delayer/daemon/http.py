@@ -11,13 +11,13 @@ from delayer.config.model import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.errors import BrokerLost
 from delayer.daemon import set_aside
-from delayer.daemon.set_aside import SetAsideChange, SetAsideName
+from delayer.daemon.set_aside import SetAsideChange
 from delayer.daemon.wiring import Daemon
 from delayer.http.recent import Recent, host_ms
 from delayer.http.server import HttpPart
 from delayer.http.view import Depths, State
 from delayer.intake.refusals import Mend
-from delayer.intake.set_aside import Result, Selection
+from delayer.intake.set_aside import Result, Selection, SetAsideName
 from delayer.store.admin.changes import ChangeResult
 
 

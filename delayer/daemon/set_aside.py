@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal
+from typing import Final
 
 import structlog
 
@@ -15,14 +15,22 @@ from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, native_of
 from delayer.core.filters import naming_advice
 from delayer.intake.refusals import AS_IT_IS, EntryPoints, Mend
-from delayer.intake.set_aside import ANY, SETTLED, Result, Selection, SetAside, refused_queue, strays_queue
+from delayer.intake.set_aside import (
+    ANY,
+    SETTLED,
+    Result,
+    Selection,
+    SetAside,
+    SetAsideName,
+    refused_queue,
+    strays_queue,
+)
 from delayer.store.admin import actions, audit_log
 from delayer.store.admin.actions import PAST
 from delayer.store.admin.changes import MATCHED, ChangeResult
 
 log = structlog.get_logger(__name__)
 
-SetAsideName = Literal["refused", "strays"]
 NOUNS: Final = {"refused": "refused messages", "strays": "strays"}
 _RETRIED: Final = {"refused": "Published again", "strays": "On their way again"}
 _STAYS: Final = {"refused": "stays refused", "strays": "stays a stray"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -28,7 +28,7 @@ from delayer.http.pages import Pages, by_program
 from delayer.http.recent import host_ms
 from delayer.http.view import STORE_ERRORS
 from delayer.intake.refusals import AS_IT_IS
-from delayer.intake.set_aside import Result
+from delayer.intake.set_aside import Result, SetAsideName
 from delayer.store.admin import detail, listing
 from delayer.store.admin.changes import OF_HELD, ChangeResult, StoredChange
 from delayer.store.admin.listing import Entry
@@ -110,16 +110,13 @@ class Actions:
             return await change.carry_out(who)
         return await self._ask_about_all(request, form, search, change)
 
-    async def set_aside(
-        self, request: Request, who: str, form: Form, *, name: Literal["refused", "strays"]
-    ) -> ChangeResult | Response:
+    async def set_aside(self, request: Request, who: str, form: Form, *, name: SetAsideName) -> ChangeResult | Response:
         """Refused messages or strays by their ids: drop, or retry, refused ones with changes of their headers."""
         forms.known(form, ("verb", "id", *_ANSWERS, *(forms.MENDS if name == "refused" else ())))
         verb, ids, inside = forms.verb(form, "retry", "drop"), forms.ids(form), self.pages.answers.inside
         request.state.back = f"/{name}"
         if _needs_question(request, verb, form):
-            view = self.pages.answers.view
-            seen = (await (view.refused if name == "refused" else view.strays).get()).fresh or Result(0)
+            seen = (await self.pages.answers.view.aside[name].get()).fresh or Result(0)
             told = {one.id: f"{one.place}, {one.reason}" for one in seen.found}
             return await self._ask_about_ids(request, verb, form, told)
         mend = forms.mend(form, unread_delays(inside.settings)) if verb == "retry" else AS_IT_IS

@@ -15,15 +15,14 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from delayer.amqp import reading
 from delayer.config.texts import is_loopback, names_of, service_of
 from delayer.core import horizon
-from delayer.core.errors import BrokerLost
 from delayer.core.filters import OWN, Token, place_text, read_token
 from delayer.core.readable import delayed_rows
 from delayer.http import as_json, forms, recent, render
 from delayer.http.access import Sessions, cookie_name
 from delayer.http.forms import FieldError, said
 from delayer.http.health import Answers
-from delayer.http.view import ROWS, Cached
-from delayer.intake.set_aside import Result
+from delayer.http.view import NO_STORE, ROWS
+from delayer.intake.set_aside import SetAsideName
 from delayer.store.admin import audit_log, detail, listing
 from delayer.store.admin.detail import FoundIn, FullMessage
 
@@ -163,10 +162,10 @@ class Pages:
     async def backlog_json(self, _request: Request) -> Response:
         """Counts by due time, for the chart."""
         if not self.answers.view.has_store:
-            return JSONResponse({"error": "no store is configured"}, status_code=404)
+            raise HTTPException(404, NO_STORE)
         census = await self.answers.view.census.get()
         if census.value is None:
-            return JSONResponse({"error": census.error or "not counted yet"}, status_code=503)
+            raise HTTPException(503, census.error or "not counted yet")
         counts = census.value.together()
         return JSONResponse(
             {
@@ -298,24 +297,16 @@ class Pages:
         shown: dict[str, Any] = {"page": page, "next": more, "given": form.given, "groups": groups, **around}
         return await self.html(request, "held.html", **shown)
 
-    async def refused(self, request: Request) -> Response:
-        """The first refused messages."""
-        view, queue = self.answers.view, self.answers.inside.settings.refused.queue
-        return await self._set_aside(request, "refused.html", view.refused, queue=queue)
-
-    async def strays(self, request: Request) -> Response:
-        """The first strays."""
-        return await self._set_aside(request, "strays.html", self.answers.view.strays)
-
-    async def _set_aside(self, request: Request, template: str, look: Cached[Result], **more: Any) -> Response:
+    async def set_aside(self, request: Request, *, name: SetAsideName) -> Response:
+        """The first refused messages, or the first strays."""
         if by_program(request):
             forms.known(request.query_params, ())
-        seen = await look.get(patience=60.0)
+        seen = await self.answers.view.aside[name].get(patience=60.0)
         if (there := seen.fresh) is None:
-            raise BrokerLost(seen.error or "no answer yet")
+            raise HTTPException(503, seen.error or "no answer yet")
         if by_program(request):
             return JSONResponse(there.as_dict())
-        return await self.html(request, template, there=there, **more)
+        return await self.html(request, f"{name}.html", there=there, queue=self.answers.inside.settings.refused.queue)
 
     async def audit_log(self, request: Request) -> Response:
         """The audit log: the changes that operators made."""

@@ -81,7 +81,7 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
         return Route(f"/actions/{path}", partial(actions.answer, change=change), methods=["POST"])
 
     looks = asyncio.Semaphore(at_once)
-
+    refused, strays = partial(pages.set_aside, name="refused"), partial(pages.set_aside, name="strays")
     return Starlette(
         routes=[
             *_probes(answers),
@@ -92,15 +92,15 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
             Route("/api/messages", shown(pages.waiting, looks, private=True)),
             Route("/api/messages/{name:path}", shown(pages.message, looks, private=True)),
             Route("/api/held", shown(pages.held, looks, private=True)),
-            Route("/api/refused", shown(pages.refused, private=True)),
-            Route("/api/strays", shown(pages.strays, private=True)),
+            Route("/api/refused", shown(refused, private=True)),
+            Route("/api/strays", shown(strays, private=True)),
             Route("/waiting", shown(pages.waiting, looks)),
             Route("/find", shown(pages.find, looks)),
             Route("/message/{name:path}", shown(pages.message, looks)),
             Route("/body/{name:path}", shown(pages.body, looks)),
             Route("/held", shown(pages.held, looks)),
-            Route("/refused", shown(pages.refused)),
-            Route("/strays", shown(pages.strays)),
+            Route("/refused", shown(refused)),
+            Route("/strays", shown(strays)),
             Route("/audit-log", shown(pages.audit_log, looks)),
             Route("/login", pages.login, methods=["GET", "POST"]),
             Route("/logout", pages.logout, methods=["POST"]),

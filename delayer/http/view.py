@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from time import monotonic
-from typing import Any, Final, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from starlette.exceptions import HTTPException
 
@@ -18,7 +19,7 @@ from delayer.config.model import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.intake.refusals import Mend
-from delayer.intake.set_aside import Result
+from delayer.intake.set_aside import Result, SetAsideName
 from delayer.store.admin import listing, stats
 from delayer.store.admin.changes import ChangeResult
 from delayer.store.admin.stats import Census, StoreOverview
@@ -68,11 +69,11 @@ class DaemonPort(Protocol):
     async def depths(self) -> Depths:
         """Ask the broker. Raises BrokerLost."""
 
-    async def look_aside(self, name: Literal["refused", "strays"], limit: int) -> Result:
+    async def look_aside(self, name: SetAsideName, limit: int) -> Result:
         """The first messages of that queue. Raises BrokerLost."""
 
     async def change_aside(
-        self, name: Literal["refused", "strays"], verb: str, ids: frozenset[str], who: str, mend: Mend
+        self, name: SetAsideName, verb: str, ids: frozenset[str], who: str, mend: Mend
     ) -> ChangeResult:
         """Do "retry", with these changes of refused messages, or "drop". Raises BrokerLost, StoreLost."""
 
@@ -175,12 +176,12 @@ class View:
         self.census = Cached(self._census, 20.0, "backlog", late=inf)
         self.depths = Cached[Depths](inside.depths, 15.0, "queues")
         # Requests share one look: two into the queue at a time would see half of it each.
-        self.refused = Cached(lambda: inside.look_aside("refused", ROWS), 3.0, "refused messages", late=inf)
-        self.strays = Cached(lambda: inside.look_aside("strays", ROWS), 3.0, "strays", late=inf)
+        names: tuple[SetAsideName, ...] = ("refused", "strays")
+        self.aside = {name: Cached(partial(inside.look_aside, name, ROWS), 3.0, name, late=inf) for name in names}
 
     @property
     def _parts(self) -> Sequence[Cached[Any]]:
-        return self.store, self.census, self.depths, self.refused, self.strays
+        return self.store, self.census, self.depths, *self.aside.values()
 
     def forget(self) -> None:
         """Let the next requests look again after a change."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from delayer.amqp import reading
 from delayer.amqp.address import Address
@@ -38,6 +38,8 @@ AT_ONCE: Final = 100
 """Messages that are published together; each is acknowledged when it is confirmed."""
 BACK: Final = 2.0
 """Seconds that a look waits for its messages to be back in the queue. Another consumer may have taken them."""
+SetAsideName = Literal["refused", "strays"]
+"""One of the two queues."""
 KEPT: Final = 10_000
 """Most messages that one look holds unacknowledged: it ends there."""
 UNKNOWN: Final = Hold(HoldKind.RETURNED, "the broker found no queue for it at the end of the cascade")

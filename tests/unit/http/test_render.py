@@ -70,12 +70,12 @@ def test_the_largest_destinations() -> None:
     held = (b"", b"q")
     census = Census(0, {(b"a", 0): 5000.0, (COMPACTED, 9): 70.0}, True, {}, many | {held: DestinationCount(held=3)})
     rows = render.destinations(census)
-    assert [row.waiting for row in rows[:20]] == [float(n) for n in range(99, 79, -1)]
-    assert {(row.exchange, row.routing_key) for row in rows} > {held}
+    assert [one.waiting for _, one in rows[:20]] == [float(n) for n in range(99, 79, -1)]
+    assert {to for to, _ in rows} > {held}
     assert len(rows) <= 2 * render.MOST_ROWS
     told = render.destinations_note(census, rows)
     assert "70 compacted messages are not counted here." in told
-    others = 5000 - sum(row.waiting for row in rows)
+    others = 5000 - sum(one.waiting for _, one in rows)
     assert f"{render.number(others)} messages wait for other destinations." in told
 
 

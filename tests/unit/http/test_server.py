@@ -94,7 +94,7 @@ async def served(inside: Inside, *, metrics_only: bool = False) -> AsyncIterator
         ("/parts/overview", 200, "In the cascade"),
         ("/parts/overview", 200, "<dt>Out/s</dt>"),
         ("/api/live", 200, '"blocked":false'),
-        ("/api/backlog", 404, "no store is configured"),
+        ("/api/backlog", 404, "No store is configured"),
         ("/waiting", 404, "No store is configured"),
         ("/find?id=zz", 303, ""),
         ("/api/messages", 403, '{"error":"Reading needs the token'),
