@@ -78,12 +78,9 @@ def meant(form: Mapping[str, Sequence[str]], now_ms: int, fields: Sequence[str] 
     everything = form.get("all", [""])[0]
     if everything not in ("", "yes"):
         raise FieldError(f"all: expected yes, found {everything[:40]!r}")
-    if given and everything:
-        raise FieldError("all=yes means everything that waits: say either that or a filter")
-    if not given and not everything:
-        raise FieldError(
-            f"Choose messages: expected ids, a filter ({', '.join(fields)}), or all=yes for everything; found none"
-        )
+    if bool(given) == bool(everything):
+        found = "both" if given else "none"
+        raise FieldError(f"Choose messages by ids, a filter ({', '.join(fields)}), or all=yes for all; found {found}")
     return _read(given, now_ms)
 
 

@@ -142,10 +142,8 @@ class Selection(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """For the audit log."""
-        given: dict[str, Any] = {"ids": sorted(self.ids)} if self.ids else {}
-        given |= {"reason": self.reason} if self.reason else {}
-        others = {"exchange": self.exchange, "kind": self.kind}
-        return given | {name: value for name, value in others.items() if value is not None}
+        given = {name: it for name, it in self._asdict().items() if it != self._field_defaults[name]}
+        return given | ({"ids": sorted(self.ids)} if self.ids else {})
 
 
 ANY: Final = Selection()
