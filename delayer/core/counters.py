@@ -18,6 +18,8 @@ ROUTE_KINDS: Final = ("parked", "released", "cascaded", "refused", "held", "retu
 MOST_ROUTES: Final = 200
 """The most routes with own counters. Any publisher to the refused exchange could invent new route names."""
 OTHERS: Final = b"(others)"
+MOST_DESTINATIONS: Final = 1_000
+"""The most destinations whose messages are counted: the first that this process released to."""
 
 DURATIONS: Final = ("claim", "settle", "park", "publish")
 STAGES: Final = ("intake", "park", "claim", "publish")
@@ -78,6 +80,7 @@ class Counters:
         self.lateness: dict[bytes, Tally] = {}
         self.seconds: Mapping[str, Tally] = {name: Tally(SECONDS) for name in DURATIONS}
         self.sizes: Mapping[str, Tally] = {name: Tally(SIZES) for name in STAGES}
+        self.released_to: Counter[tuple[bytes, bytes]] = Counter()
         self.restored = 0
         self.broken_segments = 0
         self.lanes_lost = 0
@@ -107,6 +110,12 @@ class Counters:
         for kind, routes in confirmed.items():
             self.add(kind, routes)
         self.delivered(late)
+
+    def sent(self, targets: Iterable[tuple[bytes, bytes]]) -> None:
+        """Add one released message for each exchange and routing key of ``targets``."""
+        for target, count in Counter(targets).items():
+            if target in self.released_to or len(self.released_to) < MOST_DESTINATIONS:
+                self.released_to[target] += count
 
     def delivered(self, messages: Sequence[tuple[float, bytes]]) -> None:
         """Add the lateness of delivered messages, given as (milliseconds, route) in any order."""

@@ -27,6 +27,10 @@ NAMES: Final = ("route", "to_exchange", "to_key")
 """Fields whose empty text has a meaning: messages without a route, the default exchange, the empty routing key."""
 DEFAULT_EXCHANGE: Final = "amq.default"
 """The default exchange in a search, where an empty field is no condition. RabbitMQ's management calls it so too."""
+FIRST: Final = "-"
+"""The place where the first page begins, in a trail."""
+MOST_PAGES: Final = 100
+"""Pages of a trail. A URL of 8 KB holds them."""
 MOST_NAMED: Final = 1_000
 """Messages that one form names."""
 T = TypeVar("T")
@@ -45,26 +49,40 @@ class Search(NamedTuple):
 
 def searched(query: Mapping[str, str], now_ms: int, fields: Sequence[str] = FIELDS) -> Search:
     """The filter of a search. An empty field is no condition. Raises FieldError."""
-    known(query, (*fields, "after", "page", "id"))
+    known(query, (*fields, "after", "trail", "id"))
     return _read({name: text for name in fields if (text := query.get(name, "").strip())}, now_ms)
 
 
-class ListPage(NamedTuple):
-    """The place in a list behind which a page begins, "" for the first page; and the page's number, from 1 on. 0: the
-    number is unknown, as after a page that ended at its limit."""
+class Trail(NamedTuple):
+    """The way to a page of a list: the texts of the places behind which the full pages before it began. The first page
+    begins at "". None: the way is unknown, as after a page that ended at its limit."""
 
+    before: tuple[str, ...] | None
     after: str
-    page: int
 
     @classmethod
-    def of(cls, query: Mapping[str, str]) -> ListPage:
-        """Raises FieldError."""
-        after, page = query.get("after", ""), number(query.get("page", "")) or 0
-        return cls(after, page if after else 1)
+    def of(cls, query: Mapping[str, str]) -> Trail:
+        after, trail = query.get("after", ""), query.get("trail", "")
+        return cls(tuple(trail.split(",")) if trail else () if not after else None, "" if after == FIRST else after)
 
-    def next(self, after: str, *, full: bool) -> dict[str, Any]:
+    def next(self, after: str, *, full: bool) -> dict[str, str]:
         """The fields of the next page, which begins behind ``after``. ``full``: this page has all its rows."""
-        return {"after": after, "page": self.page + 1 if full and self.page else ""}
+        known_way = full and self.before is not None and len(self.before) < MOST_PAGES
+        return {"after": after, "trail": ",".join((*(self.before or ()), self.after or FIRST)) if known_way else ""}
+
+    @property
+    def previous(self) -> dict[str, str] | None:
+        """The fields of the page before; None on the first page, or where the way is unknown."""
+        if not self.before:
+            return None
+        *before, last = self.before
+        return {"after": "" if last == FIRST else last, "trail": ",".join(before)}
+
+    def numbers(self, rows: int, each: int) -> tuple[int, int] | None:
+        """The numbers of the first and the last of these rows in the whole list, with ``each`` on every page."""
+        if self.before is None or not rows:
+            return None
+        return len(self.before) * each + 1, len(self.before) * each + rows
 
 
 def meant(form: Mapping[str, Sequence[str]], now_ms: int, fields: Sequence[str] = FIELDS) -> Search:

@@ -54,11 +54,16 @@ async def _named(connection: Any, text: str) -> Token | None:
     return tokens[0] if len(tokens) == 1 else None
 
 
-def _around(path: str, given: Mapping[str, str], here: forms.ListPage, rows: int, total: str) -> dict[str, str]:
-    """The link to the first page, and the numbers of the rows."""
-    first, before = path + (f"?{render.query(given)}" if given else ""), (here.page - 1) * ROWS
-    span = f"{render.number(before + 1)}–{render.number(before + rows)}" if here.page and rows else ""
-    return {"first": first if here.after else "", "numbers": f"{span} of {total}" if span and total else span}
+def _around(path: str, given: Mapping[str, str], trail: forms.Trail, rows: int, total: str) -> dict[str, str]:
+    """The links to the first and the previous page, and the numbers of the rows."""
+    back, here = trail.previous, trail.numbers(rows, ROWS)
+    first = path + (f"?{render.query(given)}" if given else "")
+    span = f"{render.number(here[0])}–{render.number(here[1])}" if here else ""
+    return {
+        "previous": "" if back is None else f"{path}?{render.query(given, **back)}".rstrip("?"),
+        "first": first if trail.after else "",
+        "numbers": f"{span} of {total}" if span and total else span,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,8 @@ class Pages:
         """The overview."""
         census = await self.answers.view.census.get() if self.answers.view.has_store else None
         value, settings = None if census is None else census.value, self.answers.inside.settings
-        largest = [] if value is None else render.destinations(value)
+        rates = recent.sent_rates(self.answers.inside.state()["recent"], 60.0)
+        largest = [] if value is None else render.destinations(value, rates)
         return await self.html(
             request,
             "overview.html",
@@ -188,17 +194,17 @@ class Pages:
         given = request.query_params
         forms.once([name for name, _ in given.multi_items()])
         form = forms.searched(given, recent.host_ms())
-        values = await self._list(request, form, forms.ListPage.of(given))
+        values = await self._list(request, form, forms.Trail.of(given))
         if by_program(request):
             values["messages"] = list(map(as_json.entry, values["rows"]))
             return JSONResponse({name: values[name] for name in ("messages", "bounded", "broken", "next")})
         back = "/waiting" + (f"?{request.url.query}" if request.url.query else "")
         return await self.html(request, "waiting.html", back=back, given=form.given, **values)
 
-    async def _list(self, request: Request, form: forms.Search, here: forms.ListPage) -> dict[str, Any]:
+    async def _list(self, request: Request, form: forms.Search, trail: forms.Trail) -> dict[str, Any]:
         """The rows of a page, the ways to others, and the number of all. The page counts a filter's messages while it
         looks for them, up to MOST_COUNTED."""
-        wanted, after, path = form.wanted, forms.place(here.after) or listing.BEGINNING, request.url.path
+        wanted, after, path = form.wanted, forms.place(trail.after) or listing.BEGINNING, request.url.path
         limit = ROWS if wanted.everything or by_program(request) else MOST_COUNTED
         async with listing.looking(self.answers.view.url, "list") as connection:
             found = await listing.find(connection, wanted, reading.properties_test(wanted), limit, after)
@@ -209,15 +215,15 @@ class Pages:
         if wanted.everything:
             total = await self._total("waiting")
         else:
-            whole = len(found.places) + ROWS * max(here.page - 1, 0)
+            whole = len(found.places) + ROWS * len(trail.before or ())
             total = render.number(whole) if found.after is None else f"more than {render.number(whole)}"
-        onward = {} if end is None else here.next(place_text(end), full=full and not by_program(request))
+        onward = {} if end is None else trail.next(place_text(end), full=full and not by_program(request))
         return {
             "rows": rows,
             "bounded": found.bounded and not full,
             "broken": len(found.broken),
             "next": f"{path}?{render.query(form.given, **onward)}" if onward else "",
-            **_around(path, form.given, here, len(shown), total),
+            **_around(path, form.given, trail, len(shown), total),
         }
 
     async def _total(self, of: str) -> str:
@@ -279,21 +285,21 @@ class Pages:
         """Held messages."""
         query = request.query_params
         forms.once([name for name, _ in query.multi_items() if name != "id"])
-        form, here = forms.searched(query, recent.host_ms(), forms.HELD_FIELDS), forms.ListPage.of(query)
-        after = forms.token(here.after).id if here.after else 0
+        form, trail = forms.searched(query, recent.host_ms(), forms.HELD_FIELDS), forms.Trail.of(query)
+        after = forms.token(trail.after).id if trail.after else 0
         test = reading.properties_test(form.wanted)
         async with listing.looking(self.answers.view.url, "list held messages") as connection:
             page = await detail.held_page(connection, form.wanted, test, ROWS, after)
             grouped = not (form.given or after or by_program(request))
             groups = await detail.held_groups(connection) if grouped else []
         full = len(page.messages) == ROWS and not by_program(request)
-        onward = {} if page.after is None else here.next(str(Token(page.after)), full=full)
+        onward = {} if page.after is None else trail.next(str(Token(page.after)), full=full)
         more = f"{request.url.path}?{render.query(form.given, **onward)}" if onward else ""
         if by_program(request):
             messages = list(map(as_json.held, page.messages))
             return JSONResponse({"messages": messages, "bounded": page.bounded, "next": more})
         total = "" if form.given else await self._total("held")
-        around = _around("/held", form.given, here, len(page.messages), total)
+        around = _around("/held", form.given, trail, len(page.messages), total)
         shown: dict[str, Any] = {"page": page, "next": more, "given": form.given, "groups": groups, **around}
         return await self.html(request, "held.html", **shown)
 

@@ -13,16 +13,18 @@ from delayer.core.counters import LATENESS, Counters
 from delayer.retry import first_set
 
 STEP_MS: Final = 5_000
+MOST_SENT: Final = 50
 RATE_KINDS: Final = ("parked", "released", "cascaded", "refused", "held")
 
 
 class Step(NamedTuple):
     """The counts of one step, of all routes together: of each of RATE_KINDS, of messages within each bound of LATENESS,
-    of all delivered messages under "late", and the sum of their lateness in seconds under "total".
-    ``at_ms``: the end of the step."""
+    of all delivered messages under "late", and the sum of their lateness in seconds under "total". ``at_ms``: its end.
+    ``sent``: the MOST_SENT destinations with the most messages, and the number of each."""
 
     at_ms: int
     counts: Counter[str | float]
+    sent: Mapping[tuple[bytes, bytes], int]
 
 
 def host_ms() -> int:
@@ -37,6 +39,7 @@ class Recent:
         self._counters = counters
         self._at_ms = now_ms
         self._totals = self._now()
+        self._sent = Counter(counters.released_to)
         self.steps: deque[Step] = deque(maxlen=kept)
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -51,9 +54,10 @@ class Recent:
             return
         if at_ms < self._at_ms:
             self.steps.clear()
-        totals = self._now()
-        self.steps.append(Step(at_ms, totals - self._totals))
-        self._at_ms, self._totals = at_ms, totals
+        totals, sent = self._now(), Counter(self._counters.released_to)
+        most = dict((sent - self._sent).most_common(MOST_SENT))
+        self.steps.append(Step(at_ms, totals - self._totals, most))
+        self._at_ms, self._totals, self._sent = at_ms, totals, sent
 
     def _now(self) -> Counter[str | float]:
         """The counts since the start of the process, as those of a step."""
@@ -102,13 +106,23 @@ class Summary(NamedTuple):
 
 def summary(of: Sequence[Step], seconds: float) -> Summary:
     """The summary of the last ``seconds`` of these steps, or of all if there are fewer."""
-    last = of[-max(1, round(seconds * 1000 / STEP_MS)) :]
+    last = _last(of, seconds)
     long = max(len(last), 1) * STEP_MS / 1000
     counts: Counter[str | float] = Counter()
     for one in last:
         counts.update(one.counts)
     rates = {kind: counts[kind] / long for kind in RATE_KINDS}
     return Summary(long, rates, *(_lateness(counts, share) for share in (0.5, 0.99, 1.0)))
+
+
+def sent_rates(of: Sequence[Step], seconds: float) -> dict[tuple[bytes, bytes], float]:
+    """The messages a second that this process released to each destination, over the last ``seconds``. A destination
+    that is not among the MOST_SENT of a step has none in that step."""
+    last = _last(of, seconds)
+    totals: Counter[tuple[bytes, bytes]] = Counter()
+    for one in last:
+        totals.update(one.sent)
+    return {target: count / (len(last) * STEP_MS / 1000) for target, count in totals.items()}
 
 
 def series(of: Sequence[Step]) -> dict[str, list[float | None]]:
@@ -119,6 +133,10 @@ def series(of: Sequence[Step]) -> dict[str, list[float | None]]:
         found = [_lateness(one.counts, share) for one in of]
         columns[name] = [None if value is None else round(value * 1000, 1) for value in found]
     return columns
+
+
+def _last(of: Sequence[Step], seconds: float) -> Sequence[Step]:
+    return of[-max(1, round(seconds * 1000 / STEP_MS)) :]
 
 
 def _lateness(counts: Counter[str | float], share: float) -> float | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from shlex import quote
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlencode
 
 import jinja2
@@ -21,7 +22,7 @@ from delayer.core.readable import away, duration, instant, size
 from delayer.core.units import HOUR_MS
 from delayer.http.recent import host_ms
 from delayer.http.view import State
-from delayer.store.admin.stats import COMPACTED, Census, DestinationCount
+from delayer.store.admin.stats import COMPACTED, NONE_THERE, Census
 
 _UNSEEN: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"
@@ -97,6 +98,17 @@ MOST_ROWS: Final = 20
 """Destinations with the most messages of one sort that the overview names."""
 
 
+class DestinationRow(NamedTuple):
+    """One destination on the overview. ``rate``: messages a second that this daemon released to it."""
+
+    exchange: bytes
+    routing_key: bytes
+    waiting: float
+    next_due_ms: int | None
+    held: int
+    rate: float
+
+
 TITLES: Final = {"minutes": "The coming hour", "hours": "Two days", "days": "Two months", "months": "Two years"}
 
 
@@ -129,21 +141,27 @@ def routes(census: Census, configured: Iterable[bytes]) -> list[tuple[bytes, flo
     return sorted(found, key=lambda row: (-row[1], -row[3], row[0]))
 
 
-def destinations(census: Census) -> list[tuple[tuple[bytes, bytes], DestinationCount]]:
-    """The largest destinations: those with the most waiting, and those with the most held messages. Pure."""
-    rows = sorted(census.destinations.items(), key=lambda row: (row[1].waiting, row[0]))
-    most_held = sorted(rows, key=lambda row: row[1].held)[-MOST_ROWS:]
-    return sorted({*rows[-MOST_ROWS:], *most_held}, key=lambda row: (-row[1].waiting, -row[1].held, row[0]))
+def destinations(census: Census, rates: Mapping[tuple[bytes, bytes], float]) -> list[DestinationRow]:
+    """The largest destinations: those with the most waiting, the most held, and the most released messages. Pure."""
+    rows = []
+    for to in census.destinations.keys() | rates.keys():
+        one = census.destinations.get(to, NONE_THERE)
+        rows.append(DestinationRow(*to, one.waiting, one.next_due_ms, one.held, rates.get(to, 0.0)))
+    by_name = sorted(rows, key=lambda row: row[:2])
+    largest = {
+        row for size in ("waiting", "held", "rate") for row in sorted(by_name, key=attrgetter(size))[-MOST_ROWS:]
+    }
+    return sorted(largest, key=lambda row: (-row.waiting, -row.held, row[:2]))[: 2 * MOST_ROWS]
 
 
-def destinations_note(census: Census, rows: Sequence[tuple[object, DestinationCount]]) -> str:
+def destinations_note(census: Census, rows: Sequence[DestinationRow]) -> str:
     """The note under the destinations: how they were counted, and what was not."""
     packed = sum(count for (route, _), count in census.counts.items() if route == COMPACTED)
-    others = sum(census.together().values()) - packed - sum(one.waiting for _, one in rows)
+    others = sum(census.together().values()) - packed - sum(row.waiting for row in rows)
     how = "Counted" if census.exact else "Estimated from samples, so a message may be due earlier than this table says;"
     left = f" {number(others)} messages wait for other destinations." if others >= 1 else ""
     left += f" {number(packed)} compacted messages are not counted here." if packed else ""
-    return f"{how} at {instant(census.taken_ms)}.{left}"
+    return f"{how} at {instant(census.taken_ms)}. Rates are those of this daemon.{left}"
 
 
 def backlog_note(census: Census | None, error: str) -> str:

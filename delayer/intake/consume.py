@@ -311,6 +311,7 @@ class Dispatch:
                 stuck.append(f"exchange {exchange!r}: {outcome.text}")
         acks.accept(publication.delivery.tag for publication in through)
         self._counters.settled([one.counted for one in publications], outcomes, schedule, now_ms)
+        self._counters.sent(one.parcel.target for one in through if one.parcel is not None)
         for publication in through:
             if publication.refusal:
                 log.warning(

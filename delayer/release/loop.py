@@ -177,6 +177,7 @@ class LaneRelease:
         self._counters.took("settle", time.monotonic() - began)
         messages = [("released", row.parcel.route, None if row.attempts else row.due_ms) for row in sendable]
         self._counters.settled(messages, outcomes, schedule, now_ms)
+        self._counters.sent(row.parcel.target for row in released)
         if held:
             report_held([(row.id, row.parcel, hold, row.attempts) for row, hold in held], self._counters)
 

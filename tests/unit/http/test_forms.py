@@ -6,7 +6,7 @@ import pytest
 
 from delayer.core import readable
 from delayer.core.filters import Filter, place_text
-from delayer.http.forms import FieldError, ListPage, back, fixed, instant, later, meant, number, place, searched, token
+from delayer.http.forms import FieldError, Trail, back, fixed, instant, later, meant, number, place, searched, token
 
 NOW = 1_800_000_000_000
 HOUR = 3_600_000
@@ -109,13 +109,24 @@ def test_instants_are_read_as_they_are_written(at_ms: int) -> None:
     assert instant(readable.instant(at_ms, exact=True), NOW, "Due") == at_ms
 
 
-def test_pages_are_numbered_while_all_are_full() -> None:
-    assert ListPage.of({}) == ("", 1)
-    assert ListPage.of({"after": "5.1"}) == ("5.1", 0), "a link of a program, or of a page that ended at its limit"
-    assert ListPage.of({}).next("1.1", full=True) == {"after": "1.1", "page": 2}
-    assert ListPage.of({"after": "1.1", "page": "2"}).next("4.4", full=True) == {"after": "4.4", "page": 3}
-    assert ListPage.of({"after": "1.1", "page": "2"}).next("4.4", full=False) == {"after": "4.4", "page": ""}
-    assert ListPage.of({"after": "1.1"}).next("4.4", full=True) == {"after": "4.4", "page": ""}
+def test_the_trail_of_pages() -> None:
+    assert Trail.of({}) == ((), "")
+    assert Trail.of({"after": "5.1"}) == (None, "5.1"), "a link of a program, or of a page that ended at its limit"
+    query: dict[str, str] = {}
+    for after in ("1.1", "2.2", "3.3"):
+        query = Trail.of(query).next(after, full=True)
+    assert query == {"after": "3.3", "trail": "-,1.1,2.2"}
+    assert Trail.of(query).numbers(7, 50) == (151, 157)
+    assert Trail.of(query).next("4.4", full=False) == {"after": "4.4", "trail": ""}
+    back = Trail.of(query).previous
+    assert back == {"after": "2.2", "trail": "-,1.1"}
+    assert Trail.of(back).previous == {"after": "1.1", "trail": "-"}
+    assert Trail.of({"after": "1.1", "trail": "-"}).previous == {"after": "", "trail": ""}
+    assert Trail.of({}).previous is None
+    assert Trail.of({"after": "5.1"}).numbers(7, 50) is None
+    for n in range(200):
+        query = Trail.of(query).next(f"{n}.0", full=True)
+    assert len(query["trail"]) < 4_000, "a URL stays short"
 
 
 def test_ids_and_pages() -> None:

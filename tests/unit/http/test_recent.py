@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.core.counters import LATENESS, Counters, Tally
-from delayer.http.recent import STEP_MS, Recent, quantile, series, summary
+from delayer.http.recent import STEP_MS, Recent, quantile, sent_rates, series, summary
 
 NOW = 1_800_000_000_000
 ALL = len(LATENESS)
@@ -32,6 +32,18 @@ def test_a_clock_that_is_set_back_ends_what_was_seen_before() -> None:
         counters.add("parked", [b"r"] * parked)
         recent.note(step * STEP_MS)
     assert [(one.at_ms, one.counts["parked"]) for one in recent.steps] == [(41 * STEP_MS, 20), (42 * STEP_MS, 30)]
+
+
+def test_rates_of_destinations() -> None:
+    counters = Counters()
+    counters.sent([(b"x", b"before")] * 7)
+    recent = Recent(counters, 0)
+    for step, count in ((1, 10), (2, 40)):
+        counters.sent([(b"x", b"k")] * count)
+        recent.note(step * STEP_MS)
+    assert sent_rates(list(recent.steps), 60) == {(b"x", b"k"): 5.0}
+    assert sent_rates(list(recent.steps), 5) == {(b"x", b"k"): 8.0}
+    assert sent_rates([], 60) == {}
 
 
 def test_no_steps_yet() -> None:

@@ -67,11 +67,11 @@ def test_the_counts_include_routes_without_messages() -> None:
 
 def test_the_largest_destinations() -> None:
     many = {(b"x", b"%d" % n): DestinationCount(float(n), NOW, 0) for n in range(100)}
-    held = (b"", b"q")
+    held, none = (b"", b"q"), (b"y", b"")
     census = Census(0, {(b"a", 0): 5000.0, (COMPACTED, 9): 70.0}, True, {}, many | {held: DestinationCount(held=3)})
-    rows = render.destinations(census)
-    assert [one.waiting for _, one in rows[:20]] == [float(n) for n in range(99, 79, -1)]
-    assert {to for to, _ in rows} > {held}
+    rows = render.destinations(census, {none: 2.5})
+    assert [row.waiting for row in rows[:20]] == [float(n) for n in range(99, 79, -1)]
+    assert {(row.exchange, row.routing_key) for row in rows} > {held, none}
     assert len(rows) <= 2 * render.MOST_ROWS
     told = render.destinations_note(census, rows)
     assert "70 compacted messages are not counted here." in told
