@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import click
-from asyncpg import Connection
 
 from delayer.amqp import reading
 from delayer.amqp.reading import address
-from delayer.cli.errors import ExitCode
+from delayer.cli.changing import change_stored
 from delayer.cli.options import (
     as_json,
     ask_store,
-    asked_ids,
     filter_of,
     filter_options,
-    go_on,
     kind_option,
     limit_option,
-    messages_of,
     read_as,
     request_of,
-    selected,
     store_url,
     stored_change_options,
-    whoami,
 )
 from delayer.cli.output import note, note_no_match, print_json, print_table
 from delayer.core.filters import Token, read_token
 from delayer.core.message import as_text
-from delayer.core.readable import counted, instant
+from delayer.core.readable import instant
 from delayer.http import as_json as for_programs
 from delayer.store import held_messages
-from delayer.store.admin import actions
 from delayer.store.held_messages import HeldEntry
 
 
@@ -119,7 +111,7 @@ def retry(context: click.Context, /, *, names: Sequence[str], **given: Any) -> N
       delayer held retry --exchange orders.out --kind returned
       delayer held retry --all --yes
     """
-    _act(context, "retry", names, **given)
+    change_stored(context, "retry", names, **given)
 
 
 @held.command()
@@ -135,35 +127,4 @@ def drop(context: click.Context, /, *, names: Sequence[str], **given: Any) -> No
       delayer held drop id:48213 id:48214
       delayer held drop --route reminders.in --due-before 2031-01-31T08:00:00Z --dry-run
     """
-    _act(context, "drop", names, **given)
-
-
-def _act(
-    context: click.Context, verb: str, names: Sequence[str], *, everything: bool, dry_run: bool, yes: bool, **given: Any
-) -> None:
-    wanted = selected(names, given, everything=everything)
-    url = store_url(request_of(context).settings())
-    tokens = messages_of(url, names)
-    ids = {token.id for token in tokens.values() if token is not None} if names else None
-
-    async def look(connection: Connection) -> dict[int, int]:
-        if ids is None:
-            return await held_messages.matching(connection, wanted, reading.properties_test(wanted))
-        return held_messages.dues_of(await held_messages.named(connection, ids))
-
-    dues = ask_store(url, "look at held messages", look)
-    missing = [name for name, token in tokens.items() if token is None or token.id not in dues]
-    question = f"{verb.capitalize()} {counted(len(dues), 'held message')}"
-    if not dues and not wanted.everything:
-        note_no_match("delayer list")
-    some, sure = bool(dues), yes or bool(names)
-    go_on(context, question, missing, some=some, fine=some or everything, dry_run=dry_run, yes=sure)
-    asked = wanted.as_dict() if ids is None else {"ids": asked_ids(tokens)}
-    click.echo(f"{actions.PAST[verb]}: {asyncio.run(_do(url, verb, asked, dues)):,}.")
-    if missing:
-        context.exit(ExitCode.FOUND)
-
-
-async def _do(url: str, verb: str, asked: Mapping[str, Any], dues: Mapping[int, int]) -> int:
-    async with actions.recorded(url, whoami(), f"held {verb}", asked) as (connection, log_id):
-        return await actions.change_held(connection, verb, dues, log_id)
+    change_stored(context, "drop", names, **given)

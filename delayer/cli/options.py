@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
@@ -20,14 +20,14 @@ import click
 from asyncpg import Connection
 
 from delayer.amqp.reading import message_id, raw
-from delayer.cli.errors import ExitCode, Misused
+from delayer.cli.errors import Misused
 from delayer.cli.output import note, quoted
 from delayer.config import loading, texts
 from delayer.config.errors import Expected, show
 from delayer.config.model import Settings
 from delayer.config.texts import Scalar
 from delayer.config.values import duration_ms
-from delayer.core.filters import HOW_TO_NAME, OWN, Filter, Token, read_token
+from delayer.core.filters import Filter, Token, read_token
 from delayer.core.hold import HoldKind
 from delayer.core.secret import SecretUrl
 from delayer.store import waiting
@@ -162,11 +162,6 @@ def messages_of(url: str, names: Sequence[str]) -> dict[str, Token | None]:
     return found
 
 
-def asked_ids(names: Mapping[str, Token | None]) -> list[str]:
-    """For the audit log: each id, behind the name that the operator gave for it."""
-    return [name if token is None or name == str(token) else f"{name} ({token})" for name, token in names.items()]
-
-
 filter_options = joined(
     click.option("--route", callback=bytes_of, metavar="EXCHANGE", help="The `from` exchange of its route."),
     click.option("--exchange", "to_exchange", callback=bytes_of, metavar="EXCHANGE", help="The exchange it goes to."),
@@ -200,7 +195,7 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Count the messages, and change nothing.")
 all_option = click.option("--all", "everything", is_flag=True, help="All messages, without a filter.")
-change_options = joined(all_option, dry_run_option, yes_option, click.pass_context)
+change_options = joined(all_option, dry_run_option, yes_option, as_json, click.pass_context)
 """The options of every command that changes many messages; the command gets the context first."""
 stored_change_options = joined(names_argument, filter_options, change_options)
 """The same, and the ids and filters of messages in the store."""
@@ -249,26 +244,6 @@ def agreed(question: str, *, yes: bool) -> bool:
     if not sure:
         note("Nothing was changed.")
     return sure
-
-
-def go_on(
-    context: click.Context, question: str, missing: Iterable[str], *, some: bool, fine: bool, dry_run: bool, yes: bool
-) -> None:
-    """Report ``missing`` ids. Exit on a dry run, if nothing matched, or if the operator declines.
-
-    ``question``: the verb, and its messages. ``some``: whether any matched. ``fine``: whether a dry run, or a run
-    without matches, ends with exit code 0 if no id is missing. ``yes``: whether to ask no question.
-    """
-    absent = sorted(missing)
-    for name in absent:
-        note(f"{quoted(name)} was not found.")
-    if not all(name.startswith(OWN) for name in absent):
-        note(HOW_TO_NAME)
-    if dry_run or not some:
-        click.echo(f"{question.partition(' ')[2]} match.")
-        context.exit(ExitCode.FOUND if absent or not fine else ExitCode.DONE)
-    if not agreed(f"{question}?", yes=yes):
-        context.exit(ExitCode.DONE)
 
 
 def store_url(settings: Settings) -> str:

@@ -11,66 +11,47 @@ from typing import Any, Final, NamedTuple
 import click
 
 from delayer.amqp.reading import raw
-from delayer.broker.pipelined_admin import pipelined_admin
-from delayer.cli.errors import ExitCode
-from delayer.cli.options import (
-    as_json,
-    change_options,
-    duration,
-    go_on,
-    headers_of,
-    joined,
-    kind_option,
-    request_of,
-    whoami,
-)
+from delayer.cli.changing import carry_out
+from delayer.cli.options import as_json, change_options, duration, headers_of, joined, kind_option, request_of
 from delayer.cli.output import note, print_json, print_table
-from delayer.config.model import Settings
-from delayer.config.topology import native_of, unread_delays
+from delayer.config.topology import unread_delays
 from delayer.core.readable import instant
 from delayer.daemon import set_aside
-from delayer.daemon.set_aside import SetAsideName
+from delayer.daemon.set_aside import NOUNS, SetAsideChange, not_seen
 from delayer.intake.refusals import AS_IT_IS, Mend
-from delayer.intake.set_aside import ANY, KEPT, SETTLED, RefusedMessage, Result, Selection, Stray
-from delayer.store.admin.actions import PAST
+from delayer.intake.set_aside import ANY, KEPT, Selection, SetAsideMessage, SetAsideName
+
+LISTED: Final = 50
+"""Messages that a list looks at, unless it is asked for more."""
 
 
-def _refused_row(one: RefusedMessage) -> tuple[object, ...]:
+def _refused_row(one: SetAsideMessage) -> tuple[object, ...]:
     return one.id, one.place, one.size, one.message_id, one.reason
 
 
-def _stray_row(one: Stray) -> tuple[object, ...]:
-    return (
-        one.id,
-        "?" if one.due_ms is None else instant(one.due_ms),
-        one.place,
-        one.attempts,
-        one.message_id,
-        one.reason,
-    )
+def _stray_row(one: SetAsideMessage) -> tuple[object, ...]:
+    due_ms = one.more["due_ms"]
+    due = "?" if due_ms is None else instant(due_ms)
+    return one.id, due, one.place, one.more["attempts"], one.message_id, one.reason
 
 
 class SetAsideQueue(NamedTuple):
-    """One of the two queues, and its words. ``row`` shows a message in a table; ``right`` is the column with numbers. A
-    message that a retry left in the queue "stays ``stays``". ``limit``: the messages that a list without ids looks
-    at; None for KEPT. ``about``, ``retry``, ``example``: help texts, and options for their examples."""
+    """One of the two queues, and its words. ``row`` shows a message in a table; ``right`` is the column with numbers.
+    ``about``, ``retry``, ``example``: help texts, and options for their examples."""
 
     name: SetAsideName
     noun: str
-    stays: str
-    retried: str
     columns: Sequence[str]
     right: int
-    row: Callable[[Any], tuple[object, ...]]
-    limit: int | None
+    row: Callable[[SetAsideMessage], tuple[object, ...]]
     about: str
     retry: str
     example: str
 
 
 REFUSED: Final = SetAsideQueue(
-    "refused", "refused messages", "refused", "Published again",
-    ("id", "came in at", "bytes", "message_id", "reason"), 2, _refused_row, 50,
+    "refused", NOUNS["refused"],
+    ("id", "came in at", "bytes", "message_id", "reason"), 2, _refused_row,
     """List, retry or drop refused messages. They could not be delayed, and are in the queue delays.refused, or in that
     of the configuration ([refused] queue).
 
@@ -86,8 +67,8 @@ REFUSED: Final = SetAsideQueue(
     "--reason 'too long' --route orders.in",
 )  # fmt: skip
 STRAYS: Final = SetAsideQueue(
-    "strays", "strays", "a stray", "On their way again",
-    ("id", "due", "to", "attempts", "message_id", "reason"), 3, _stray_row, None,
+    "strays", NOUNS["strays"],
+    ("id", "due", "to", "attempts", "message_id", "reason"), 3, _stray_row,
     """List, retry or drop strays: messages in the strays queue on the broker, where no store holds them. Their
     destination did not take them ten times, or they came too late for their route (late_limit).
 
@@ -104,35 +85,24 @@ def _list(context: click.Context, /, source: SetAsideQueue, *, limit: int | None
     settings = request_of(context).settings()
     wanted = Selection(**given)
     # A message that an operator names may be anywhere in the queue.
-    seen = asyncio.run(set_aside.look(settings, source.name, wanted, limit or (None if wanted.ids else source.limit)))
+    limit = limit or (KEPT if wanted.ids else LISTED)
+    seen = asyncio.run(set_aside.look(settings, source.name, wanted, limit))
     if as_json:
-        messages = [one.as_dict() for one in seen.found]
-        print_json({"depth": seen.depth, "delayed": seen.delayed, "messages": messages})
+        print_json(seen.as_dict())
         return
     if seen.found:
         print_table(source.columns, map(source.row, seen.found), right=(source.right,))
     else:
         none = f"No {source.noun} are ready." if seen.hidden else f"There are no {source.noun}."
         click.echo(f"No {source.noun} match." if seen.depth else none)
-    _say_hidden(seen)
-    if seen.depth > seen.looked:
-        _say_cut(source, seen)
+    for line in not_seen(source.name, seen, cut=seen.depth > seen.looked):
+        note(line)
 
 
-def _change(
-    context: click.Context,
-    /,
-    source: SetAsideQueue,
-    verb: str,
-    *,
-    everything: bool,
-    dry_run: bool,
-    yes: bool,
-    **given: Any,
-) -> None:
-    """Look at the messages, ask the operator, then retry or drop exactly these."""
+def _change(context: click.Context, /, source: SetAsideQueue, verb: str, *, everything: bool, **given: Any) -> None:
+    """Retry or drop messages of one of the queues."""
     mends = [given.pop(name) for name in ("delay_ms", "headers", "dropped") if name in given]
-    wanted = Selection(**given)
+    wanted = Selection(**{name: given.pop(name) for name in Selection._fields if name in given})
     if everything == (wanted != ANY):
         raise click.UsageError("expected the messages: ids, a filter, or --all alone")
     settings = request_of(context).settings()
@@ -140,43 +110,11 @@ def _change(
     if mends:
         delay_ms, headers, dropped = mends
         mend = Mend.of(delay_ms, headers, map(raw, dropped), unread_delays(settings))
-    seen = asyncio.run(set_aside.look(settings, source.name, wanted))
-    _say_hidden(seen)
-    if seen.cut:
-        _say_cut(source, seen)
-    missing = set() if seen.cut else wanted.ids.difference(*(one.names for one in seen.found))
-    question = f"{verb.capitalize()} {len(seen.found):,} of {seen.depth:,} {source.noun}"
-    some, sure = bool(seen.found), yes or bool(wanted.ids)
-    fine = (some or everything) and not seen.cut
-    go_on(context, question, missing, some=some, fine=fine, dry_run=dry_run, yes=sure)
     if source is REFUSED and settings.store_url is None:
         note("There is no store, and so no audit log of this.")
-    if source is STRAYS and verb == "retry":
-        # A retry publishes strays by an exchange of native mode to the due queue, so both must exist.
-        asyncio.run(_declare(settings))
-    change = set_aside.change(settings, source.name, verb, wanted, who=whoami(), mend=mend, limit=seen.looked)
-    done, back = asyncio.run(change)
-    click.echo(f"{source.retried if verb == 'retry' else PAST[verb]}: {len(done.found):,}.")
-    for one, why in done.left:
-        note(f"{min(one.names, default='a message without an id')} stays {source.stays}: {why}.")
-    if source is REFUSED and verb == "retry" and done.found:
-        click.echo(f"Refused again within {SETTLED:.0f} s: {back:,}.")
-    if seen.cut or missing or back or len(done.found) < len(seen.found):
-        context.exit(ExitCode.FOUND)
-
-
-async def _declare(settings: Settings) -> None:
-    async with pipelined_admin(settings.broker_url, "delayer strays") as broker:
-        await broker.declare(native_of(settings))
-
-
-def _say_hidden(seen: Result[Any]) -> None:
-    if seen.hidden:
-        note(seen.hidden)
-
-
-def _say_cut(source: SetAsideQueue, seen: Result[Any]) -> None:
-    note(f"The queue has {seen.depth:,} {source.noun}; only the first {seen.looked:,} were looked at.")
+    change = SetAsideChange(settings, source.name, verb, wanted, mend)
+    question = f"{verb.capitalize()} {{}} {source.noun}?"
+    carry_out(context, change, question, named=bool(wanted.ids), everything=everything, **given)
 
 
 _SELECTING: Final = joined(
@@ -198,7 +136,7 @@ def _group(source: SetAsideQueue) -> click.Group:
     limit = click.option(
         "--limit",
         type=click.IntRange(1, KEPT),
-        help=f"Messages to look at. By default {f'{source.limit}, and with an ID ' if source.limit else ''}{KEPT:,}.",
+        help=f"Messages to look at. By default {LISTED}, and with an ID {KEPT:,}.",
     )
     retry = change_options(partial(_change, source=source, verb="retry"))
     verbs: dict[str, tuple[str, str, Any]] = {

@@ -16,6 +16,7 @@ from delayer.amqp.reading import raw
 from delayer.config.errors import Expected, show
 from delayer.config.model import Settings
 from delayer.config.values import UNITS_MS, duration_ms
+from delayer.core.readable import instant
 
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 
@@ -54,6 +55,17 @@ def duration_text(amount_ms: int) -> str:
         if amount_ms and amount_ms % UNITS_MS[unit] == 0:
             return f"{amount_ms // UNITS_MS[unit]}{unit}"
     return f"{amount_ms}ms" if amount_ms else "0s"
+
+
+def target_text(at_ms: int | None, by_ms: int) -> str:
+    """The end of a sentence about a reschedule: " to" the new instant, or " by" a duration, with a - if earlier.
+
+    >>> target_text(None, -7_200_000), target_text(1_800_000_000_000, 0)
+    (' by -2h', ' to 2027-01-15T08:00:00Z')
+    """
+    if at_ms is not None:
+        return f" to {instant(at_ms)}"
+    return f" by {'-' if by_ms < 0 else ''}{duration_text(abs(by_ms))}"
 
 
 Scalar = str | int | float | bool

@@ -45,6 +45,11 @@ def own_name(delayer_id: str) -> str:
     return OWN + delayer_id if delayer_id else ""
 
 
+def naming_advice(name: str) -> str:
+    """The end of a sentence about a ``name`` that was not found."""
+    return "" if name.startswith(OWN) else f" {HOW_TO_NAME}"
+
+
 def names_of(own: str, message_id: str) -> frozenset[str]:
     """The names of a message with these two, each "" if it has none. A message_id that looks like an id is no name."""
     return frozenset((own, "" if message_id.startswith(OWN) else message_id)) - {""}

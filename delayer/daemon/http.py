@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from delayer.broker.cascade_depths import cascade_depths
-from delayer.broker.errors import BrokerRefused, QueueMissing
+from delayer.broker.errors import BrokerRefused, QueueMissing, TopologyMismatch
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.errors import BrokerLost
 from delayer.daemon import set_aside
-from delayer.daemon.set_aside import SetAsideName
+from delayer.daemon.set_aside import SetAsideChange
 from delayer.daemon.wiring import Daemon
 from delayer.http.recent import Recent, host_ms
 from delayer.http.server import HttpPart
 from delayer.http.view import Depths, State
 from delayer.intake.refusals import Mend
-from delayer.intake.set_aside import Result, Selection
+from delayer.intake.set_aside import Result, Selection, SetAsideName
+from delayer.store.admin.changes import ChangeResult
 
 
 class DaemonInside:
@@ -66,22 +66,22 @@ class DaemonInside:
             raise BrokerLost(str(refused)) from refused
         return Depths(seen.queues, {level.level: level.depth for level in seen.levels}, seen.delayed)
 
-    async def look_aside(self, name: SetAsideName, limit: int) -> Result[Any]:
+    async def look_aside(self, name: SetAsideName, limit: int) -> Result:
         with _reached():
             return await set_aside.look(self.settings, name, limit=limit)
 
     async def change_aside(
         self, name: SetAsideName, verb: str, ids: frozenset[str], who: str, mend: Mend
-    ) -> tuple[Result[Any], int]:
+    ) -> ChangeResult:
         with _reached():
-            return await set_aside.change(self.settings, name, verb, Selection(ids), who=who, mend=mend)
+            return await SetAsideChange(self.settings, name, verb, Selection(ids), mend).carry_out(who)
 
 
 @contextmanager
 def _reached() -> Iterator[None]:
     try:
         yield
-    except (BrokerRefused, QueueMissing) as error:
+    except (BrokerRefused, QueueMissing, TopologyMismatch) as error:
         raise BrokerLost(str(error)) from error
 
 

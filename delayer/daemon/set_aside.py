@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Final
 
 import structlog
 
 from delayer.broker.errors import QueueMissing
+from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.config.model import Settings
-from delayer.config.topology import cascade_of
+from delayer.config.topology import cascade_of, native_of
+from delayer.core.filters import naming_advice
 from delayer.intake.refusals import AS_IT_IS, EntryPoints, Mend
-from delayer.intake.set_aside import ANY, Result, Selection, SetAside, refused_queue, strays_queue
+from delayer.intake.set_aside import (
+    ANY,
+    SETTLED,
+    Result,
+    Selection,
+    SetAside,
+    SetAsideName,
+    refused_queue,
+    strays_queue,
+)
 from delayer.store.admin import actions, audit_log
+from delayer.store.admin.actions import PAST
+from delayer.store.admin.changes import MATCHED, ChangeResult
 
 log = structlog.get_logger(__name__)
 
-SetAsideName = Literal["refused", "strays"]
+NOUNS: Final = {"refused": "refused messages", "strays": "strays"}
+_RETRIED: Final = {"refused": "Published again", "strays": "On their way again"}
+_STAYS: Final = {"refused": "stays refused", "strays": "stays a stray"}
 
 
-def queue_of(settings: Settings, name: SetAsideName, mend: Mend = AS_IT_IS) -> SetAside[Any]:
+def queue_of(settings: Settings, name: SetAsideName, mend: Mend = AS_IT_IS) -> SetAside:
     """The queue of refused messages or of strays. ``mend``: the changes of refused messages that are retried."""
     where = settings.broker_url, settings.management_url
     if name == "strays":
@@ -28,9 +45,7 @@ def queue_of(settings: Settings, name: SetAsideName, mend: Mend = AS_IT_IS) -> S
     return refused_queue(*where, settings.refused.queue, entries, mend)
 
 
-async def look(
-    settings: Settings, name: SetAsideName, wanted: Selection = ANY, limit: int | None = None
-) -> Result[Any]:
+async def look(settings: Settings, name: SetAsideName, wanted: Selection = ANY, limit: int | None = None) -> Result:
     """The messages that match. There are none without a strays queue in store mode: the store holds such messages.
     Raises BrokerLost, BrokerRefused, QueueMissing."""
     try:
@@ -41,32 +56,72 @@ async def look(
         return Result(0)
 
 
-async def change(
-    settings: Settings,
-    name: SetAsideName,
-    verb: str,
-    wanted: Selection,
-    *,
-    who: str,
-    mend: Mend = AS_IT_IS,
-    limit: int | None = None,
-) -> tuple[Result[Any], int]:
-    """Retry or drop the messages that match. Returns the result, and how many the daemon refused again.
+def not_seen(name: SetAsideName, seen: Result, *, cut: bool) -> list[str]:
+    """The messages of the queue that a look has not seen, in sentences."""
+    lines = [seen.hidden] if seen.hidden else []
+    if cut:
+        lines.append(f"The queue has {seen.depth:,} {NOUNS[name]}; only the first {seen.looked:,} were looked at.")
+    return lines
 
-    With a store, a change of refused messages gets an entry in the audit log; any other change is logged. Raises as
-    :func:`look`, and StoreLost, BadStoreUrl, SchemaOutdated.
+
+@dataclass(frozen=True, slots=True)
+class SetAsideChange:
+    """A change of the messages of one queue that match: ``verb`` "retry" or "drop". Satisfies OperatorChange.
+
+    Its methods raise as :func:`look`, and TopologyMismatch, StoreLost, BadStoreUrl, SchemaOutdated.
     """
-    queue = queue_of(settings, name, mend)
-    if name == "refused" and settings.store_url is not None:
-        asked = {**wanted.as_dict(), **mend.asked}
-        async with actions.recorded(settings.store_url, who, f"refused {verb}", asked) as (connection, log_id):
-            done = await queue.change(verb, wanted, partial(audit_log.add, connection, log_id), limit)
-    else:
 
-        async def add(messages: int) -> None:
-            if messages:
-                ids = sorted(wanted.ids)
-                log.warning("set aside acted on", queue=name, verb=verb, messages=messages, ids=ids, who=who)
+    settings: Settings
+    name: SetAsideName
+    verb: str
+    wanted: Selection
+    mend: Mend = AS_IT_IS
 
-        done = await queue.change(verb, wanted, add, limit)
-    return done, await queue.returned(done) if name == "refused" and verb == "retry" else 0
+    async def count(self) -> ChangeResult:
+        """Count the messages that it would meet."""
+        seen = await look(self.settings, self.name, self.wanted)
+        return self._result(MATCHED, seen)._replace(of=seen.depth)
+
+    async def carry_out(
+        self, who: str, counted: ChangeResult | None = None, say: Callable[[int], None] = lambda _done: None
+    ) -> ChangeResult:
+        """Change them. Messages that came after those ``counted`` stay. ``say`` gets the number of messages changed.
+
+        With a store, a change of refused messages gets an entry in the audit log; any other change is logged.
+        """
+        queue = queue_of(self.settings, self.name, self.mend)
+        limit = None if counted is None else counted.of
+        if self.name == "strays" and self.verb == "retry":
+            # It publishes them by an exchange of native mode to the due queue, so both must exist.
+            async with pipelined_admin(self.settings.broker_url, "delayer strays") as broker:
+                await broker.declare(native_of(self.settings))
+        if self.name == "refused" and (url := self.settings.store_url) is not None:
+            asked = {**self.wanted.as_dict(), **self.mend.asked}
+            async with actions.recorded(url, who, f"refused {self.verb}", asked) as (connection, log_id):
+                done = await queue.change(self.verb, self.wanted, partial(audit_log.add, connection, log_id), limit)
+        else:
+            done = await queue.change(self.verb, self.wanted, partial(self._log, who), limit)
+        say(len(done.found))
+        result = self._result(_RETRIED[self.name] if self.verb == "retry" else PAST[self.verb], done)
+        if self.name == "strays" or self.verb != "retry" or not done.found:
+            return result
+        again = await queue.returned(done)
+        lines = [*result.lines, f"Refused again within {SETTLED:.0f} s: {again:,}."]
+        return result._replace(lines=lines, complete=result.complete and not again)
+
+    async def _log(self, who: str, messages: int) -> None:
+        if messages:
+            ids = sorted(self.wanted.ids)
+            log.warning("set aside acted on", queue=self.name, verb=self.verb, messages=messages, ids=ids, who=who)
+
+    def _result(self, past: str, done: Result) -> ChangeResult:
+        lines = not_seen(self.name, done, cut=done.cut)
+        for one, why in done.left:
+            lines.append(f"{min(one.names, default='a message without an id')} {_STAYS[self.name]}: {why}.")
+        met = [*done.found, *(one for one, _ in done.left)]
+        missing = sorted(self.wanted.ids.difference(*(one.names for one in met)))
+        if not done.cut:
+            lines += [f"{name} is not in the queue.{naming_advice(name)}" for name in missing]
+        of = len(self.wanted.ids) or None
+        complete = not (done.cut or done.left or missing)
+        return ChangeResult(past, len(done.found), of, lines, complete=complete)

@@ -16,10 +16,10 @@ from time import monotonic
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
-from starlette.datastructures import MutableHeaders
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from delayer.config.texts import is_loopback
 from delayer.core.secret import Secret
@@ -188,28 +188,20 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
-class RequestGuard:
+class RequestGuard(BaseHTTPMiddleware):
     """The middleware before all handlers: it checks hosts, origins and sizes, and sets the headers of every answer."""
 
     def __init__(self, app: ASGIApp, listen: Callable[[], str], max_body: int = 256 * 1024) -> None:
-        self._app = app
+        super().__init__(app)
         self._max_body = max_body
         self._listen = listen
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-
-        async def guarded(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    headers[name] = value
-                headers.setdefault("Cache-Control", "no-store")
-            await send(message)
-
-        refusal = self._refusal(Request(scope))
-        await (self._app if refusal is None else refusal)(scope, receive, guarded)
+    async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
+        answer = self._refusal(request) or await call_next(request)
+        # Browsers keep styles and scripts for five minutes, and nothing else.
+        kept = answer.status_code == 200 and request.url.path.startswith("/static/")
+        answer.headers.update({**HEADERS, "Cache-Control": "public, max-age=300" if kept else "no-store"})
+        return answer
 
     def _refusal(self, request: Request) -> Response | None:
         given = request.headers

@@ -16,6 +16,7 @@ from delayer.config.values import duration_ms
 from delayer.core import readable
 from delayer.core.filters import Filter, Token, read_place, read_token
 from delayer.intake.refusals import Mend
+from delayer.store.admin.actions import NewDue
 
 _RAW: Final = ("route", "to_exchange", "to_key", "key", "message_id")
 FIELDS: Final = (*_RAW, "header", "due_after", "due_before")
@@ -95,19 +96,18 @@ def meant(form: Mapping[str, Sequence[str]], now_ms: int, fields: Sequence[str] 
     everything = form.get("all", [""])[0]
     if everything not in ("", "yes"):
         raise FieldError(f"all: expected yes, found {everything[:40]!r}")
-    if given and everything:
-        raise FieldError("all=yes means everything that waits: say either that or a filter")
-    if not given and not everything:
-        raise FieldError(
-            f"Expected a filter ({', '.join(fields)}), or all=yes for everything that waits; found neither"
-        )
+    if bool(given) == bool(everything):
+        found = "both" if given else "none"
+        raise FieldError(f"Choose messages by ids, a filter ({', '.join(fields)}), or all=yes for all; found {found}")
     return _read(given, now_ms)
 
 
 def known(form: Collection[str], names: Collection[str]) -> None:
     """Refuse unknown fields: a misspelt filter would match too much. Raises FieldError."""
     if strange := [name for name in form if name not in names]:
-        raise FieldError(f"Unknown field {strange[0][:40]!r}: expected some of {', '.join(names)}")
+        raise FieldError(
+            f"Unknown field {strange[0][:40]!r}: expected {'some of ' if names else 'none'}{', '.join(names)}"
+        )
 
 
 def once(names: Sequence[str]) -> None:
@@ -203,9 +203,12 @@ def ids(form: Mapping[str, Sequence[str]]) -> list[str]:
     return found
 
 
-def tokens(form: Mapping[str, Sequence[str]]) -> list[Token]:
-    """The chosen ids as tokens. Raises FieldError."""
-    return [token(text) for text in ids(form)]
+def new_due(form: Mapping[str, Sequence[str]], now_ms: int) -> NewDue:
+    """The new instant of a reschedule. Raises FieldError."""
+    at, by = (form.get(name, [""])[0].strip() for name in ("at", "by"))
+    if bool(at) == bool(by):
+        raise FieldError("Say the new instant: either when it is due, or by how much later.")
+    return NewDue(instant(at, now_ms, "Due at")) if at else NewDue(None, later(by))
 
 
 MENDS: Final = ("delay", "set_header", "drop_header")
@@ -224,13 +227,11 @@ def mend(form: Mapping[str, Sequence[str]], unread: Mapping[bytes, str]) -> Mend
     return Mend.of(delay_ms, headers, map(raw, given["drop_header"]), unread)
 
 
-def back(form: Mapping[str, Sequence[str]], path: str) -> str:
-    """The path that follows a form, on this server only; without a valid one, the list that the form belongs to.
+def back(form: Mapping[str, Sequence[str]], list_: str) -> str:
+    """The path that follows a form, on this server only; without a valid one, the ``list_`` that it belongs to.
 
     Browsers drop tabs and line ends, so "/<TAB>/host" would lead to another server.
     """
     wish = form.get("back", [""])[0]
-    aside = {"/actions/refused": "/refused", "/actions/strays": "/strays"}
-    list_of = "/held" if path.startswith("/actions/held") else aside.get(path, "/waiting")
     local = wish.startswith("/") and not wish.startswith(("//", "/\\")) and wish.isprintable()
-    return wish if local else list_of
+    return wish if local else list_

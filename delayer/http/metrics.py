@@ -24,23 +24,19 @@ PREFIX: Final = "delayer_"
 
 
 class MetricKind(NamedTuple):
-    """One metric: its type, unit, labels and meaning."""
+    """One metric: its type, its labels with blanks between them, its unit and meaning."""
 
     type: str
+    labels: str
     unit: str
-    labels: tuple[str, ...]
     help: str
 
 
-def _kind(type_: str, labels: str, unit: str, text: str) -> MetricKind:
-    return MetricKind(type_, unit, tuple(labels.split()), text)
-
-
-_gauge, _histogram = partial(_kind, "gauge"), partial(_kind, "histogram")
+_gauge, _histogram = partial(MetricKind, "gauge"), partial(MetricKind, "histogram")
 
 
 def _counter(labels: str, text: str, unit: str = "messages") -> MetricKind:
-    return _kind("counter", labels, unit, text)
+    return MetricKind("counter", labels, unit, text)
 
 
 METRICS: Final[Mapping[str, MetricKind]] = {
@@ -229,13 +225,13 @@ def _of_broker(seen: Snapshot[Depths], of: Mapping[str, str]) -> Iterator[Metric
 def _family(name: str, kind: MetricKind, samples: Iterable[tuple[list[str], Any]]) -> Metric:
     named = PREFIX + name
     if kind.type == "histogram":
-        histogram = HistogramMetricFamily(named, kind.help, labels=kind.labels)
+        histogram = HistogramMetricFamily(named, kind.help, labels=kind.labels.split())
         for labels, tally in samples:
             below = [(str(bound), count) for bound, count in zip(tally.bounds, tally.below, strict=True)]
             histogram.add_metric(labels, [*below, ("+Inf", tally.count)], tally.total)
         return histogram
     family = (CounterMetricFamily if kind.type == "counter" else GaugeMetricFamily)(
-        named, kind.help, labels=kind.labels
+        named, kind.help, labels=kind.labels.split()
     )
     for labels, value in samples:
         family.add_metric(labels, value)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
@@ -20,8 +21,8 @@ from delayer.http import as_json, forms, recent, render
 from delayer.http.access import Sessions, cookie_name
 from delayer.http.forms import FieldError, said
 from delayer.http.health import Answers
-from delayer.http.view import ROWS, STORE_ERRORS, Cached
-from delayer.intake.set_aside import Result
+from delayer.http.view import NO_STORE, ROWS
+from delayer.intake.set_aside import SetAsideName
 from delayer.store import held_messages, waiting
 from delayer.store.admin import audit_log, detail
 from delayer.store.admin.detail import FoundIn, FullMessage
@@ -31,15 +32,19 @@ MOST_COUNTED: Final = 1_000
 """Messages of a filter that a page counts at most."""
 MOST_BODY: Final = 1 << 20
 """Bytes of a body that the page reads at most: 128 clients may ask at a time."""
-_CASCADE: Final = "The overview counts them by level; they cannot be listed, moved or cancelled."
-_STRAYS: Final = (
-    "Messages that no destination takes go back into the cascade; after ten attempts to the strays: /strays."
-)
+_FAILURES: Final = {
+    400: "Not understood", 403: "Locked", 404: "There is nothing here", 413: "Too large for the page", 503: "Not done",
+}  # fmt: skip
 _UNNAMED: Final = "expected id:48213 or one message's message_id, found none or several: see /api/messages?message_id="
 
 
-def _by_program(request: Request) -> bool:
-    return request.url.path.startswith("/api/")
+def by_program(request: Request) -> bool:
+    """Whether a program sent the request: for data, or to change something with the token in a header or for JSON.
+    Programs get JSON, and no question."""
+    path, headers = request.url.path, request.headers
+    changes = path.startswith("/actions/")
+    told = "authorization" in headers or "application/json" in headers.get("accept", "")
+    return path.startswith("/api/") or (changes and told)
 
 
 async def _named(connection: Any, text: str) -> Token | None:
@@ -71,20 +76,30 @@ class Pages:
     sessions: Sessions
 
     async def html(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
-        """A page with the parts that every page has; for /api, its error as JSON."""
-        if _by_program(request):
-            error = values.get("wrong") or values.get("missing") or " ".join(values.get("lines", ()))
-            return JSONResponse({"error": error}, status_code=status)
-        names = names_of(self.answers.inside.settings) if self.readable(request) else {}
-        here = "/" + request.url.path.strip("/").partition("/")[0]
-        more: dict[str, Any] = {
-            "session": self.sessions.session(request),
-            "can_open": self.sessions.can_open,
-            "names": names,
-        }
-        more["counts"] = await self.answers.view.set_aside() if self.readable(request) else {}
-        more |= {"has_store": self.answers.view.has_store, "notice": self.sessions.take_notice(request)}
-        return render.html(template, status, here=here, **more, **values)
+        """A page with the parts that every page has."""
+        view, readable = self.answers.view, self.readable(request)
+        return render.html(
+            template,
+            status,
+            here="/" + request.url.path.strip("/").partition("/")[0],
+            session=self.sessions.session(request),
+            can_open=self.sessions.can_open,
+            names=names_of(self.answers.inside.settings) if readable else {},
+            counts=await view.set_aside() if readable else {},
+            has_store=view.has_store,
+            notice=self.sessions.take_notice(request),
+            **values,
+        )
+
+    async def failed(self, request: Request, error: Exception) -> Response:
+        """The answer to a request that cannot be carried out."""
+        status, text = 400 if isinstance(error, FieldError) else 503, str(error)
+        if isinstance(error, HTTPException):
+            status, text = error.status_code, error.detail
+        if by_program(request):
+            return JSONResponse({"error": text}, status_code=status)
+        heading, back = _FAILURES.get(status, text), getattr(request.state, "back", "/")
+        return await self.html(request, "done.html", status, heading=heading, lines=[text], back=back)
 
     def readable(self, request: Request) -> bool:
         """Whether this client may read: on loopback, where the page is open, or with the token."""
@@ -155,10 +170,10 @@ class Pages:
     async def backlog_json(self, _request: Request) -> Response:
         """Counts by due time, for the chart."""
         if not self.answers.view.has_store:
-            return JSONResponse({"error": "no store is configured"}, status_code=404)
+            raise HTTPException(404, NO_STORE)
         census = await self.answers.view.census.get()
         if census.value is None:
-            return JSONResponse({"error": census.error or "not counted yet"}, status_code=503)
+            raise HTTPException(503, census.error or "not counted yet")
         counts = census.value.together()
         return JSONResponse(
             {
@@ -178,30 +193,21 @@ class Pages:
 
     async def waiting(self, request: Request) -> Response:
         """Waiting messages, page by page."""
-        if not self.answers.view.has_store:
-            return await self._storeless(request, "Waiting messages", _CASCADE)
-        given = dict(request.query_params)
-        values: dict[str, Any] = {"rows": [], "bounded": False, "broken": 0, "next": "", "given": given}
-        values |= {"previous": "", "first": "", "numbers": ""}
-        wrong, status = "", 200
-        try:
-            forms.once([name for name, _ in request.query_params.multi_items()])
-            form = forms.searched(given, recent.host_ms())
-            values |= await self._list(request, form, forms.Trail.of(given))
-            values["given"] = form.given
-        except (FieldError, *STORE_ERRORS) as error:
-            wrong, status = str(error), 400 if isinstance(error, FieldError) else 503
-        if _by_program(request) and not wrong:
-            values["messages"] = list(map(as_json.entry, values.pop("rows")))
+        given = request.query_params
+        forms.once([name for name, _ in given.multi_items()])
+        form = forms.searched(given, recent.host_ms())
+        values = await self._list(request, form, forms.Trail.of(given))
+        if by_program(request):
+            values["messages"] = list(map(as_json.entry, values["rows"]))
             return JSONResponse({name: values[name] for name in ("messages", "bounded", "broken", "next")})
         back = "/waiting" + (f"?{request.url.query}" if request.url.query else "")
-        return await self.html(request, "waiting.html", status, wrong=wrong, back=back, **values)
+        return await self.html(request, "waiting.html", back=back, given=form.given, **values)
 
     async def _list(self, request: Request, form: forms.Search, trail: forms.Trail) -> dict[str, Any]:
         """The rows of a page, the ways to others, and the number of all. The page counts a filter's messages while it
         looks for them, up to MOST_COUNTED."""
         wanted, after, path = form.wanted, forms.place(trail.after) or waiting.BEGINNING, request.url.path
-        limit = ROWS if wanted.everything or _by_program(request) else MOST_COUNTED
+        limit = ROWS if wanted.everything or by_program(request) else MOST_COUNTED
         async with looking(self.answers.view.url, "list") as connection:
             found = await waiting.find(connection, wanted, reading.properties_test(wanted), limit, after)
         rows = found.messages[:ROWS]
@@ -212,7 +218,7 @@ class Pages:
         else:
             whole = len(found.messages) + ROWS * len(trail.before or ())
             total = render.number(whole) if found.after is None else f"more than {render.number(whole)}"
-        onward = {} if end is None else trail.next(place_text(end), full=full and not _by_program(request))
+        onward = {} if end is None else trail.next(place_text(end), full=full and not by_program(request))
         return {
             "rows": rows,
             "bounded": found.bounded and not full,
@@ -233,14 +239,13 @@ class Pages:
         found = await self._one(request)
         if isinstance(found, Response):
             return found
-        if _by_program(request):
+        if by_program(request):
             return JSONResponse(as_json.message(found))
         shown = found.entry.body[:16_384]
         return await self.html(
             request,
             "message.html",
             token=str(found.entry.place.token),
-            missing="",
             found=found,
             fate=render.name(as_json.fate(found)),
             where=render.name(as_json.standing(found)),
@@ -256,9 +261,7 @@ class Pages:
             return found
         place, body = found.entry.place, found.entry.body
         if len(body) < found.entry.size:
-            lines = [f"Expected at most {MOST_BODY} bytes. Next: `delayer show {place.token} --body`."]
-            back = f"/message/{place.token}"
-            return await self.html(request, "done.html", 413, heading="Too large for the page", lines=lines, back=back)
+            raise HTTPException(413, f"Expected at most {MOST_BODY} bytes. Next: `delayer show {place.token} --body`.")
         # No browser shows it or runs it, whatever it is.
         headers = {"Content-Disposition": f'attachment; filename="{place.id}.bin"'}
         return Response(body, headers=headers, media_type="application/octet-stream")
@@ -267,45 +270,33 @@ class Pages:
         """The message of a path; or the answer without one. Its name is an id, or a message_id that no other row
         has."""
         text = request.path_params["name"]
-        if not self.answers.view.has_store:
-            return await self._storeless(request, f"Message {text[:80]}", _CASCADE)
         found: FullMessage | FoundIn = FoundIn.NOWHERE
-        try:
-            async with looking(self.answers.view.url, "show") as connection:
-                if (token := await _named(connection, text)) is not None:
-                    found = await detail.show(connection, token, most=MOST_BODY)
-        except STORE_ERRORS as error:
-            return await self.html(request, "message.html", 503, token=text[:80], missing=str(error))
+        async with looking(self.answers.view.url, "show") as connection:
+            if (token := await _named(connection, text)) is not None:
+                found = await detail.show(connection, token, most=MOST_BODY)
         if token is None and not text.startswith(OWN):
-            if _by_program(request):
-                return await self.html(request, "", 404, wrong=_UNNAMED)
+            if by_program(request):
+                raise HTTPException(404, _UNNAMED)
             return RedirectResponse("/waiting?" + render.query({}, message_id=text), status_code=303)
         if isinstance(found, FoundIn):
-            name = text[:80] if token is None else token
-            missing = detail.absent(name, found)
-            return await self.html(request, "message.html", 404, token=str(name), missing=missing)
+            raise HTTPException(404, detail.absent(token or text[:80], found))
         return found
 
     async def held(self, request: Request) -> Response:
         """Held messages."""
-        if not self.answers.view.has_store:
-            return await self._storeless(request, "Held messages", _STRAYS)
-        try:
-            query = request.query_params
-            forms.once([name for name, _ in query.multi_items() if name != "id"])
-            form, trail = forms.searched(query, recent.host_ms(), forms.HELD_FIELDS), forms.Trail.of(query)
-            after = forms.token(trail.after).id if trail.after else 0
-            test = reading.properties_test(form.wanted)
-            async with looking(self.answers.view.url, "list held messages") as connection:
-                page = await held_messages.find(connection, form.wanted, test, ROWS, after)
-                grouped = not (form.given or after or _by_program(request))
-                groups = await held_messages.groups(connection) if grouped else []
-        except (FieldError, *STORE_ERRORS) as error:
-            return await self._unreached(request, error)
-        full = len(page.messages) == ROWS and not _by_program(request)
+        query = request.query_params
+        forms.once([name for name, _ in query.multi_items() if name != "id"])
+        form, trail = forms.searched(query, recent.host_ms(), forms.HELD_FIELDS), forms.Trail.of(query)
+        after = forms.token(trail.after).id if trail.after else 0
+        test = reading.properties_test(form.wanted)
+        async with looking(self.answers.view.url, "list held messages") as connection:
+            page = await held_messages.find(connection, form.wanted, test, ROWS, after)
+            grouped = not (form.given or after or by_program(request))
+            groups = await held_messages.groups(connection) if grouped else []
+        full = len(page.messages) == ROWS and not by_program(request)
         onward = {} if page.after is None else trail.next(str(Token(page.after)), full=full)
         more = f"{request.url.path}?{render.query(form.given, **onward)}" if onward else ""
-        if _by_program(request):
+        if by_program(request):
             messages = list(map(as_json.held, page.messages))
             return JSONResponse({"messages": messages, "bounded": page.bounded, "next": more})
         total = "" if form.given else await self._total("held")
@@ -313,37 +304,22 @@ class Pages:
         shown: dict[str, Any] = {"page": page, "next": more, "given": form.given, "groups": groups, **around}
         return await self.html(request, "held.html", **shown)
 
-    async def refused(self, request: Request) -> Response:
-        """The first refused messages."""
-        view, queue = self.answers.view, self.answers.inside.settings.refused.queue
-        return await self._set_aside(request, "refused.html", view.refused, queue=queue)
-
-    async def strays(self, request: Request) -> Response:
-        """The first strays."""
-        return await self._set_aside(request, "strays.html", self.answers.view.strays)
-
-    async def _set_aside(self, request: Request, template: str, look: Cached[Result[Any]], **more: Any) -> Response:
-        if _by_program(request) and request.query_params:
-            wrong = f"Expected no fields, found {next(iter(request.query_params))[:40]!r}: this list has no filter."
-            return await self.html(request, "", 400, wrong=wrong)
-        seen = await look.get(patience=60.0)
-        there = seen.fresh or Result(0)
-        if _by_program(request) and not seen.error:
-            messages = [one.as_dict() for one in there.found]
-            return JSONResponse({"depth": there.depth, "hidden": there.hidden, "messages": messages})
-        status = 503 if seen.error else 200
-        return await self.html(request, template, status, there=there, wrong=seen.error, **more)
+    async def set_aside(self, request: Request, *, name: SetAsideName) -> Response:
+        """The first refused messages, or the first strays."""
+        if by_program(request):
+            forms.known(request.query_params, ())
+        seen = await self.answers.view.aside[name].get(patience=60.0)
+        if (there := seen.fresh) is None:
+            raise HTTPException(503, seen.error or "no answer yet")
+        if by_program(request):
+            return JSONResponse(there.as_dict())
+        return await self.html(request, f"{name}.html", there=there, queue=self.answers.inside.settings.refused.queue)
 
     async def audit_log(self, request: Request) -> Response:
         """The audit log: the changes that operators made."""
-        if not self.answers.view.has_store:
-            return await self._storeless(request, "Audit log", "The audit log is in the store.")
-        try:
-            before = forms.number(request.query_params.get("before", ""))
-            async with looking(self.answers.view.url, "audit-log") as connection:
-                rows = await audit_log.listed(connection, ROWS, before)
-        except (FieldError, *STORE_ERRORS) as error:
-            return await self._unreached(request, error)
+        before = forms.number(request.query_params.get("before", ""))
+        async with looking(self.answers.view.url, "audit-log") as connection:
+            rows = await audit_log.listed(connection, ROWS, before)
         more = f"/audit-log?before={rows[-1].id}" if len(rows) == ROWS else ""
         part = bool(more or before)
         return await self.html(request, "audit_log.html", rows=rows, next=more, part=part)
@@ -372,6 +348,8 @@ class Pages:
     async def locked(self, request: Request) -> Response:
         """The answer where reading needs the token, and the client has not given it."""
         wrong = "Reading needs the token: of messages by a program always, of others unless [http] open is set."
+        if by_program(request):
+            raise HTTPException(403, wrong)
         return await self.html(request, "login.html", 403, wrong=wrong, who="")
 
     async def logout(self, request: Request) -> Response:
@@ -380,13 +358,3 @@ class Pages:
         answer = RedirectResponse("/", status_code=303)
         answer.delete_cookie(cookie_name(request.headers["host"]), httponly=True, samesite="strict", path="/")
         return answer
-
-    async def _storeless(self, request: Request, heading: str, line: str) -> Response:
-        """The answer in native mode without a store: there is nothing to list."""
-        lines = ["No store is configured: the broker keeps the waiting messages.", line]
-        return await self.html(request, "done.html", 404, heading=heading, lines=lines, back="/")
-
-    async def _unreached(self, request: Request, error: Exception) -> Response:
-        if isinstance(error, FieldError):
-            return await self.html(request, "done.html", 400, heading="Not understood", lines=[str(error)], back="/")
-        return await self.html(request, "done.html", 503, heading="This cannot be shown", lines=[str(error)], back="/")

@@ -10,6 +10,7 @@ from math import ceil, inf
 from typing import Final, NamedTuple
 
 from delayer.core.counters import LATENESS, Counters
+from delayer.retry import first_set
 
 STEP_MS: Final = 5_000
 MOST_SENT: Final = 50
@@ -17,16 +18,13 @@ RATE_KINDS: Final = ("parked", "released", "cascaded", "refused", "held")
 
 
 class Step(NamedTuple):
-    """The counts of one step, of all routes together. ``at_ms``: its end. ``below``: messages within each bound of
-    LATENESS. ``late``: all delivered messages. ``total``: the sum of their lateness in seconds. ``sent``: the MOST_SENT
-    destinations with the most messages, and the number of each."""
+    """The counts of one step, of all routes together: of each of RATE_KINDS, of messages within each bound of LATENESS,
+    of all delivered messages under "late", and the sum of their lateness in seconds under "total". ``at_ms``: its end.
+    ``sent``: the MOST_SENT destinations with the most messages, and the number of each."""
 
     at_ms: int
-    counts: Mapping[str, int]
-    below: Sequence[int]
-    late: int
-    total: float
-    sent: Sequence[tuple[tuple[bytes, bytes], int]] = ()
+    counts: Counter[str | float]
+    sent: Mapping[tuple[bytes, bytes], int]
 
 
 def host_ms() -> int:
@@ -46,11 +44,8 @@ class Recent:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """End a step every five seconds until ``stopping`` is set."""
-        while not stopping.is_set():
-            try:
-                await asyncio.wait_for(stopping.wait(), (STEP_MS - host_ms() % STEP_MS) / 1000)
-            except TimeoutError:
-                self.note(host_ms())
+        while not await first_set(stopping, seconds=(STEP_MS - host_ms() % STEP_MS) / 1000):
+            self.note(host_ms())
 
     def note(self, now_ms: int) -> None:
         """End a step, unless one has ended within these five seconds. If the clock was set back, forget all before."""
@@ -59,21 +54,19 @@ class Recent:
             return
         if at_ms < self._at_ms:
             self.steps.clear()
-        totals = self._now()
-        *new, late, total = (now - before for now, before in zip(totals, self._totals, strict=True))
-        counts = dict(zip(RATE_KINDS, map(int, new), strict=False))
-        sent = Counter(self._counters.released_to)
-        most = (sent - self._sent).most_common(MOST_SENT)
-        self.steps.append(Step(at_ms, counts, list(map(int, new[len(RATE_KINDS) :])), int(late), total, most))
-        self._sent = sent
-        self._at_ms, self._totals = at_ms, totals
+        totals, sent = self._now(), Counter(self._counters.released_to)
+        most = dict((sent - self._sent).most_common(MOST_SENT))
+        self.steps.append(Step(at_ms, totals - self._totals, most))
+        self._at_ms, self._totals, self._sent = at_ms, totals, sent
 
-    def _now(self) -> list[float]:
-        """The totals: of each kind, within each bound, all that were delivered, and the sum of their lateness."""
-        counts, tallies = self._counters.as_dict(), list(self._counters.lateness.values())
-        below = (sum(tally.below[at] for tally in tallies) for at in range(len(LATENESS)))
-        late, total = sum(tally.count for tally in tallies), sum(tally.total for tally in tallies)
-        return [*(counts[kind] for kind in RATE_KINDS), *below, late, total]
+    def _now(self) -> Counter[str | float]:
+        """The counts since the start of the process, as those of a step."""
+        counts = self._counters.as_dict()
+        totals: Counter[str | float] = Counter({kind: counts[kind] for kind in RATE_KINDS})
+        for tally in self._counters.lateness.values():
+            totals.update(dict(zip(LATENESS, tally.below, strict=True)))
+            totals.update({"late": tally.count, "total": tally.total})
+        return totals
 
 
 def quantile(share: float, below: Sequence[int], count: int, total: float = inf) -> float | None:
@@ -113,32 +106,38 @@ class Summary(NamedTuple):
 
 def summary(of: Sequence[Step], seconds: float) -> Summary:
     """The summary of the last ``seconds`` of these steps, or of all if there are fewer."""
-    last = of[-max(1, round(seconds * 1000 / STEP_MS)) :]
+    last = _last(of, seconds)
     long = max(len(last), 1) * STEP_MS / 1000
-    rates = {kind: sum(one.counts[kind] for one in last) / long for kind in RATE_KINDS}
-    below = [sum(one.below[at] for one in last) for at in range(len(LATENESS))]
-    count = sum(one.late for one in last)
-    total = sum(one.total for one in last)
-    p50, p99, worst = (quantile(share, below, count, total) for share in (0.5, 0.99, 1.0))
-    return Summary(long, rates, p50, p99, worst)
+    counts: Counter[str | float] = Counter()
+    for one in last:
+        counts.update(one.counts)
+    rates = {kind: counts[kind] / long for kind in RATE_KINDS}
+    return Summary(long, rates, *(_lateness(counts, share) for share in (0.5, 0.99, 1.0)))
 
 
 def sent_rates(of: Sequence[Step], seconds: float) -> dict[tuple[bytes, bytes], float]:
     """The messages a second that this process released to each destination, over the last ``seconds``. A destination
     that is not among the MOST_SENT of a step has none in that step."""
-    last = of[-max(1, round(seconds * 1000 / STEP_MS)) :]
+    last = _last(of, seconds)
     totals: Counter[tuple[bytes, bytes]] = Counter()
     for one in last:
-        totals.update(dict(one.sent))
+        totals.update(one.sent)
     return {target: count / (len(last) * STEP_MS / 1000) for target, count in totals.items()}
 
 
 def series(of: Sequence[Step]) -> dict[str, list[float | None]]:
     """The columns of a chart: instants in seconds, rates, lateness in milliseconds."""
-    scale = 1000 / STEP_MS
     columns: dict[str, list[float | None]] = {"t": [one.at_ms / 1000 for one in of]}
-    columns |= {kind: [one.counts[kind] * scale for one in of] for kind in RATE_KINDS}
+    columns |= {kind: [one.counts[kind] * 1000 / STEP_MS for one in of] for kind in RATE_KINDS}
     for name, share in (("p50_ms", 0.5), ("p99_ms", 0.99)):
-        found = [quantile(share, one.below, one.late, one.total) for one in of]
+        found = [_lateness(one.counts, share) for one in of]
         columns[name] = [None if value is None else round(value * 1000, 1) for value in found]
     return columns
+
+
+def _last(of: Sequence[Step], seconds: float) -> Sequence[Step]:
+    return of[-max(1, round(seconds * 1000 / STEP_MS)) :]
+
+
+def _lateness(counts: Counter[str | float], share: float) -> float | None:
+    return quantile(share, [int(counts[bound]) for bound in LATENESS], int(counts["late"]), counts["total"])

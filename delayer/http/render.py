@@ -62,13 +62,10 @@ def properties(raw: bytes, most: int = 40, longest: int = 300) -> list[tuple[str
     """The first properties and headers of a message, each with its value; values are cut after ``longest``."""
     read = reading.read(raw)
     found = [*read.properties.items(), *((f"{header.name} ({header.type})", header.value) for header in read.headers)]
-    shown = [(name, text[:longest] + "…" * (len(text) > longest)) for name, text in map(_with_text, found[:most])]
+    texts = [(name, value_text(value)) for name, value in found[:most]]
+    shown = [(name, text[:longest] + "…" * (len(text) > longest)) for name, text in texts]
     shown += [("…", f"{len(found) - most} more: `delayer refused list --json`")] if len(found) > most else []
     return shown + ([("not readable", read.broken)] if read.broken else [])
-
-
-def _with_text(field: tuple[str, Any]) -> tuple[str, str]:
-    return field[0], value_text(field[1])
 
 
 def query(given: Mapping[str, Any], **more: Any) -> str:
@@ -84,22 +81,9 @@ ENVIRONMENT: Final = jinja2.Environment(
     lstrip_blocks=True,
 )
 for function in (
-    instant,
-    ahead,
-    duration,
-    number,
-    rate,
-    size,
-    name,
-    address,
-    query,
-    properties,
-    preview,
-    message_id,
-    quote,
-    as_text,
+    instant, ahead, duration, number, rate, size, name, address, query, properties, preview, message_id, quote, as_text,
     value_text,
-):
+):  # fmt: skip
     ENVIRONMENT.filters[function.__name__] = function
     ENVIRONMENT.globals[function.__name__] = function
 ENVIRONMENT.globals["version"] = __version__

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -16,20 +16,23 @@ from typing import Any, Final
 import structlog
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import Scope
 
 from delayer.config.texts import is_loopback
 from delayer.core.backoff import LogThrottle
+from delayer.core.errors import BrokerLost
 from delayer.http.access import RequestGuard, Sessions
 from delayer.http.actions import Actions, ChangeHandler
+from delayer.http.forms import FieldError
 from delayer.http.health import Answers
 from delayer.http.pages import Pages
-from delayer.http.view import DaemonPort, View
+from delayer.http.view import STORE_ERRORS, DaemonPort, View
+from delayer.retry import first_set
 
 log = structlog.get_logger(__name__)
 
@@ -40,15 +43,6 @@ AT_ONCE: Final = 128
 OPEN: Final = "not loopback: anyone who can reach this address can read messages without a token"
 HttpHandler = Callable[[Request], Awaitable[Response]]
 STATIC: Final = Path(__file__).parent / "static"
-
-
-class Files(StaticFiles):
-    """Style, scripts and their licences. Browsers keep them for five minutes."""
-
-    async def get_response(self, path: str, scope: Scope) -> Response:
-        answer = await super().get_response(path, scope)
-        answer.headers["Cache-Control"] = "public, max-age=300"
-        return answer
 
 
 def _probes(answers: Answers) -> list[BaseRoute]:
@@ -72,10 +66,6 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
     pages = Pages(answers, sessions)
     actions = Actions(pages, asyncio.Semaphore(at_once))
 
-    async def nowhere(request: Request, _error: Exception) -> Response:
-        line = "No page of delayer has this address."
-        return await pages.html(request, "done.html", 404, heading="There is nothing here", lines=[line], back="/")
-
     def shown(answer: HttpHandler, turns: asyncio.Semaphore | None = None, *, private: bool = False) -> HttpHandler:
         """If private, or away from loopback unless the page is open: an answer for clients with the token only."""
 
@@ -91,7 +81,7 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
         return Route(f"/actions/{path}", partial(actions.answer, change=change), methods=["POST"])
 
     looks = asyncio.Semaphore(at_once)
-
+    refused, strays = partial(pages.set_aside, name="refused"), partial(pages.set_aside, name="strays")
     return Starlette(
         routes=[
             *_probes(answers),
@@ -102,28 +92,25 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
             Route("/api/messages", shown(pages.waiting, looks, private=True)),
             Route("/api/messages/{name:path}", shown(pages.message, looks, private=True)),
             Route("/api/held", shown(pages.held, looks, private=True)),
-            Route("/api/refused", shown(pages.refused, private=True)),
-            Route("/api/strays", shown(pages.strays, private=True)),
+            Route("/api/refused", shown(refused, private=True)),
+            Route("/api/strays", shown(strays, private=True)),
             Route("/waiting", shown(pages.waiting, looks)),
             Route("/find", shown(pages.find, looks)),
             Route("/message/{name:path}", shown(pages.message, looks)),
             Route("/body/{name:path}", shown(pages.body, looks)),
             Route("/held", shown(pages.held, looks)),
-            Route("/refused", shown(pages.refused)),
-            Route("/strays", shown(pages.strays)),
+            Route("/refused", shown(refused)),
+            Route("/strays", shown(strays)),
             Route("/audit-log", shown(pages.audit_log, looks)),
             Route("/login", pages.login, methods=["GET", "POST"]),
             Route("/logout", pages.logout, methods=["POST"]),
-            changing("messages", actions.named),
-            changing("filtered", actions.filtered),
-            changing("held", actions.held),
-            changing("held-filtered", actions.held_filtered),
+            changing("messages", actions.stored),
             changing("refused", partial(actions.set_aside, name="refused")),
             changing("strays", partial(actions.set_aside, name="strays")),
-            Mount("/static", Files(directory=STATIC)),
+            Mount("/static", StaticFiles(directory=STATIC)),
         ],
         middleware=[Middleware(RequestGuard, listen=lambda: settings.settings.http.listen)],
-        exception_handlers={404: nowhere},
+        exception_handlers=dict.fromkeys((HTTPException, FieldError, BrokerLost, *STORE_ERRORS), pages.failed),
     )
 
 
@@ -146,10 +133,7 @@ class HttpPart:
                 reason = (taken.strerror or str(taken)).partition(" (")[0].capitalize()
                 if throttle.should_log(reason, asyncio.get_running_loop().time()):
                     log.error("http not served", listen=self._listen, reason=reason)
-                try:
-                    await asyncio.wait_for(stopping.wait(), self._retry_seconds)
-                except TimeoutError:
-                    continue
+                await first_set(stopping, seconds=self._retry_seconds)
 
     async def _serve(self, stopping: asyncio.Event) -> None:
         sockets = await listening(self._listen)
@@ -203,15 +187,12 @@ async def listening(listen: str) -> list[socket.socket]:
     found = await asyncio.get_running_loop().getaddrinfo(
         host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
-    sockets: list[socket.socket] = []
-    try:
-        for family, _, _, _, address in dict.fromkeys(found):
-            sockets.append(socket.create_server(address[:2], family=family, backlog=AT_ONCE))
-            sockets[-1].setblocking(False)
-    except OSError:
-        for one in sockets:
-            one.close()
-        raise
+    with ExitStack() as opened:
+        sockets = [
+            opened.enter_context(socket.create_server(address[:2], family=family, backlog=AT_ONCE))
+            for family, _, _, _, address in dict.fromkeys(found)
+        ]
+        opened.pop_all()
     return sockets
 
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from time import monotonic
-from typing import Any, Final, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+
+from starlette.exceptions import HTTPException
 
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.intake.refusals import Mend
-from delayer.intake.set_aside import Result
+from delayer.intake.set_aside import Result, SetAsideName
 from delayer.store.admin import stats
+from delayer.store.admin.changes import ChangeResult
 from delayer.store.admin.stats import Census, StoreOverview
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from delayer.store.session import looking
@@ -66,20 +70,23 @@ class DaemonPort(Protocol):
     async def depths(self) -> Depths:
         """Ask the broker. Raises BrokerLost."""
 
-    async def look_aside(self, name: Literal["refused", "strays"], limit: int) -> Result[Any]:
+    async def look_aside(self, name: SetAsideName, limit: int) -> Result:
         """The first messages of that queue. Raises BrokerLost."""
 
     async def change_aside(
-        self, name: Literal["refused", "strays"], verb: str, ids: frozenset[str], who: str, mend: Mend
-    ) -> tuple[Result[Any], int]:
-        """Do "retry", with these changes of refused messages, or "drop". Returns the result, and how many the daemon
-        refused again. Raises BrokerLost, StoreLost."""
+        self, name: SetAsideName, verb: str, ids: frozenset[str], who: str, mend: Mend
+    ) -> ChangeResult:
+        """Do "retry", with these changes of refused messages, or "drop". Raises BrokerLost, StoreLost."""
 
 
 ROWS: Final = 50
 """Rows of a list."""
 
 STORE_ERRORS: Final = (StoreLost, BadStoreUrl, SchemaOutdated)
+NO_STORE: Final = (
+    "No store is configured: the broker keeps the waiting messages. The overview counts them by level; they cannot be "
+    "listed, moved or cancelled. Messages that no destination takes become strays after ten attempts: see /strays."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +177,17 @@ class View:
         self.census = Cached(self._census, 20.0, "backlog", late=inf)
         self.depths = Cached[Depths](inside.depths, 15.0, "queues")
         # Requests share one look: two into the queue at a time would see half of it each.
-        self.refused = Cached(lambda: inside.look_aside("refused", ROWS), 3.0, "refused messages", late=inf)
-        self.strays = Cached(lambda: inside.look_aside("strays", ROWS), 3.0, "strays", late=inf)
+        names: tuple[SetAsideName, ...] = ("refused", "strays")
+        self.aside = {name: Cached(partial(inside.look_aside, name, ROWS), 3.0, name, late=inf) for name in names}
 
     @property
-    def parts(self) -> Sequence[Cached[Any]]:
-        return self.store, self.census, self.depths, self.refused, self.strays
+    def _parts(self) -> Sequence[Cached[Any]]:
+        return self.store, self.census, self.depths, *self.aside.values()
+
+    def forget(self) -> None:
+        """Let the next requests look again after a change."""
+        for part in self._parts:
+            part.forget()
 
     async def set_aside(self, patience: float = 0.2) -> dict[str, int | None]:
         """The number of held and refused messages and of strays, each under the page that lists them, for the menu.
@@ -194,15 +206,15 @@ class View:
         return self._inside.settings.store_url is not None
 
     async def close(self) -> None:
-        for part in self.parts:
+        for part in self._parts:
             await part.close()
 
     @property
     def url(self) -> str:
-        """The store's URL. Raises StoreLost where none is configured."""
+        """The store's URL. Raises HTTPException if none is configured."""
         url = self._inside.settings.store_url
         if url is None:
-            raise StoreLost("no store is configured: messages in the cascade can be counted, but not listed")
+            raise HTTPException(404, NO_STORE)
         return url
 
     async def _store(self) -> StoreOverview:

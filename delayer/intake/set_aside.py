@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple
 
 from delayer.amqp import reading
 from delayer.amqp.address import Address
@@ -38,126 +38,91 @@ AT_ONCE: Final = 100
 """Messages that are published together; each is acknowledged when it is confirmed."""
 BACK: Final = 2.0
 """Seconds that a look waits for its messages to be back in the queue. Another consumer may have taken them."""
+SetAsideName = Literal["refused", "strays"]
+"""One of the two queues."""
 KEPT: Final = 10_000
 """Most messages that one look holds unacknowledged: it ends there."""
 UNKNOWN: Final = Hold(HoldKind.RETURNED, "the broker found no queue for it at the end of the cascade")
 
 
-def _head(delivery: Delivery) -> bytes:
-    # One byte more than is shown, so that a cut is seen. A copy, since a slice would keep the whole body in memory.
-    return bytes(delivery.body[: reading.PREVIEW + 1])
+class SetAsideMessage(NamedTuple):
+    """A refused message or a stray, with the beginning of its body."""
 
-
-class RefusedMessage(NamedTuple):
-    """A refused message with the beginning of its body."""
-
-    refusal: Refusal
+    id: str
+    """As operators write it; "" if the message has none."""
+    message_id: str
+    exchange: bytes | None
+    """The exchange that it came in by; None if unknown."""
+    place: str
+    """For operators: where a refused message came in, or where a stray goes."""
+    reason: str
     properties: bytes
     head: bytes
     size: int
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The ids that an operator may name it by."""
-        return names_of(self.refusal.id, self.refusal.message_id)
-
-    @property
-    def id(self) -> str:
-        return self.refusal.id
-
-    @property
-    def message_id(self) -> str:
-        return self.refusal.message_id
-
-    @property
-    def exchange(self) -> bytes | None:
-        return self.refusal.exchange
-
-    @property
-    def place(self) -> str:
-        """Where it came in, for people."""
-        refusal = self.refusal
-        return "?" if refusal.exchange is None else reading.address(refusal.exchange, refusal.routing_key or b"")
-
-    @property
-    def reason(self) -> str:
-        return self.refusal.reason
-
-    def as_dict(self) -> dict[str, Any]:
-        """For programs."""
-        refusal, read = self.refusal, reading.read(self.properties)
-        return {
-            "id": refusal.id,
-            "exchange": None if refusal.exchange is None else as_text(refusal.exchange),
-            "routing_key": None if refusal.routing_key is None else as_text(refusal.routing_key),
-            "message_id": refusal.message_id or None,
-            "properties": read.properties,
-            "headers": [header._asdict() for header in read.headers],
-            **_rest(self),
-        }
-
-
-class Stray(NamedTuple):
-    """A stray with the beginning of its body. ``id``: as people write it, "" if its envelope
-    cannot be read. ``due_ms`` is None then."""
-
-    id: str
-    due_ms: int | None
-    target: Target
-    exchange: bytes
-    route: bytes
-    attempts: int
-    hold: Hold
-    head: bytes
-    size: int
-    message_id: str = ""
+    more: Mapping[str, Any]
+    """The facts that only one of the two queues has, for programs."""
 
     @classmethod
-    def of(cls, delivery: Delivery, read: Envelope | str) -> Stray:
+    def refused(cls, delivery: Delivery, refusal: Refusal) -> SetAsideMessage:
+        exchange, key = refusal.exchange, refusal.routing_key
+        more = {
+            "exchange": None if exchange is None else as_text(exchange),
+            "routing_key": None if key is None else as_text(key),
+        }
+        place = "?" if exchange is None else reading.address(exchange, key or b"")
+        names = refusal.id, refusal.message_id
+        return cls(*names, exchange, place, refusal.reason, delivery.properties, *_head(delivery), more)
+
+    @classmethod
+    def stray(cls, delivery: Delivery, read: Envelope | str) -> SetAsideMessage:
         """``read``: its envelope, or why it has none."""
-        head, size = _head(delivery), len(delivery.body)
         if isinstance(read, str):
-            return cls("", None, Target(b"", b""), b"", b"", 0, Hold(HoldKind.UNFIT, read), head, size)
+            more = _stray_facts(None, Target(b"", b""), b"", HoldNote(Hold(HoldKind.UNFIT, read), 0, None))
+            return cls("", "", b"", "?", read, delivery.properties, *_head(delivery), more)
         parcel, held = read.parcel, read.held or HoldNote(UNKNOWN, 0, None)
-        id, hold = own_name(as_text(read.id)), held.hold
-        own = as_text(reading.message_id(parcel.properties) or b"")
-        return cls(
-            id, parcel.due_ms, parcel.target, parcel.exchange, parcel.route, held.attempts, hold, head, size, own
-        )
+        id, message_id = own_name(as_text(read.id)), as_text(reading.message_id(parcel.properties) or b"")
+        place = reading.address(parcel.target.exchange, parcel.target.routing_key)
+        more = _stray_facts(parcel.due_ms, parcel.target, parcel.route, held)
+        content = parcel.properties, *_head(delivery)
+        return cls(id, message_id, parcel.exchange, place, held.hold.text, *content, more)
 
     @property
     def names(self) -> frozenset[str]:
         """The ids that an operator may name it by."""
         return names_of(self.id, self.message_id)
 
-    @property
-    def reason(self) -> str:
-        return self.hold.text
-
-    @property
-    def place(self) -> str:
-        """Where it goes, for people."""
-        return reading.address(self.target.exchange, self.target.routing_key)
-
     def as_dict(self) -> dict[str, Any]:
         """For programs."""
+        read = reading.read(self.properties)
         return {
             "id": self.id,
             "message_id": self.message_id or None,
-            "due_ms": self.due_ms,
-            "to_exchange": as_text(self.target.exchange),
-            "to_key": as_text(self.target.routing_key),
-            "route": as_text(self.route),
-            "attempts": self.attempts,
-            "kind": self.hold.kind,
-            "may_be_delivered": self.hold.may_be_delivered,
-            "isolated": self.hold.isolated,
-            **_rest(self),
+            **self.more,
+            "properties": read.properties,
+            "headers": [header._asdict() for header in read.headers],
+            "reason": self.reason,
+            "body_bytes": self.size,
+            "body": reading.preview(self.head),
         }
 
 
-def _rest(one: RefusedMessage | Stray) -> dict[str, Any]:
-    return {"reason": one.reason, "body_bytes": one.size, "body": reading.preview(one.head)}
+def _head(delivery: Delivery) -> tuple[bytes, int]:
+    """The beginning of the body, and its size."""
+    # One byte more than is shown, so that a cut is seen. A copy, since a slice would keep the whole body in memory.
+    return bytes(delivery.body[: reading.PREVIEW + 1]), len(delivery.body)
+
+
+def _stray_facts(due_ms: int | None, to: Target, route: bytes, held: HoldNote) -> dict[str, Any]:
+    return {
+        "due_ms": due_ms,
+        "to_exchange": as_text(to.exchange),
+        "to_key": as_text(to.routing_key),
+        "route": as_text(route),
+        "attempts": held.attempts,
+        "kind": held.hold.kind,
+        "may_be_delivered": held.hold.may_be_delivered,
+        "isolated": held.hold.isolated,
+    }
 
 
 class Selection(NamedTuple):
@@ -169,26 +134,23 @@ class Selection(NamedTuple):
     kind: str | None = None
     """That of a stray's hold. Refused messages have none."""
 
-    def matches(self, one: RefusedMessage | Stray) -> bool:
+    def matches(self, one: SetAsideMessage) -> bool:
         named = not self.ids or not self.ids.isdisjoint(one.names)
         from_there = self.exchange is None or one.exchange == self.exchange.encode("utf-8", "surrogateescape")
-        of_kind = self.kind is None or (isinstance(one, Stray) and one.hold.kind == self.kind)
+        of_kind = self.kind in (None, one.more.get("kind"))
         return named and from_there and of_kind and self.reason in one.reason
 
     def as_dict(self) -> dict[str, Any]:
         """For the audit log."""
-        given: dict[str, Any] = {"ids": sorted(self.ids)} if self.ids else {}
-        given |= {"reason": self.reason} if self.reason else {}
-        others = {"exchange": self.exchange, "kind": self.kind}
-        return given | {name: value for name, value in others.items() if value is not None}
+        given = {name: it for name, it in self._asdict().items() if it != self._field_defaults[name]}
+        return given | ({"ids": sorted(self.ids)} if self.ids else {})
 
 
 ANY: Final = Selection()
-T = TypeVar("T", RefusedMessage, Stray)
 
 
 @dataclass(slots=True)
-class Result(Generic[T]):
+class Result:
     """The messages that match; of a change those that it changed, and those that stay with the reason. ``looked``:
     how many of ``depth`` messages were looked at. ``delayed``: how many the broker itself delays, so that no look finds
     them; None: unknown. ``may_delay``: whether it delays any."""
@@ -196,8 +158,8 @@ class Result(Generic[T]):
     depth: int
     delayed: int | None = 0
     looked: int = 0
-    found: list[T] = field(default_factory=list)
-    left: list[tuple[T, str]] = field(default_factory=list)
+    found: list[SetAsideMessage] = field(default_factory=list)
+    left: list[tuple[SetAsideMessage, str]] = field(default_factory=list)
     may_delay: bool = False
 
     @property
@@ -208,6 +170,11 @@ class Result(Generic[T]):
             return f"The broker itself delayed none there up to {COUNTS_AGE:.0f} s ago; later ones are not counted yet."
         why = delayed_reason(self.delayed)
         return f"The queue {why}." if why else ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        messages = [one.as_dict() for one in self.found]
+        return {"depth": self.depth, "delayed": self.delayed, "hidden": self.hidden, "messages": messages}
 
     @property
     def cut(self) -> bool:
@@ -222,24 +189,25 @@ Publish = Callable[[Delivery, int], Outgoing | str]
 
 
 @dataclass(frozen=True, slots=True)
-class SetAside(Generic[T]):
+class SetAside:
     """One queue of such messages. All methods raise BrokerLost, BrokerRefused, QueueMissing."""
 
     url: str
     management_url: str | None
     queue: str
-    _read: Callable[[Delivery, int], T]
+    _read: Callable[[Delivery, int], SetAsideMessage]
     _again: Publish
 
-    async def look(self, wanted: Selection = ANY, limit: int | None = None) -> Result[T]:
+    async def look(self, wanted: Selection = ANY, limit: int | None = None) -> Result:
         """The messages that match among the first ``limit``, or among the first KEPT. They stay in the queue."""
-        async with self._consuming(limit or KEPT) as (subscription, publisher, result):
-            async for some in _portions(subscription, min(limit or KEPT, result.depth), result):
+        most = min(limit or KEPT, KEPT)
+        async with self._consuming(most) as (subscription, publisher, result):
+            async for some in _portions(subscription, min(most, result.depth), result):
                 read = (self._read(delivery, publisher.max_properties) for delivery in some)
                 result.found += filter(wanted.matches, read)
         return result
 
-    async def change(self, verb: str, wanted: Selection, add: Add, limit: int | None = None) -> Result[T]:
+    async def change(self, verb: str, wanted: Selection, add: Add, limit: int | None = None) -> Result:
         """Publish again ("retry") or "drop" the messages that match among the first ``limit``, or the first KEPT. Each
         is added to the audit log before it leaves the queue."""
         async with self._consuming(KEPT, changing=True) as (subscription, publisher, result):
@@ -258,7 +226,7 @@ class SetAside(Generic[T]):
                         result.found.append(one)
         return result
 
-    async def returned(self, retried: Result[T]) -> int:
+    async def returned(self, retried: Result) -> int:
         """How many of the retried messages are here again after SETTLED seconds. Others that came meanwhile count
         too."""
         if not retried.found:
@@ -279,7 +247,7 @@ class SetAside(Generic[T]):
     @asynccontextmanager
     async def _consuming(
         self, prefetch: int, *, changing: bool = False
-    ) -> AsyncIterator[tuple[AmqpSubscription, AmqpPublisher, Result[T]]]:
+    ) -> AsyncIterator[tuple[AmqpSubscription, AmqpPublisher, Result]]:
         """``changing``: the messages that are found leave the queue."""
         async with pipelined_admin(self.url, f"delayer {self.queue}") as admin:
             depth, may_delay = (await admin.depths([self.queue]))[self.queue], admin.may_delay
@@ -296,7 +264,7 @@ class SetAside(Generic[T]):
         for connection in connections:
             connection.start()
         publisher = AmqpPublisher(connections[1])
-        result: Result[T] = Result(depth, delayed, may_delay=may_delay)
+        result = Result(depth, delayed, may_delay=may_delay)
         try:
             subscription = await AmqpConsumer(connections[0]).subscribe(self.queue, prefetch)
             try:
@@ -323,7 +291,7 @@ async def _until_back(reconnecting: ReconnectingConnection, queue: str, count: i
                 await asyncio.sleep(0.01)
 
 
-async def _portions(subscription: AmqpSubscription, count: int, result: Result[T]) -> AsyncIterator[list[Delivery]]:
+async def _portions(subscription: AmqpSubscription, count: int, result: Result) -> AsyncIterator[list[Delivery]]:
     """The next ``count`` messages, without those that arrive later (a retried message may be refused again)."""
     empty = 0
     while result.looked < count and empty < 3:  # Three seconds; after that, another consumer has the rest.
@@ -334,13 +302,11 @@ async def _portions(subscription: AmqpSubscription, count: int, result: Result[T
             yield some
 
 
-def refused_queue(
-    url: str, management_url: str | None, queue: str, entries: EntryPoints, mend: Mend
-) -> SetAside[RefusedMessage]:
+def refused_queue(url: str, management_url: str | None, queue: str, entries: EntryPoints, mend: Mend) -> SetAside:
     """The refused queue. A retried message goes back, mended, to its exchange, one of ``entries``."""
 
-    def read(delivery: Delivery, _most: int) -> RefusedMessage:
-        return RefusedMessage(refusal_of(delivery, entries), delivery.properties, _head(delivery), len(delivery.body))
+    def read(delivery: Delivery, _most: int) -> SetAsideMessage:
+        return SetAsideMessage.refused(delivery, refusal_of(delivery, entries))
 
     return SetAside(url, management_url, queue, read, lambda delivery, most: again(delivery, entries, most, mend))
 
@@ -360,12 +326,12 @@ def stray(delivery: Delivery, delivery_exchange: bytes, due_queue: bytes, max_pr
         return f"not an envelope of ours: {broken}"
 
 
-def strays_queue(url: str, management_url: str | None, cascade: Cascade, due_queue: bytes) -> SetAside[Stray]:
+def strays_queue(url: str, management_url: str | None, cascade: Cascade, due_queue: bytes) -> SetAside:
     """The strays queue of ``cascade``. A retried message goes to the due queue, where the daemon tries it at once."""
     exchange = cascade.delivery.encode()
 
-    def read(delivery: Delivery, most: int) -> Stray:
-        return Stray.of(delivery, stray(delivery, exchange, due_queue, most))
+    def read(delivery: Delivery, most: int) -> SetAsideMessage:
+        return SetAsideMessage.stray(delivery, stray(delivery, exchange, due_queue, most))
 
     def publish(delivery: Delivery, most: int) -> Outgoing | str:
         one = stray(delivery, exchange, due_queue, most)

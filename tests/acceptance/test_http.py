@@ -11,6 +11,7 @@ import psutil
 
 from delayer.amqp.edits import HoldNote, enveloped
 from delayer.broker.pipelined_admin import DELAYS_FROM
+from delayer.core.filters import HOW_TO_NAME
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
 from tests.acceptance.own_vhost import OwnVhost, delayed
@@ -205,7 +206,7 @@ async def test_a_group_of_held_messages_is_retried_or_dropped_after_a_question(p
         assert (await web.get(link.replace("&amp;", "&"))).text.count("/message/") == 2
 
         async def act(verb: str, **fields: str) -> str:
-            answer = await web.post("/actions/held-filtered", {"verb": verb, **fields}, **ada)
+            answer = await web.post("/actions/messages", {"verb": verb, **fields}, **ada)
             if answer.status == 303:
                 answer = await web.get(answer.headers["location"], **ada)
                 return re.findall('role="status"><strong>(.*?)</strong>', answer.text)[0]
@@ -284,10 +285,15 @@ async def test_strays_are_retried_and_dropped(place: OwnVhost) -> None:
         for text_of in ("queue nowhere", "312 NO_ROUTE", "<code>two</code>"):
             assert text_of in page.text
         done = (await web.post("/actions/strays", {"verb": "retry", "id": "id:one"}, **allowed)).json
-        assert done == {"heading": "On their way again: 1 of 1", "lines": [], "done": 1}
+        assert done == {"heading": "On their way again: 1 of 1", "lines": [], "done": 1, "found": {}}
         await inbox.got([b"one"])
         done = (await web.post("/actions/strays", {"verb": "drop", "id": ["two", "one"]}, **allowed)).json
-        assert done == {"heading": "Dropped: 1 of 2", "lines": ["1 are not there any more."], "done": 1}
+        assert done == {
+            "heading": "Dropped: 1 of 2",
+            "lines": [f"one is not in the queue. {HOW_TO_NAME}"],
+            "done": 1,
+            "found": {},
+        }
         await counted(place.rabbitmq, place.url)
         none = "There are no strays." if place.rabbitmq.version < DELAYS_FROM else "up to 12 s ago"
         assert none in (await web.get("/strays")).text

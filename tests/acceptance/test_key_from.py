@@ -98,7 +98,7 @@ async def test_the_page_and_programs_cancel_by_a_publishers_id(place: OwnVhost, 
         assert page.count('href="/message/') == 1
         assert f'<a href="/message/{row["id"]}">{row["id"].partition("@")[0]}</a>' in page
         form = {"verb": "cancel", "key": "order-1", "confirmed": "yes"}
-        assert (await web.post("/actions/filtered", form, **allowed)).json["done"] == 1
+        assert (await web.post("/actions/messages", form, **allowed)).json["done"] == 1
         left = (await web.get("/api/messages", **allowed)).json["messages"]
         assert [one["key"] for one in left] == ["order-0", "order-2"]
 
@@ -113,7 +113,7 @@ async def test_the_page_and_programs_cancel_by_a_publishers_id(place: OwnVhost, 
         assert done.json["done"] == 1
         held = await eventually(lambda: web.get("/api/held", **allowed), lambda answer: bool(answer.json["messages"]))
         (lost,) = held.json["messages"]
-        dropped = await web.post("/actions/held", {"verb": "drop", "id": lost["id"]}, **allowed)
+        dropped = await web.post("/actions/messages", {"verb": "drop", "id": lost["id"]}, **allowed)
         assert (dropped.json["done"], lost["key"]) == (1, "lost")
         assert f'"ids": ["{lost["id"]}"]' in html.unescape((await web.get("/audit-log")).text)
         assert f'"ids": ["id:{number_alone}"]' in html.unescape((await web.get("/audit-log")).text)

@@ -99,7 +99,7 @@ async def test_every_action(place: OwnVhost, store: str, tmp_path: Path) -> None
         await page.goto("/waiting?due_after=9h")
         await page.locator("#all-by").fill("1h")
         await page.get_by_role("button", name="Reschedule them…").click()
-        assert re.fullmatch(r"Reschedule \d messages: 1h later\?", await page.locator("h1").inner_text())
+        assert re.fullmatch(r"Reschedule \d messages by 1h\?", await page.locator("h1").inner_text())
         await page.get_by_role("button", name="Reschedule them").click()
         assert (await result(page)).startswith("Rescheduled: ")
         # The action takes the counted messages: it keeps the instants that the words meant when it counted.
@@ -187,7 +187,7 @@ async def test_enter_and_mistakes(place: OwnVhost, store: str, tmp_path: Path) -
         await page.goto("/waiting")
         await page.locator("#all-by").fill("1h")
         await page.keyboard.press("Enter")
-        await page.get_by_role("heading", name="Reschedule 2 messages: 1h later?").wait_for()
+        await page.get_by_role("heading", name="Reschedule 2 messages by 1h?").wait_for()
 
         (lost,) = await this.rows("held")
         await page.goto(f"/message/{lost['id']}")
@@ -300,19 +300,19 @@ async def test_programs_act_only_with_the_token_in_a_header(place: OwnVhost, sto
         assert (answer.status, answer.json["done"]) == (200, 1)
         again = await this.web.post("/actions/messages", form, **allowed)
         assert again.json["done"] == 0
-        for wrong in ({"verb": "drop"}, {"verb": "cancel"}, {"verb": "cancel", "id": "x"},
+        for wrong in ({"verb": "hold"}, {"verb": "drop"}, {"verb": "cancel"}, {"verb": "cancel", "id": "x"},
                       {"verb": "reschedule", "id": rows[1]["id"]}):  # fmt: skip
             assert (await this.web.post("/actions/messages", wrong, **allowed)).status == 400
-        counted = await this.web.post("/actions/filtered", {"verb": "cancel", "route": "in"}, **allowed)
-        assert counted.json == {"matched": 2, "broken_segments": 0, "confirmed": False}
+        counted = await this.web.post("/actions/messages", {"verb": "cancel", "route": "in"}, **allowed)
+        assert counted.json == {"heading": "Matched: 2", "matched": 2, "lines": [], "found": {}, "confirmed": False}
         for slip in ({"rout": "in"}, {"key": ""}, {}, {"route": ["in", "else"]}):
-            answer = await this.web.post("/actions/filtered", {"verb": "cancel", "confirmed": "yes", **slip}, **allowed)
+            answer = await this.web.post("/actions/messages", {"verb": "cancel", "confirmed": "yes", **slip}, **allowed)
             assert answer.status == 400, answer.text
-        empty = await this.web.post("/actions/filtered", {"verb": "cancel", "confirmed": "yes", "route": ""}, **allowed)
+        empty = await this.web.post("/actions/messages", {"verb": "cancel", "confirmed": "yes", "route": ""}, **allowed)
         assert empty.json["done"] == 0, "the empty route is one of the routes"
         assert len(await this.waiting()) == 2
         done = await this.web.post(
-            "/actions/filtered", {"verb": "cancel", "route": "in", "confirmed": "yes"}, **allowed
+            "/actions/messages", {"verb": "cancel", "route": "in", "confirmed": "yes"}, **allowed
         )
         assert done.json["done"] == 2
         assert {one["who"] for one in await this.acts()} == {"a program (http, 127.0.0.1)"}

@@ -73,6 +73,6 @@ async def test_a_message_is_found_by_its_message_id_or_its_delayer_id(delayer: R
     some = delayer("cancel", "m@row", "m@lost", expect=1)
     assert "Cancelled: 1 of 2." in some.stdout and "m@lost is not in the store" in some.stderr
     assert "Cancelled: 12." in delayer("cancel", "--message-id", "m@twin", "--yes").stdout
-    assert '"m@lost" was not found.' in delayer("held", "drop", "m@lost", expect=1).stderr
+    assert "m@lost is not held." in delayer("held", "drop", "m@lost", expect=1).stderr
     assert "m@held" in delayer("held", "list").stdout
-    assert "To be tried again now: 1." in delayer("held", "retry", "m@held").stdout
+    assert "To be tried again now: 1 of 1." in delayer("held", "retry", "m@held").stdout

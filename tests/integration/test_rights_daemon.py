@@ -336,12 +336,12 @@ async def test_the_page_of_a_daemon_with_these_rights(rabbitmq: RabbitMQ, postgr
             await raw.publish(Message("delayer.in", b"nobody", props, b"body"))
             (lost,) = await eventually(held, lambda ids: len(ids) == 1)
             all_waiting = {"verb": "reschedule", "by": "1h", "all": "yes"}
-            await eventually(lambda: told("/actions/filtered", **all_waiting), lambda answer: answer["matched"] == 2)
-            assert (await told("/actions/filtered", verb="reschedule", by="1h", all="yes", confirmed="yes"))[
+            await eventually(lambda: told("/actions/messages", **all_waiting), lambda answer: answer["matched"] == 2)
+            assert (await told("/actions/messages", verb="reschedule", by="1h", all="yes", confirmed="yes"))[
                 "done"
             ] == 2
-            assert (await told("/actions/filtered", verb="cancel", route="delayer.in", confirmed="yes"))["done"] == 2
-            assert (await told("/actions/held", verb="drop", id=f"id:{lost}"))["done"] == 1
+            assert (await told("/actions/messages", verb="cancel", route="delayer.in", confirmed="yes"))["done"] == 2
+            assert (await told("/actions/messages", verb="drop", id=f"id:{lost}"))["done"] == 1
             row = re.search(r'data-label="id" class="wide">([^<]+)<', (await web.get("/refused")).text)
             assert row is not None
             stays = await told("/actions/refused", verb="retry", id=row[1])

@@ -96,7 +96,7 @@ async def cancel_some(fleet: Fleet, ledger: Cancelling) -> int:
     code, output = await commanded(fleet, "cancel", "--json", *tokens)
     now_ms = time.time() * 1000
     # The store was out of reach: perhaps it committed the cancel, and the answer was lost.
-    found = dict.fromkeys(tokens, "") if code == REACH else json.loads(output)
+    found = dict.fromkeys(tokens, "") if code == REACH else json.loads(output)["found"]
     for token, where in found.items():
         what = {"": "unknown", "nowhere": "gone"}.get(where, "cancelled")
         ledger.tell(tokens[token], Told(what, now_ms))

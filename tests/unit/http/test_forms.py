@@ -159,4 +159,4 @@ def test_ids_and_pages() -> None:
     ],
 )
 def test_a_form_goes_on_to_a_path_of_this_server(wish: str, path: str) -> None:
-    assert back({"back": [wish]}, "/actions/messages") == path
+    assert back({"back": [wish]}, "/waiting") == path

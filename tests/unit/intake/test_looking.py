@@ -10,7 +10,7 @@ from delayer.amqp import reading
 from delayer.core.filters import Filter, Token, names_of, own_name, read_token
 from delayer.core.message import Delivery
 from delayer.intake.refusals import EntryPoints, refusal_of, with_short
-from delayer.intake.set_aside import RefusedMessage, Result
+from delayer.intake.set_aside import Result
 from delayer.store.lanes.notify import HELD, WAITING, parsed
 from tests.support.raw import Props, Value, array, number, octets, table, text
 
@@ -22,7 +22,7 @@ ENTRIES = EntryPoints(b"delays", frozenset({b"delayer.in"}))
     [(0, False, ""), (0, True, "up to 12 s ago"), (2, True, "holds 2 messages"), (None, True, "may hold")],
 )
 def test_an_empty_queue_may_hide_messages(delayed: int | None, may_delay: bool, hidden: str) -> None:
-    found: Result[RefusedMessage] = Result(0, delayed, may_delay=may_delay)
+    found: Result = Result(0, delayed, may_delay=may_delay)
     assert hidden in found.hidden and bool(found.hidden) == bool(hidden)
 
 

@@ -1,0 +1,133 @@
+"""Changes that an operator orders, on the command line, on the page or by a program: which messages a change meets, the
+work, and the sentences about the outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+from asyncpg import Connection
+
+from delayer.core.filters import Filter, Token, naming_advice
+from delayer.store import held_messages, waiting
+from delayer.store.admin import actions
+from delayer.store.admin.actions import PAST, NewDue
+from delayer.store.admin.detail import ABSENT, FoundIn, absent
+from delayer.store.waiting import Test
+
+MATCHED: Final = "Matched"
+"""The beginning of the answer to a count."""
+OF_HELD: Final = ("retry", "drop")
+"""The verbs for held messages; the others are for all messages in the store."""
+
+
+class ChangeResult(NamedTuple):
+    """The messages that a change met, or would meet. ``past``: what happened to them. ``of``: how many were named, or
+    are in their queue. ``lines``: about the rest. ``found``: the place of each message that was named. ``complete``:
+    whether the change met every message that was asked for."""
+
+    past: str
+    messages: int
+    of: int | None = None
+    lines: Sequence[str] = ()
+    found: Mapping[str, str] = {}
+    complete: bool = True
+
+    @property
+    def number(self) -> str:
+        """How many messages, and of how many."""
+        return f"{self.messages:,}" if self.of is None else f"{self.messages:,} of {self.of:,}"
+
+    @property
+    def heading(self) -> str:
+        """The outcome, without the end of its sentence."""
+        return f"{self.past}: {self.number}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        count = "matched" if self.past == MATCHED else "done"
+        return {"heading": self.heading, count: self.messages, "lines": list(self.lines), "found": dict(self.found)}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChange:
+    """The ``verb`` for messages with these ``names``, as the operator gave them (None for a name without a message), or
+    for all that match ``wanted`` and ``test``. Its methods raise StoreLost, BadStoreUrl, SchemaOutdated."""
+
+    url: str
+    verb: str
+    wanted: Filter
+    test: Test | None = None
+    names: Mapping[str, Token | None] | None = None
+    when: NewDue | None = None
+
+    async def count(self) -> ChangeResult:
+        """Count the messages that it would meet."""
+        async with actions.acting(self.url, f"count for {self.verb}") as connection:
+            if self.verb in OF_HELD:
+                return self._result(MATCHED, dict.fromkeys(await self._held(connection), FoundIn.HELD))
+            if self.names is not None:
+                return self._result(MATCHED, await actions.whereabouts(connection, self._tokens))
+            messages, broken = await waiting.count(connection, self.wanted, self.test)
+        more = f"{broken} segments cannot be read and may hold more messages: see docs/backlog.md."
+        return ChangeResult(MATCHED, messages, lines=[more] if broken else [])
+
+    async def carry_out(
+        self, who: str, _counted: ChangeResult | None = None, say: Callable[[int], None] = lambda _done: None
+    ) -> ChangeResult:
+        """Change them, and record it in the audit log. A filter is applied again, whatever was counted. ``say`` gets
+        the number of messages changed so far."""
+        past, verb = PAST[self.verb], f"held {self.verb}" if self.verb in OF_HELD else self.verb
+        async with actions.recorded(self.url, who, verb, self._asked) as (connection, log_id):
+            if self.verb in OF_HELD:
+                dues = await self._held(connection)
+                done = await actions.change_held(connection, self.verb, dues, log_id)
+                return self._result(past, dict.fromkeys(dues, FoundIn.HELD))._replace(messages=done)
+            do = actions.cancel if self.when is None else partial(actions.reschedule, when=self.when)
+            if self.names is not None:
+                return self._result(past, await actions.named(connection, do, self._tokens, log_id))
+            found = await actions.every(connection, do, self.wanted, self.test, log_id=log_id, say=say)
+        return ChangeResult(past, actions.met(found), lines=actions.unmet(found))
+
+    @property
+    def _tokens(self) -> list[Token]:
+        return [token for token in (self.names or {}).values() if token is not None]
+
+    @property
+    def _asked(self) -> dict[str, Any]:
+        """For the audit log."""
+        asked = self.wanted.as_dict()
+        if self.names is not None:
+            asked["ids"] = [
+                name if token is None or name == str(token) else f"{name} ({token})"
+                for name, token in self.names.items()
+            ]
+        if self.when is not None:
+            asked |= {"by_ms": self.when.by_ms} if self.when.at_ms is None else {"at_ms": self.when.at_ms}
+        return asked
+
+    async def _held(self, connection: Connection) -> dict[int, int]:
+        """The held messages, each with its due time."""
+        if self.names is None:
+            return await held_messages.matching(connection, self.wanted, self.test)
+        return held_messages.dues_of(await held_messages.named(connection, [token.id for token in self._tokens]))
+
+    def _result(self, past: str, there: Mapping[int, FoundIn]) -> ChangeResult:
+        if self.names is None:
+            return ChangeResult(past, len(there))
+        found = {
+            name: FoundIn.NOWHERE if token is None else there.get(token.id, FoundIn.NOWHERE)
+            for name, token in self.names.items()
+        }
+        lines = [self._missing(name, where) for name, where in found.items() if where in ABSENT]
+        met = len(found) - len(lines)
+        places = {name: where.value for name, where in found.items()}
+        return ChangeResult(past, met, len(found), lines, places, complete=not lines)
+
+    def _missing(self, name: str, where: FoundIn) -> str:
+        if self.verb in OF_HELD:
+            return f"{name} is not held.{naming_advice(name)}"
+        return absent((self.names or {})[name] or name, where)
