@@ -107,24 +107,15 @@ class File(SettingsSource):
         return str(self._path)
 
     def _read(self, path: Path) -> dict[str, Any]:
-        place, expected = str(path), "TOML that can be read"
         try:
             return tomllib.loads(path.read_text("utf-8"))
-        except tomllib.TOMLDecodeError as error:
-            # "Expected '=' after a key in a key/value pair (at line 3, column 5)", or "… (at end of document)".
-            what, _, where = str(error).rpartition(" (at ")
-            line = re.match(r"line ([0-9]+)", where)
-            place += f", line {line[1]}" if line else ", end"
-            expected, found = "TOML, with quotes around text", f"a syntax error: {what or where}"
-        except UnicodeDecodeError as error:
-            expected, found = "TOML in UTF-8", f"other bytes from position {error.start} on"
-        except RecursionError:
-            found = "thousands of levels"
-        except ValueError as error:  # TOML allows a number of thousands of digits, and Python does not convert it.
-            found = str(error).partition(":")[0]
         except OSError as error:
             expected, found = "a file that can be read", error.strerror or str(error)
-        self.problems.append(Problem(place, "", expected, found))
+        except RecursionError:
+            expected, found = "TOML that can be read", "thousands of levels"
+        except ValueError as error:  # Also bytes that are not UTF-8, and a number of thousands of digits.
+            expected, found = "TOML in UTF-8, with quotes around text", str(error)
+        self.problems.append(Problem(str(path), "", expected, found))
         return {}
 
 

@@ -210,32 +210,33 @@ DEEP = "an unknown one" if sys.version_info < (3, 14) else "thousands of levels"
 
 
 @pytest.mark.parametrize(
-    ("content", "source", "found"),
+    ("content", "found"),
     [
-        (b'mode = "store"\n\nbroker url\n', ", line 3", "a syntax error: Expected '=' after a key in a key/value pair"),
-        (b'mode = "store', ", end", "a syntax error: Unterminated string"),
-        (b"[a]\n[a]\n", ", line 2", "a syntax error: Cannot declare ('a',) twice"),
-        (b"[intake]\nprefetch = " + b"9" * 5_000, "", "Exceeds the limit (4300 digits) for integer string conversion"),
-        (b"a = " + b"[" * 5_000, "", "thousands of levels"),
-        (b"a = " + b"[" * 40 + b"]" * 40, "", "an unknown one"),
-        (b".".join([b"a"] * 5_000) + b" = 1", "", DEEP),
-        (b".".join([b"broker", *[b"a"] * 5_000]) + b" = 1", "", DEEP),
-        (b"[http]\ntoken = " + b"[" * 90 + b"]" * 90, "", "something else (not shown)"),
-        (b'mode = "\xff"\n', "", "other bytes from position 8 on"),
+        (b'mode = "store"\n\nbroker url\n', "Expected '=' after a key in a key/value pair (at line 3, column 8)"),
+        (b'mode = "store', "Unterminated string (at end of document)"),
+        (b"[a]\n[a]\n", "Cannot declare ('a',) twice (at line 2, column 3)"),
+        (b"[intake]\nprefetch = " + b"9" * 5_000, "Exceeds the limit (4300 digits) for integer string conversion"),
+        (b"a = " + b"[" * 5_000, "thousands of levels"),
+        (b"a = " + b"[" * 40 + b"]" * 40, "an unknown one"),
+        (b".".join([b"a"] * 5_000) + b" = 1", DEEP),
+        (b".".join([b"broker", *[b"a"] * 5_000]) + b" = 1", DEEP),
+        (b"[http]\ntoken = " + b"[" * 90 + b"]" * 90, "something else (not shown)"),
+        (b'mode = "\xff"\n', "'utf-8' codec can't decode byte 0xff in position 8: invalid start byte"),
     ],
 )
-def test_not_toml(content: bytes, source: str, found: str, tmp_path: Path) -> None:
+def test_not_toml(content: bytes, found: str, tmp_path: Path) -> None:
     file = tmp_path / "delayer.toml"
     file.write_bytes(content)
     (problem,) = problems(file, {}, {})
-    assert (problem.source, problem.found) == (f"{file}{source}", found)
+    assert problem.source == str(file)
+    assert problem.found.startswith(found)
 
 
 def test_text_without_quotes_is_named(tmp_path: Path) -> None:
     file = tmp_path / "delayer.toml"
     file.write_text("mode = store")
     (problem,) = problems(file, {}, {})
-    assert problem.expected == "TOML, with quotes around text"
+    assert problem.expected == "TOML in UTF-8, with quotes around text"
 
 
 def test_no_such_file(tmp_path: Path) -> None:
