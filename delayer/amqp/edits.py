@@ -30,17 +30,17 @@ from delayer.amqp.properties import (
 from delayer.core import cascade
 from delayer.core.delay_headers import (
     DELAY,
-    LAST_DUE,
     LONGEST_TIMER_MS,
     OPT_TIME,
     REQUEST_HEADERS,
     DelayRequest,
     UnreadableDelay,
+    is_mark,
     read_delay_ms,
 )
 from delayer.core.delay_sources import CONSULTED, COPY_HEADERS
 from delayer.core.hold import Hold, HoldKind
-from delayer.core.levels import X_DEATH
+from delayer.core.marks import LAST_DUE, X_DEATH
 from delayer.core.message import BROKER_LEAD_MS, SHORT_STRING, Delivery, Outgoing, Parcel, Target
 from delayer.core.plan import LATEST_MS
 from delayer.core.retry_policy import FAILED_IN, RETRIES, FailedAttempt
@@ -75,7 +75,7 @@ REASON: Final = 500
 
 def asked(delivery: Delivery, properties: Properties, consulted: frozenset[bytes] = CONSULTED) -> DelayRequest:
     """The delay request in a message's headers, of those names. The first of repeated headers counts, as for the
-    broker. All ``CC`` and ``BCC`` are collected.
+    broker, but not an ``x-delay`` that is a mark. All ``CC`` and ``BCC`` are collected.
 
     Raises MalformedTable.
     """
@@ -85,7 +85,7 @@ def asked(delivery: Delivery, properties: Properties, consulted: frozenset[bytes
     for name, type_at, stop in properties.entries(consulted):
         if name in COPY_HEADERS:
             copies |= routing_keys_of(value_at(raw, type_at, stop))
-        elif name not in headers:
+        elif name not in headers or (name == DELAY and is_mark(headers[name])):
             headers[name] = value_at(raw, type_at, stop)
     # The chance that spreads retries. Failed messages without an id can be equal byte for byte; their tags differ.
     chance = crc32(delivery.tag.to_bytes(8, "big"), crc32(raw)) / (1 << 32) if X_DEATH in headers else 0.0
@@ -173,11 +173,11 @@ def released(properties: Properties, id: bytes, due_ms: int) -> bytes:
     # The search of the raw bytes is cheap; only few messages were ever dead letters.
     found = properties.entries(None if _DEATH in raw else wanted)
     cuts: list[Cut] = []
-    turned: bytes | None = None
+    turned = b""
     for name, type_at, stop in found:
         if name == DELAY:
-            # The first of repeated headers delayed this message.
-            turned = _turned(raw, type_at, stop) if turned is None else turned
+            # The first of repeated headers that is not a mark delayed this message.
+            turned = turned or _turned(raw, type_at, stop)
             if turned:
                 cuts.append((type_at, stop, turned))
         elif name in _OF_THE_REFUSED:

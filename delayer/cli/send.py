@@ -237,7 +237,7 @@ def _own_due_ms(message: MessageToSend, route: RouteTable, now_ms: int) -> int:
     headers = {name.encode(): value for name, value in message.headers.items()}
     request = DelayRequest(rules.source, message.routing_key.encode(), headers, message, message.body)
     try:
-        asked = delay_of(request, rules) or (route.default_delay_ms, None)
+        asked = delay_of(request, rules, now_ms) or (route.default_delay_ms, None)
     except Unacceptable as reason:
         raise Misused(f"the daemon would refuse it: {reason}") from reason
     return due_and_start_ms(asked, request, now_ms, now_ms)[0]

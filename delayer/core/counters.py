@@ -34,8 +34,8 @@ LATENESS: Final = (
 SIZES: Final = (1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0)
 
 Counted = tuple[str, bytes, int | None]
-"""A published message: its kind if the broker confirms it, its route, and its due instant. The instant is None if the
-daemon has no part in its lateness: the message was held before, or is on its way into the cascade."""
+"""A published message: its kind if the broker confirms it, its route, and its due instant. The instant is None if it
+has no lateness: it asked for no delay, was held before, or is on its way into the cascade."""
 
 
 class Tally:

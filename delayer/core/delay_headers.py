@@ -14,6 +14,7 @@ from decimal import Decimal
 from functools import lru_cache, partial
 from typing import Final, NamedTuple, Protocol
 
+from delayer.core.marks import received_ms
 from delayer.core.message import Timestamp
 
 _NUMBER = re.compile(r"[+-]?[0-9]{1,30}(\.[0-9]{1,30})?", re.ASCII)
@@ -47,14 +48,32 @@ def read_delay_ms(value: object, unit: str = "milliseconds") -> int:
     """
     if type(value) is int:
         return value
+    if (number := _number(value)) is None:
+        raise UnreadableDelay(f"expected {unit} as an integer, a numeric string or a float, found {shown(value)}")
+    return math.ceil(number)
+
+
+def is_mark(delay: object) -> bool:
+    """Whether this value of ``x-delay`` is the mark of an earlier delay: any number below zero.
+
+    >>> [is_mark(value) for value in (-1000, "-1000", -0.5, 0, "1000", "soon", None)]
+    [True, True, True, False, False, False, False]
+    """
+    number = _number(delay)
+    return number is not None and number < 0
+
+
+def _number(value: object) -> int | float | Decimal | None:
+    if type(value) is int:
+        return value
     match value:
         case float() if math.isfinite(value):
-            return math.ceil(value)
+            return value
         case Decimal() if value.is_finite():
-            return math.ceil(value)
+            return value
         case str() if _NUMBER.fullmatch(value):
-            return math.ceil(Decimal(value))
-    raise UnreadableDelay(f"expected {unit} as an integer, a numeric string or a float, found {shown(value)}")
+            return Decimal(value)
+    return None
 
 
 def read_instant_ms(value: object) -> int:
@@ -188,8 +207,6 @@ KEY: Final = b"x-delay-key"
 CANCEL: Final = b"x-delay-cancel"
 REQUEST_HEADERS: Final = frozenset({DELIVER_AT, OPT_DELAY, OPT_TIME, ROUTING_KEY, EXCHANGE, KEY, CANCEL})
 """The headers of a request, except ``x-delay``, which stays in the message with its sign turned."""
-RECEIVED_AT: Final = b"timestamp_in_ms"
-LAST_DUE: Final = b"x-delayer-due"
 ETA: Final = b"eta"
 
 
@@ -231,7 +248,9 @@ Source = Callable[[DelayRequest], Asked | None]
 
 def _relative(header: bytes, unit: str = "milliseconds", length_ms: int = 1) -> Source:
     def read(request: DelayRequest) -> Asked | None:
-        return (read_delay_ms(request.headers[header], unit) * length_ms, None) if header in request.headers else None
+        if header not in request.headers or (header == DELAY and is_mark(request.headers[header])):
+            return None
+        return read_delay_ms(request.headers[header], unit) * length_ms, None
 
     return read
 
@@ -295,20 +314,7 @@ def due_and_start_ms(asked: Asked, request: DelayRequest, now_ms: int, now_lower
     if delay_ms is None or delay_ms <= 0:
         # A delay of 0 means the lower bound of the clock: the time now_lower_ms has certainly been reached.
         return now_lower_ms + (delay_ms or 0), now_lower_ms
-    stamp = _received_ms(request) if RECEIVED_AT in request.headers else None
+    stamp = received_ms(request.headers, now_ms)
     if stamp is None:
         return now_ms + delay_ms, max(now_ms, now_lower_ms)
     return stamp + delay_ms, now_lower_ms
-
-
-def _received_ms(request: DelayRequest) -> int | None:
-    """The broker's ``timestamp_in_ms``, if usable: a relative delay counts from it, so that a wait in the intake queue
-    does not add up. None: the delay counts from now.
-
-    A message that was delayed before may carry the stamp of its first arrival, because the broker's interceptor does
-    not overwrite by default. A delay from that time would be too short.
-    """
-    stamp = request.headers[RECEIVED_AT]
-    if LAST_DUE in request.headers or not isinstance(stamp, int) or isinstance(stamp, bool | Timestamp) or stamp <= 0:
-        return None
-    return stamp

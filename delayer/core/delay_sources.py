@@ -12,9 +12,7 @@ from delayer.core.cascade import delay_in_key
 from delayer.core.delay_headers import (
     DELAY,
     ETA,
-    LAST_DUE,
     OWN_SOURCES,
-    RECEIVED_AT,
     REQUEST_HEADERS,
     UNITS,
     Asked,
@@ -26,10 +24,11 @@ from delayer.core.delay_headers import (
     read_utc_ms,
     shown,
 )
+from delayer.core.marks import MARKS, OWN_PREFIX
 
 COPY_HEADERS: Final = frozenset({b"CC", b"BCC"})
 """The headers that name further routing keys of a message."""
-CONSULTED: Final = REQUEST_HEADERS | {DELAY, RECEIVED_AT, LAST_DUE, ETA} | nservicebus.HEADERS | COPY_HEADERS
+CONSULTED: Final = REQUEST_HEADERS | MARKS | {DELAY, ETA} | nservicebus.HEADERS | COPY_HEADERS
 """The headers that each plan reads, beside those that the settings of its route name. Routes with ``retry`` read
 retry_policy.RETRY_HEADERS instead."""
 
@@ -74,6 +73,7 @@ JSON: Final = "json:"
 """The prefix of a form that continues with a JSON pointer into the body."""
 HEADER: Final = "header:"
 """The prefix of a form that continues with the name of a header and its unit: ``header:NAME[:ms|s|rfc3339]``."""
+_LASTING: Final = frozenset({"timestamp", "nservicebus", nservicebus.TIMEOUT_FORM, "celery-eta"})
 FORMS: Final = f"{', '.join(SOURCES)}, header:NAME[:{'|'.join(UNITS)}] and json:/pointer"
 
 
@@ -85,11 +85,22 @@ def header_of(form: str) -> bytes:
     return (name if colon else last).encode()
 
 
+def is_lasting(form: str) -> bool:
+    """Whether a release leaves this form in the message, so that the message has it again when it comes back.
+
+    >>> [is_lasting(form) for form in ("timestamp", "json:/eta", "x-deliver-at", "header:wait:s")]
+    [True, True, False, False]
+    """
+    return form in _LASTING or form.startswith(JSON)
+
+
 def source_of(form: str) -> Source:
     """The reader of this value of ``delay_from``. Raises ValueError if it is none."""
     if form in SOURCES:
         return SOURCES[form]
     if header := header_of(form):
+        if header.startswith(OWN_PREFIX):
+            raise ValueError(f"expected a header that publishers set, found {shown(form)}: it is delayer's own note")
         unit = form.rpartition(":")[2]
         return UNITS[unit if unit in UNITS else "ms"](header)
     if not form.startswith(JSON):

@@ -13,11 +13,11 @@ from typing import Final, TypeVar
 
 from delayer.core import nservicebus
 from delayer.core.cascade import Cascade, delay_in_key
-from delayer.core.delay_headers import ETA, LAST_DUE, UnreadableDelay, read_eta_ms
+from delayer.core.delay_headers import ETA, UnreadableDelay, read_eta_ms
+from delayer.core.marks import LAST_DUE, X_DEATH
 from delayer.core.message import Timestamp
 
 T = TypeVar("T")
-X_DEATH: Final = b"x-death"
 CLOCKS_MS: Final = 5_000
 """The tolerance for times in headers, because senders' clocks may be behind and cascades late."""
 LEVEL_HEADERS: Final = nservicebus.HEADERS | {X_DEATH, LAST_DUE, ETA}

@@ -139,7 +139,7 @@ class Due(NamedTuple):
     hold: Hold | None = None
     """Why the message was held last; None for a message that was never held."""
     parked_ms: int | None = None
-    """When it was parked, epoch milliseconds; known where the store keeps a history."""
+    """When it was parked, epoch milliseconds; None for a message that was held."""
 
 
 class Timestamp(int):

@@ -32,8 +32,9 @@ from delayer.core.delay_headers import (
     shown,
     whole_seconds_until,
 )
-from delayer.core.delay_sources import CONSULTED, DEFAULT_FORMS, HEADER, header_of, source_of
+from delayer.core.delay_sources import CONSULTED, DEFAULT_FORMS, HEADER, header_of, is_lasting, source_of
 from delayer.core.hold import Hold, too_late
+from delayer.core.marks import is_over
 from delayer.core.message import SHORT_STRING, Target, as_bytes, is_direct_reply
 from delayer.core.operations import Cancel
 from delayer.core.retry_policy import FailedAttempt, NoFailure, RetryPolicy, failure, wait_ms
@@ -218,7 +219,7 @@ def _decide(request: DelayRequest, route: Route | None, policy: Policy, now_ms: 
     if route.sagas and (cleared := _of_timeout(nservicebus.cleared_timeouts, headers)) is not None:
         _check_keys(nservicebus.CLEAR_TIMEOUTS, policy)
         return Cancel(cleared)
-    found = delay_of(request, route)
+    found = delay_of(request, route, now_ms)
     asked = (route.default_delay_ms, None) if found is None else found
     due_ms, start_ms = _due(asked, request, policy, now_ms, now_lower_ms)
     target = target_of(request, route, policy)
@@ -269,14 +270,15 @@ def _retried(
     return Retry(failed, _placed(due_ms, max(now_ms, now_lower_ms), target, route, policy, late_limit_ms=None))
 
 
-def delay_of(request: DelayRequest, route: Route) -> Asked | None:
-    """What the message asks for, by the first form that it has; None if it has none. Raises Unacceptable."""
+def delay_of(request: DelayRequest, route: Route, now_ms: int) -> Asked | None:
+    """What the message asks for, by the first form that it has and that is not left of an earlier delay; None if it has
+    none. Raises Unacceptable."""
     for form, read in route.sources:
         try:
             asked = read(request)
         except UnreadableDelay as unreadable:
             raise Unacceptable(f"{form}: {unreadable}") from unreadable
-        if asked is not None:
+        if asked is not None and not (is_lasting(form) and is_over(asked[1], request.headers, now_ms)):
             return asked
     if wrong := _misspelt(request.properties.names()[:100], route):  # A message may have ten thousand headers.
         raise Unacceptable(wrong)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from delayer.core.delay_headers import shown
-from delayer.core.levels import X_DEATH
+from delayer.core.marks import X_DEATH
 from delayer.core.message import Timestamp, as_bytes
 
 RETRIES: Final = b"x-delayer-retries"

@@ -22,8 +22,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from delayer.amqp.edits import ENVELOPE, ID, REFUSED
 from delayer.amqp.properties import Properties, decoded
 from delayer.broker.publisher import AmqpPublisher
-from delayer.core.delay_headers import DELAY, LAST_DUE, RECEIVED_AT
+from delayer.core.delay_headers import DELAY
 from delayer.core.hold import Confirmed, Outcome
+from delayer.core.marks import LAST_DUE, RECEIVED_AT
 from delayer.core.message import Outgoing, Schedule, as_bytes, as_text
 
 PARENT: Final = b"traceparent"

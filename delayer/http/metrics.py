@@ -66,7 +66,7 @@ METRICS: Final[Mapping[str, MetricKind]] = {
     "restored_total": _counter("", "messages restored from segments"),
     "broken_segments_total": _counter("", "segments that did not read back", "segments"),
     "lateness_seconds": _histogram(
-        "route", "seconds", "from the due instant to the confirm; not of messages that were held before"
+        "route", "seconds", "from the due instant to the confirm; only if it had a delay and was not held before"
     ),
     "batch_messages": _histogram("stage", "messages", "messages in a batch, by the stage of its processing"),
     "claim_seconds": _histogram("", "seconds", "claiming due messages from a lane, if there were any"),

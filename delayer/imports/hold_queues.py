@@ -18,7 +18,7 @@ from delayer.broker.admin import Admin
 from delayer.broker.management_api import Management
 from delayer.core import hold as core_hold
 from delayer.core.importing import ImportItem, given
-from delayer.core.levels import X_DEATH
+from delayer.core.marks import X_DEATH
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.imports.brokers import address_of, asked
 from delayer.imports.queues import Queues, Reader

@@ -17,7 +17,7 @@ from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
 from delayer.core.errors import BrokerLost
 from delayer.core.importing import ImportBatch, ImportItem, ImportSelection, Left, Run, Survey
-from delayer.core.levels import X_DEATH
+from delayer.core.marks import X_DEATH
 from delayer.core.message import Delivery, Target
 from delayer.core.readable import instant
 from delayer.imports.brokers import HEARTBEAT, NAME, address_of, admin_of, asked

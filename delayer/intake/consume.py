@@ -199,7 +199,7 @@ class Publication(NamedTuple):
 
     ``parcel`` is the message to hold if its destination does not take it; None where the publish must succeed (cascade,
     refused queue): the delivery returns to the queue otherwise. ``refusal``: the reason, of a refused message.
-    ``earlier``: the note of earlier attempts.
+    ``earlier``: the note of earlier attempts. ``undelayed``: it asked for no delay.
     """
 
     delivery: Delivery
@@ -207,12 +207,14 @@ class Publication(NamedTuple):
     parcel: Parcel | None = None
     refusal: str = ""
     earlier: HoldNote | None = None
+    undelayed: bool = False
 
     @property
     def counted(self) -> Counted:
         if self.parcel is None:
             return "refused" if self.refusal else "cascaded", self.delivery.exchange, None
-        return "released", self.parcel.route, self.parcel.due_ms if self.earlier is None else None
+        delayed = self.earlier is None and not self.undelayed
+        return "released", self.parcel.route, self.parcel.due_ms if delayed else None
 
 
 def to_refused(delivery: Delivery, reason: str, names: Endpoints, token: bytes) -> Publication:

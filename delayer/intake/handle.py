@@ -21,6 +21,7 @@ from delayer.amqp import edits
 from delayer.amqp.edits import Endpoints, Envelope, InvalidEnvelope, into_broker, into_cascade, opened
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties, splice
+from delayer.amqp.reading import message_id
 from delayer.core.cascade import MAX_SECONDS
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import whole_seconds_until
@@ -28,6 +29,8 @@ from delayer.core.delay_sources import CONSULTED
 from delayer.core.errors import Rejected
 from delayer.core.faultpoint import reach
 from delayer.core.hold import too_late
+from delayer.core.loop_watch import LoopWatch
+from delayer.core.marks import LAST_DUE
 from delayer.core.message import WINDOW_MS, Delivery, KeyGroup, Outgoing, Parcel, Target
 from delayer.core.operations import Cancel, Operation
 from delayer.core.plan import AtOnce, EnterCascade, Park, Plan, Policy, Refuse, Retry, Soon, TooLate, decide
@@ -117,7 +120,9 @@ def batch_plan(batch: Sequence[Classified], names: Endpoints, new_id: Callable[[
                 token, (exchange, routing_key) = new_id(), plan.target
                 released = edits.released(properties, token, plan.due_ms)
                 outgoing = Outgoing(exchange, routing_key, released, delivery.body, token)
-                publication = Publication(delivery, outgoing, parcel(delivery, plan.due_ms, plan.target))
+                carried = parcel(delivery, plan.due_ms, plan.target)
+                undelayed = plan.undelayed and isinstance(plan, AtOnce)  # A default_delay is a delay too.
+                publication = Publication(delivery, outgoing, carried, undelayed=undelayed)
                 if isinstance(plan, AtOnce):
                     work.publications.append(publication)
                 else:
@@ -220,6 +225,7 @@ class IntakeHandler(KeepingHandler):
         self._gathered: list[Classified] = []
         self._bytes = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._loops = LoopWatch()
 
     def begin(self, session: Session) -> None:
         super().begin(session)
@@ -244,6 +250,8 @@ class IntakeHandler(KeepingHandler):
             plan = one[2]
             if plan.undelayed:
                 undelayed.append(delivery.exchange)
+            if LAST_DUE in delivery.properties:
+                self._watch(one, now_ms)
             if isinstance(plan, Park):
                 stored.append(one)
                 size += len(delivery.body)
@@ -264,6 +272,22 @@ class IntakeHandler(KeepingHandler):
                 reach("intake.kept")
         if stored:
             self._gather(stored, size, urgent=urgent)
+
+    def _watch(self, one: Classified, now_ms: int) -> None:
+        """Log a message that loops through its route, once for each route."""
+        delivery, properties, plan = one
+        last_due = None if properties is None else properties.get(LAST_DUE)
+        if last_due is None or isinstance(plan, Cancel | Refuse | Retry):
+            return
+        last_due_ms = int.from_bytes(last_due.content, "big", signed=True)
+        if self._loops.returned(delivery.exchange, last_due_ms, plan.due_ms, delivery.body, now_ms):
+            log.warning(
+                "message loops",
+                route=delivery.exchange,
+                routing_key=delivery.routing_key,
+                message_id=message_id(delivery.properties),
+                next_step="delay what comes back: set default_delay, or retry with a limit, on this route",
+            )
 
     def _policy(self) -> Policy:
         """The policy of the next batch. If kept messages fill half of the prefetch or of KEPT_BYTES, no more are

@@ -25,9 +25,9 @@ from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Field, Properties, changed, long_string, splice
 from delayer.amqp.properties import entry as header
 from delayer.amqp.reading import raw
-from delayer.core.delay_headers import DELAY, DELIVER_AT, LONGEST_TIMER_MS, OPT_DELAY, OPT_TIME, RECEIVED_AT
+from delayer.core.delay_headers import DELAY, DELIVER_AT, LONGEST_TIMER_MS, OPT_DELAY, OPT_TIME
 from delayer.core.filters import own_name
-from delayer.core.levels import X_DEATH
+from delayer.core.marks import RECEIVED_AT, X_DEATH
 from delayer.core.message import Delivery, Outgoing, Timestamp, as_bytes, as_text
 
 _LONGEST_ID: Final = 64

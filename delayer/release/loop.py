@@ -175,7 +175,7 @@ class LaneRelease:
         began = time.monotonic()
         await claimer.settle(released, held, partial(_written, outcomes, schedule, now_ms))
         self._counters.took("settle", time.monotonic() - began)
-        messages = [("released", row.parcel.route, None if row.attempts else row.due_ms) for row in sendable]
+        messages = [("released", row.parcel.route, _due_ms(row)) for row in sendable]
         self._counters.settled(messages, outcomes, schedule, now_ms)
         self._counters.sent(row.parcel.target for row in released)
         if held:
@@ -196,6 +196,11 @@ class LaneRelease:
                 sendable.append(row)
                 batch.append(outgoing)
         return sendable, batch, held
+
+
+def _due_ms(row: Due) -> int | None:
+    """The instant from which its lateness counts; None if the wait was not a delay: it was held, or due when parked."""
+    return None if row.attempts or row.due_ms <= (row.parked_ms or 0) else row.due_ms
 
 
 def _written(outcomes: Sequence[Outcome | None], schedule: Schedule, now_ms: float) -> list[float]:

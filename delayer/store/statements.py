@@ -16,8 +16,6 @@ def read(name: str) -> str:
 
 
 CLAIM = read("claim")
-CLAIM_PARKED = f"{CLAIM.rstrip()}, m.parked_at"
-"""The same with the instant of the park, which a history needs."""
 CLAIM_HELD = read("claim_held")
 NEXT_DUE = read("next_due")
 NEXT_RETRY = read("next_retry")

@@ -145,7 +145,7 @@ MUTANTS: Sequence[Mutant] = (
     *of(
         "delayer/core/delay_headers.py",
         "tests/unit/core/test_delay.py",
-        ("delay-rounds-down", "return math.ceil(Decimal(value))", "return math.floor(Decimal(value))"),
+        ("delay-rounds-down", "return math.ceil(number)", "return math.floor(number)"),
     ),
     *of(
         "delayer/core/hold.py",

@@ -36,6 +36,7 @@ class Message:
     id: int
     lane: int
     parcel: Parcel
+    parked_ms: int
     attempts: int = 0
     hold: Hold | None = None
     """Why it is held; None of a message that waits."""
@@ -50,7 +51,8 @@ class Message:
 
     @property
     def as_due(self) -> Due:
-        return Due(self.id, self.parcel.due_ms, self.attempts, self.parcel, sound=True, hold=self.hold)
+        parked_ms = self.parked_ms if self.hold is None else None
+        return Due(self.id, self.parcel.due_ms, self.attempts, self.parcel, True, self.hold, parked_ms)
 
 
 class Change(NamedTuple):
@@ -92,7 +94,7 @@ class MemoryStore:
 
     def put(self, lane: int, parcel: Parcel, hold: Hold | None = None) -> None:
         """Park a message, or hold one that never waited."""
-        message = Message(next(self._ids), lane, parcel)
+        message = Message(next(self._ids), lane, parcel, self.now_ms())
         self.messages[message.id] = message
         if parcel.key is not None:
             self.keys[parcel.key] = message

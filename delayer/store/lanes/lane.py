@@ -135,11 +135,11 @@ class PostgresClaimer:
         where, skipped = (lane.number, *start, horizon_ms, claimed), lane.skipped
         first = await skipped.find_first(connection, where) if skipped.limit == 1 else None
         try:
-            records = await connection.fetch(lane.claim_statement, *where, lane.window_ms, limit, max_bytes)
+            records = await connection.fetch(statements.CLAIM, *where, lane.window_ms, limit, max_bytes)
         except REJECTED as error:
             raise skipped.rejected(limit, first, error) from error
         skipped.limit = min(2 * skipped.limit, NO_LIMIT)
-        rows = sorted(map(_read_parked if lane.history else envelope.read, records), key=_place)
+        rows = sorted(map(_read, records), key=_place)
         full = len(rows) >= limit or sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows) >= max_bytes
         last, next_ms = _place(rows[-1]) if rows else start, None
         if not full or (rows and rows[-1].due_ms > before):
@@ -313,7 +313,6 @@ class PostgresLane:
         self.skipped = SkippedRows(number, clock)
         self.release_seconds = release_seconds
         self.history = history
-        self.claim_statement = statements.CLAIM_PARKED if history else statements.CLAIM
         self.closed = False
         self.leaving = asyncio.Event()
         self.ended = asyncio.Event()
@@ -492,7 +491,7 @@ class Claim:
     """Whether the rows were held before."""
 
 
-def _read_parked(record: asyncpg.Record) -> Due:
+def _read(record: asyncpg.Record) -> Due:
     return envelope.read(record, parked_ms=record["parked_at"])
 
 

@@ -29,4 +29,4 @@ WHERE m.ctid = batch.place AND m.tableoid = batch.part
   AND m.lane = $1 AND m.due_at >= $2 AND m.due_at <= $4
   AND m.due_at <= statement_timestamp() + $6 * interval '1 millisecond'
 RETURNING m.id, m.due_at, m.checksum, m.format, m.route, m.exchange, m.routing_key,
-          m.to_exchange, m.to_key, m.properties, m.body, m.key
+          m.to_exchange, m.to_key, m.properties, m.body, m.key, m.parked_at

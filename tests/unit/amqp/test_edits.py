@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.amqp import edits
-from delayer.amqp.edits import ID, ID_BYTES, LAST_DUE, ROOM
+from delayer.amqp.edits import ID, ID_BYTES, ROOM
 from delayer.amqp.properties import Properties, byte_array, encode_headers, entry, int64, long_string
 from delayer.core.delay_headers import DelayRequest
 from delayer.core.hold import Hold, HoldKind
+from delayer.core.marks import LAST_DUE
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.retry_policy import RETRY_HEADERS, FailedAttempt
 from tests.unit.amqp.tables import properties, sized, text, with_headers
@@ -55,6 +56,14 @@ def test_headers_of_the_broker_and_the_delay_are_removed() -> None:
     ]
     raw = with_headers(text("a"), *map(text, gone), *map(text, stay), text("x-death"), text("z"))
     assert released(raw) == with_headers(text("a"), *map(text, stay), text("z"), ADDED)
+
+
+def test_the_first_delay_after_a_mark_counts_and_is_turned() -> None:
+    mark, delay, other = (entry(b"x-delay", int64(value)) for value in (-1, 5_000, 7_000))
+    properties = Properties.parse(with_headers(mark, delay, other))
+    assert edits.asked(delivered(properties.raw), properties).headers == {b"x-delay": 5_000}
+    turned = entry(b"x-delay", int64(-5_000))
+    assert released(properties.raw) == with_headers(mark, turned, turned, ADDED)
 
 
 @pytest.mark.parametrize(
@@ -138,13 +147,13 @@ def test_the_request_of_a_message(raw: bytes, asked: dict[str, Any]) -> None:
     assert edits.asked(delivered(raw, b"body"), found) == DelayRequest(b"orders.in", b"k", **expected)
 
 
-def test_x_death_is_read_on_request_only() -> None:
+def test_chance_is_for_dead_letters() -> None:
     raw = with_headers(entry(b"x-death", b"A" + sized(b"S" + sized(b"x"))))
-    found = Properties.parse(raw)
-    assert edits.asked(delivered(raw), found) == DelayRequest(b"orders.in", b"k", {}, found)
-    asked = edits.asked(delivered(raw), found, RETRY_HEADERS)
+    asked = edits.asked(delivered(raw), Properties.parse(raw))
     assert asked.headers == {b"x-death": ["x"]}
     assert 0 < asked.chance < 1
+    plain = with_headers(entry(b"other", long_string(b"x")))
+    assert edits.asked(delivered(plain), Properties.parse(plain)).chance == 0
 
 
 def test_messages_that_are_alike_do_not_come_back_together() -> None:

@@ -21,6 +21,7 @@ from delayer.cli.drain import (
 from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade, delay_in_key
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.importing import ImportItem
+from delayer.core.marks import LAST_DUE
 from delayer.core.message import Delivery, Due, Parcel, Target
 from delayer.imports.cascade import LevelReader
 from delayer.store.admin.draining import DrainBacklog
@@ -72,7 +73,7 @@ def test_a_message_between_two_attempts_comes_in_as_held_with_its_id_and_flags()
 
 def test_foreign_messages_go_to_the_end_of_the_cascade() -> None:
     key = b"0." * (LEVELS - 6) + b"1.0.0.0.0.0.inbox"
-    properties = encode_headers(entry(edits.LAST_DUE, int64(NOW + 30_000)) + entry(edits.ID, long_string(b"id")))
+    properties = encode_headers(entry(LAST_DUE, int64(NOW + 30_000)) + entry(edits.ID, long_string(b"id")))
     met = Delivery(1, False, OURS.level(5).encode(), key, properties, b"body")
     parcel = into_store(met, 5)
     assert parcel.target == Target(OURS.delivery.encode(), b"inbox")

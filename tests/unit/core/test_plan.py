@@ -103,28 +103,26 @@ def named(value: object) -> str:
         (stamped(NOW - 400, x_deliver_at=NOW + 9), in_ms(9)),
         (stamped(NOW - 1000, x_delay=1000), NOW),
         (stamped(NOW - 1001, x_delay=1000), in_ms(-1)),
-        (stamped(NOW + 400, x_delay=1000), in_ms(1400)),
+        (stamped(NOW, x_delay=1000), in_ms(1000)),
+        # A stamp ahead of the clock is of another clock, or of no broker.
+        (stamped(NOW + 1, x_delay=1000), in_ms(1000)),
+        (stamped(NOW + 3_600_000, x_delay=1000), in_ms(1000)),
         (ask(b"fixed.in", says={"timestamp_in_ms": NOW - 400}), in_ms(4600)),
         # An invalid stamp does not count.
         *(
             (stamped(stamp, x_delay=1000), in_ms(1000))
             for stamp in (0, -1, True, "1800000000000", 1.8e12, None, Timestamp(1_700_000_000))
         ),
-        # A message that was delayed before may carry the stamp of an earlier arrival.
+        # A message that was delayed before may carry the stamp of an earlier publish: one up to its last release.
         (stamped(NOW - 400, x_delay=1000, x_delayer_due=NOW - 400), in_ms(1000)),
         (stamped(NOW - 400, x_delay=1000, x_delayer_due=NOW - 100), in_ms(1000)),
-        (stamped(NOW - 400, x_delay=1000, x_delayer_due=NOW - 401), in_ms(1000)),
+        (stamped(NOW - 400, x_delay=1000, x_delayer_due=NOW - 401), in_ms(600)),
         (stamped(NOW - 400, x_delay=1000, x_delayer_due="junk"), in_ms(1000)),
         # Zero means at once, also if the broker's clock is ahead.
         (stamped(NOW + 5000, x_delay=0), NOW),
-        (stamped(NOW + 5000, x_delay=-7), in_ms(-7)),
-        # Zero and less mean at once, and the due instant must fit its field.
         (says(x_delay=0), NOW),
-        (says(x_delay=-5), in_ms(-5)),
-        (says(x_delay=-NOW), 0),
-        (says(x_delay=-(1 << 63)), 0),
-        (says(x_delay="-" + "9" * 30), 0),
-        (says(x_delay=-1e300), 0),
+        (says(x_delay=-0.0), NOW),
+        # A due instant must fit its field.
         (says(x_deliver_at=-(1 << 63)), 0),
         (says(x_deliver_at="0000-01-01T00:00:00Z"), 0),
     ],
@@ -168,7 +166,7 @@ def test_the_due_instant_of_a_message(asked: DelayRequest, due_ms: int) -> None:
         # Keys and cancels always go to the store, with every delay.
         (says(x_delay=5, x_delay_key="o-1"), Park(in_ms(5), OUT, b"o-1")),
         (says(x_delay_key=b"\x00"), Park(NOW, OUT, b"\x00", undelayed=True)),
-        (says(x_delay=-5, x_delay_key="o-1"), Park(in_ms(-5), OUT, b"o-1")),
+        (says(x_delay=0, x_delay_key="o-1"), Park(NOW, OUT, b"o-1")),
         (says(x_delay=5, x_delay_key="k" * 255), Park(in_ms(5), OUT, b"k" * 255)),
         (says(x_delay_cancel="o-1"), Cancel(b"o-1")),
         (says(x_delay_cancel="o-1", x_delay_key="o-2", x_delay="junk"), Cancel(b"o-1")),
@@ -328,7 +326,7 @@ def test_delays_up_to_park_beyond_enter_the_cascade(delay_ms: int, plan: object)
 
 
 @pytest.mark.parametrize("policy", [STORE, MIXED])
-@pytest.mark.parametrize("delay_ms", [-5, 0, 1, 20_000])
+@pytest.mark.parametrize("delay_ms", [0, 1, 20_000])
 def test_a_blocked_broker_parks_every_message(policy: Policy, delay_ms: int) -> None:
     assert decide(says(x_delay=delay_ms), replace(policy, publishing=False), NOW) == Park(in_ms(delay_ms), OUT)
 

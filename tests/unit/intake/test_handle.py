@@ -15,6 +15,7 @@ from delayer.core.cascade import MAX_SECONDS, Cascade, routing_key
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, NotTaken, StoreLost, Unconfirmed
 from delayer.core.hold import CONFIRMED, NACKED, Hold, HoldKind, Outcome, closed_channel, returned, too_late, unanswered
+from delayer.core.marks import LAST_DUE
 from delayer.core.message import BROKER_LEAD_MS, Delivery, Parcel, Target
 from delayer.core.plan import LATEST_MS
 from delayer.intake.consume import AckTracker, Dispatch, Publication, Session
@@ -357,7 +358,7 @@ async def test_an_attempt_waits_for_its_instant() -> None:
     again, released = it.publisher.published
     assert (again.exchange, again.properties) == (Cascade().entry(5).encode(), early.properties)
     assert (released.exchange, it.instants) == (b"orders.out", [700])
-    found = Properties.parse(released.properties).get(edits.LAST_DUE)
+    found = Properties.parse(released.properties).get(LAST_DUE)
     assert found is not None
     assert found.value == NOW - 60_000
 

@@ -1,0 +1,64 @@
+"""What a message keeps of an earlier trip, and why it must not decide the next one. Pure.
+
+A message may come back: dead-lettered into a route, or published again with the headers it was received with. It then
+carries the marks of the delay that is over (:data:`LAST_DUE`, an ``x-delay`` below zero), the forms of a delay that
+releases leave in place (a ``timestamp``, an ``eta``), and the stamp of an earlier publish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from delayer.core.message import Timestamp
+
+LAST_DUE: Final = b"x-delayer-due"
+"""The due time of the last delay, in epoch milliseconds: every release sets it."""
+OWN_PREFIX: Final = b"x-delayer-"
+"""Headers with this prefix are delayer's own notes."""
+RECEIVED_AT: Final = b"timestamp_in_ms"
+"""The broker's stamp: when it accepted the publish, in epoch milliseconds."""
+X_DEATH: Final = b"x-death"
+_FIRST_DEATH: Final = frozenset({b"x-first-death-exchange", b"x-first-death-queue", b"x-first-death-reason"})
+MARKS: Final = frozenset({LAST_DUE, RECEIVED_AT, X_DEATH}) | _FIRST_DEATH
+"""The headers that these functions read."""
+
+
+def is_over(due_ms: int | None, headers: Mapping[bytes, object], now_ms: int) -> bool:
+    """Whether a delay that a release leaves in the message is the one that has passed. ``due_ms``: the instant it
+    names, in epoch ms; None if it is relative, and so the same on every trip."""
+    last_due = headers.get(LAST_DUE)
+    if type(last_due) is not int or last_due > now_ms:  # Nothing leaves before it is due, so this is no mark of ours.
+        return False
+    return due_ms is None or due_ms <= last_due
+
+
+def received_ms(headers: Mapping[bytes, object], now_ms: int) -> int | None:
+    """The broker's stamp in epoch ms, if it can be that of this publish; None if not.
+
+    By default the broker leaves a stamp that is already there. One that is ahead of the clock, or older than the last
+    release or the last dead-lettering, is of another publish.
+    """
+    stamp = headers.get(RECEIVED_AT)
+    if type(stamp) is not int or not 0 < stamp <= now_ms:
+        return None
+    if LAST_DUE in headers:
+        last_due = headers[LAST_DUE]
+        if type(last_due) is not int or stamp <= last_due:
+            return None
+    dead_lettered = not headers.keys().isdisjoint({X_DEATH, *_FIRST_DEATH})
+    return None if dead_lettered and not _died_before(stamp, headers.get(X_DEATH)) else stamp
+
+
+def _died_before(stamp_ms: int, deaths: object) -> bool:
+    """Whether each death in ``x-death`` certainly came before the stamp. Its times are whole seconds, rounded down, and
+    the time of a repeated death is that of the first."""
+    if not isinstance(deaths, list) or not deaths:
+        return False
+    return all(
+        isinstance(death, dict)
+        and death.get("count", 1) == 1
+        and isinstance(at := death.get("time"), Timestamp)
+        and (at + 1) * 1000 <= stamp_ms
+        for death in deaths
+    )

@@ -1,0 +1,189 @@
+"""A message that comes back has no delay left, whatever form its last delay had, and a new delay counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delayer.amqp import edits
+from delayer.amqp.properties import Properties
+from delayer.core.cascade import routing_key
+from delayer.core.delay_sources import SOURCES
+from delayer.core.message import Delivery
+from delayer.core.plan import AtOnce, EnterCascade, Mode, Park, Policy, Refuse, Route
+from delayer.intake.handle import Classified, classify
+from tests.support.raw import Header, Props, Value, array, decimal, number, table, text, wire_instant
+
+NOW: Final = 1_800_000_000_000
+WAIT_MS: Final = 8_000
+DUE: Final = NOW + WAIT_MS
+BACK: Final = DUE + 500
+"""When the message comes back."""
+PAUSE_MS: Final = 5_000
+"""The route's ``default_delay``, if it has one."""
+NSB: Final = b"NServiceBus.Transport.RabbitMQ.DelayInSeconds"
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a publisher sends, or a broker brings back."""
+
+    headers: tuple[Header, ...] = ()
+    key: bytes = b"order"
+    body: bytes = b"{}"
+    timestamp: int | None = None
+
+    def adding(self, *headers: Header) -> Message:
+        return replace(self, headers=(*self.headers, *headers))
+
+
+def header(name: bytes, value: Value) -> Message:
+    return Message(((name, value),))
+
+
+def iso(at_ms: int) -> str:
+    return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat()
+
+
+ASKS: Final[Mapping[str, Callable[[int], Message]]] = {
+    "x-delay": lambda _: header(b"x-delay", number("I", WAIT_MS)),
+    "x-deliver-at": lambda now: header(b"x-deliver-at", number("l", now + WAIT_MS)),
+    "x-opt-delivery-time": lambda now: header(b"x-opt-delivery-time", number("l", now + WAIT_MS)),
+    "x-opt-delivery-delay": lambda _: header(b"x-opt-delivery-delay", number("I", WAIT_MS)),
+    "timestamp": lambda now: Message(timestamp=(now + WAIT_MS) // 1000),
+    "nservicebus": lambda now: header(NSB, number("I", 8)).adding((b"NServiceBus.TimeSent", text(wire_instant(now)))),
+    "nservicebus-timeout": lambda now: Message(
+        (
+            (b"NServiceBus.Timeout.Expire", text(wire_instant(now + WAIT_MS))),
+            (b"NServiceBus.Timeout.RouteExpiredTimeoutTo", text("sales")),
+        )
+    ),
+    "routing-key-bits": lambda _: Message(key=routing_key(8, b"order")),
+    "celery-eta": lambda now: header(b"eta", text(iso(now + WAIT_MS))),
+    "header:wait:s": lambda _: header(b"wait", number("I", 8)),
+    "header:at:rfc3339": lambda now: header(b"at", text(iso(now + WAIT_MS))),
+    "json:/at": lambda now: Message(body=b'{"at": %d}' % (now + WAIT_MS)),
+}
+"""A message with a delay of WAIT_MS from an instant on, by every form."""
+ALL: Final = tuple(ASKS)
+MARKS: Final[tuple[tuple[Header, ...], ...]] = (
+    *(((b"x-delay", value),) for value in (
+        number("I", -WAIT_MS), number("l", -1), number("b", -8), number("d", -0.5), text("-8000"), text("-0.5"),
+        decimal(1, -5),
+    )),
+    ((b"x-delayer-id", text("7")), (b"x-delayer-due", number("l", DUE))),
+    ((b"x-delayer-refused", text("no delay")), (b"x-delayer-exchange", text("in"))),
+    ((b"x-death", array(table((b"queue", text("work")), (b"time", number("T", BACK // 1000))))),),
+    ((b"x-first-death-queue", text("work")),),
+)  # fmt: skip
+MODES: Final = (Mode.STORE, Mode.NATIVE)
+
+
+def plan(message: Message, now_ms: int, *, mode: Mode, forms: tuple[str, ...] = ALL, **options: object) -> Classified:
+    """What becomes of a message on a route that reads these forms, in their order."""
+    route = Route(b"in", b"out", delay_from=forms, **options)  # type: ignore[arg-type]
+    policy = Policy(mode, {b"in": route}, max_delay_ms=86_400_000)
+    raw = Props(headers=message.headers or None, timestamp=message.timestamp).encode()
+    return classify(Delivery(1, False, b"in", message.key, raw, message.body), policy, now_ms, 100_000)
+
+
+def trip(message: Message, now_ms: int, mode: Mode, due_ms: int = DUE) -> Message:
+    """The message as its consumer gets it, after a delay until ``due_ms``."""
+    delivery, properties, found = plan(message, now_ms, mode=mode)
+    assert properties is not None
+    assert isinstance(found, Park | EnterCascade), found
+    assert found.due_ms == due_ms
+    carried = Properties.parse(delivery.properties)
+    released = Props.decode(edits.released(carried, b"id", found.due_ms))
+    return Message(released.headers or (), found.target.routing_key, message.body, released.timestamp)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("form", ASKS)
+def test_a_delay_counts_once(form: str, mode: Mode) -> None:
+    back = trip(ASKS[form](NOW), NOW, mode)
+
+    assert plan(back, BACK, mode=mode)[2] == AtOnce(BACK, plan(back, BACK, mode=mode)[2].target, undelayed=True)  # type: ignore[union-attr]
+    paused = plan(back, BACK, mode=mode, default_delay_ms=PAUSE_MS)[2]
+    assert isinstance(paused, Park | EnterCascade)
+    assert (paused.due_ms, paused.undelayed) == (BACK + PAUSE_MS, True)
+    assert isinstance(plan(back, BACK, mode=mode, require_delay=True)[2], Refuse)
+    assert isinstance(plan(back, BACK, mode=mode, late_limit_ms=100)[2], AtOnce)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("again", ASKS)
+@pytest.mark.parametrize("form", ASKS)
+def test_a_new_delay_counts_beside_what_is_left_of_the_last(form: str, again: str, mode: Mode) -> None:
+    back, new = trip(ASKS[form](NOW), NOW, mode), ASKS[again](BACK)
+    renewed = {name for name, _ in new.headers}
+    both = Message(
+        (*((name, value) for name, value in back.headers if name not in renewed), *new.headers),
+        new.key if again == "routing-key-bits" else back.key,
+        new.body if again == "json:/at" else back.body,
+        back.timestamp if new.timestamp is None else new.timestamp,
+    )
+    due_ms = (BACK + WAIT_MS) // 1000 * 1000 if again == "timestamp" else BACK + WAIT_MS
+    assert plan(both, BACK, mode=mode)[2].due_ms == due_ms  # type: ignore[union-attr]
+    assert plan(both, BACK, mode=mode, require_delay=True)[2].due_ms == due_ms  # type: ignore[union-attr]
+
+
+@given(st.sampled_from(list(ASKS)), st.lists(st.sampled_from(MARKS), max_size=4), st.sampled_from(MODES), st.booleans())
+def test_marks_are_no_delay_and_hide_none(form: str, marks: list[tuple[Header, ...]], mode: Mode, first: bool) -> None:
+    left = tuple(one for mark in marks for one in mark)
+    bare = plan(Message(left), BACK, mode=mode)[2]
+    assert isinstance(bare, AtOnce)
+    assert bare.undelayed
+    assert isinstance(plan(Message(left), BACK, mode=mode, require_delay=True)[2], Refuse)
+
+    asked = ASKS[form](BACK)
+    marked = replace(asked, headers=left + asked.headers if first else asked.headers + left)
+    assert plan(marked, BACK, mode=mode)[2] == plan(asked, BACK, mode=mode)[2]
+
+
+@pytest.mark.parametrize("forms", [ALL, ALL[::-1]])
+@pytest.mark.parametrize("mode", MODES)
+@given(trips=st.lists(st.sampled_from(["x-delay", "x-deliver-at", "celery-eta", "header:wait:s"]), max_size=5))
+def test_any_number_of_trips(forms: tuple[str, ...], mode: Mode, trips: list[str]) -> None:
+    message, now_ms = Message(), NOW
+    for form in trips:
+        asked = ASKS[form](now_ms)
+        kept = tuple(one for one in message.headers if one[0] not in {name for name, _ in asked.headers})
+        message = trip(replace(message, headers=kept + asked.headers), now_ms, mode, now_ms + WAIT_MS)
+        now_ms += WAIT_MS
+        assert isinstance(plan(message, now_ms, mode=mode, forms=forms, require_delay=True)[2], Refuse)
+
+
+def test_every_form_is_tried() -> None:
+    assert set(SOURCES) < set(ASKS)
+
+
+@pytest.mark.parametrize(
+    ("marks", "age_ms", "believed"),
+    [
+        ((), 3_600_000, True),  # The daemon may have been away for an hour.
+        ((), -1, False),
+        ((), -3_600_000, False),
+        (((b"x-delayer-due", number("l", BACK - 2_000)),), 1_999, True),
+        (((b"x-delayer-due", number("l", BACK - 2_000)),), 2_000, False),
+        (((b"x-delayer-due", text("soon")),), 0, False),
+        (((b"x-first-death-queue", text("work")),), 0, False),
+        (((b"x-death", array()),), 0, False),
+        (((b"x-death", array(table((b"time", number("T", BACK // 1000 - 2))))),), 1_000, True),
+        (((b"x-death", array(table((b"time", number("T", BACK // 1000 - 2))))),), 1_501, False),
+        (((b"x-death", array(table((b"time", number("T", 1)), (b"count", number("l", 2))))),), 0, False),
+        (((b"x-death", array(table((b"time", text("now"))))),), 0, False),
+    ],
+)
+def test_a_stamp_is_believed_only_where_it_can_be_right(marks: tuple[Header, ...], age_ms: int, believed: bool) -> None:
+    stamp = (b"timestamp_in_ms", number("l", BACK - age_ms))
+    asked = Message(((b"x-delay", number("I", 4_000_000)), stamp, *marks))
+    found = plan(asked, BACK, mode=Mode.STORE)[2]
+    assert isinstance(found, Park)
+    assert found.due_ms == BACK + 4_000_000 - (age_ms if believed else 0)
