@@ -110,8 +110,6 @@ class Connection(asyncio.Protocol):
         self._gone: asyncio.Future[None] = loop.create_future()
         self._loss: ConnectionLost | None = None
         self._opened = False
-        self.cluster = ""
-        """The name of the broker's cluster, the same on all of its nodes. "" if the broker does not send it."""
         self.version: tuple[int, ...] = ()
         """The broker's version, such as (4, 3, 6); empty if the broker does not send it."""
         self.limits = handshake.ConnectionLimits(0, DEFAULT_FRAME_MAX, 0.0)
@@ -341,7 +339,6 @@ class Connection(asyncio.Protocol):
 
     async def _log_in(self, address: Address, name: str, heartbeat: float) -> None:
         start = await self._ask(PROTOCOL_HEADER, commands.Connection.Start)
-        self.cluster = handshake.server_text(start.server_properties, "cluster_name")
         self.version = handshake.server_version(start.server_properties)
         hello = handshake.start_ok(start, address, name)
         tune = await self._ask(marshal(hello, 0), commands.Connection.Tune)

@@ -47,15 +47,10 @@ def start_ok(start: commands.Connection.Start, address: Address, name: str) -> c
     )
 
 
-def server_text(properties: object, name: str) -> str:
-    """A text in the broker's properties, such as ``cluster_name``; "" if the broker does not send it."""
-    value = properties.get(name) if isinstance(properties, dict) else None
-    return value if isinstance(value, str) else ""
-
-
 def server_version(properties: object) -> tuple[int, ...]:
     """The broker's version, such as (4, 3, 6); empty if the broker does not send it."""
-    return tuple(int(part) for part in re.findall(r"\d+", server_text(properties, "version"))[:3])
+    version = properties.get("version") if isinstance(properties, dict) else None
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3]) if isinstance(version, str) else ()
 
 
 def agree(tune: commands.Connection.Tune, heartbeat: float) -> ConnectionLimits:

@@ -180,11 +180,6 @@ class Admin:
     async def __aexit__(self, *_: object) -> None:
         await self.connection.close()
 
-    @property
-    def cluster(self) -> str:
-        """The name of the broker's cluster; "" if the broker does not send it."""
-        return self.connection.cluster
-
     async def verify(self, topology: Topology) -> list[TopologyFinding]:
         """Compare the broker with the topology, without changes. All is well if no finding has severity "error".
 

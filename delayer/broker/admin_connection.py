@@ -20,7 +20,7 @@ from aiormq.exceptions import ChannelAccessRefused, ChannelClosed
 from pamqp.base import Frame
 
 from delayer.amqp.address import Address
-from delayer.amqp.handshake import server_text, server_version
+from delayer.amqp.handshake import server_version
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 
 T = TypeVar("T")
@@ -49,11 +49,6 @@ class AdminConnection:
             await connection.close()
             raise
         return cls(connection, where, patience)
-
-    @property
-    def cluster(self) -> str:
-        """The name of the broker's cluster; "" if the broker does not send it."""
-        return server_text(self._properties, "cluster_name")
 
     @property
     def version(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -36,8 +37,11 @@ class ReconnectingConnection:
         heartbeat: float,
         timeout: float = 10.0,
         throttle: LogThrottle | None = None,
+        accept: Callable[[Connection], Awaitable[None]] | None = None,
     ) -> None:
-        """``throttle``: of failures to connect, shared by connections to one broker, so that one of them logs."""
+        """``throttle``: of failures to connect, shared by connections to one broker, so that one of them logs.
+        ``accept``: raises BrokerLost if a new connection must not be used."""
+        self._accept = accept
         self._throttle = throttle or LogThrottle()
         self._address = address
         self._name = name
@@ -140,13 +144,12 @@ class ReconnectingConnection:
             if failures:
                 await asyncio.sleep(pause(failures - 1, random.random()))
             try:
-                connection = await Connection.open(
-                    self._address, name=self._name, heartbeat=self._heartbeat, timeout=self._timeout
-                )
+                connection = await self._open_accepted()
             except BrokerLost as lost:
                 # A refused password and a missing vhost are retried too: an operator can repair them meanwhile.
                 told = self._throttle.should_log(str(lost), time.monotonic())
-                advice = LOGIN if isinstance(lost, AccessRefused) else certificate_advice(str(lost), *OF_BROKER)
+                advice = lost.advice or certificate_advice(str(lost), *OF_BROKER)
+                advice = LOGIN if isinstance(lost, AccessRefused) else advice
                 if told and advice:
                     log.error("broker refused", broker=str(self._address), reason=str(lost), next_step=advice)
                 elif told:
@@ -166,6 +169,19 @@ class ReconnectingConnection:
             log.warning("broker connection lost", connection=self._name, reason=str(reason))
             # A connection that ends at once counts as a failed one.
             failures = 0 if time.monotonic() - began > SETTLED else failures + 1
+
+    async def _open_accepted(self) -> Connection:
+        """Raises BrokerLost."""
+        connection = await Connection.open(
+            self._address, name=self._name, heartbeat=self._heartbeat, timeout=self._timeout
+        )
+        if self._accept is not None:
+            try:
+                await self._accept(connection)
+            except BaseException:
+                await connection.close()
+                raise
+        return connection
 
 
 def _alarmed(name: str, reason: str) -> None:

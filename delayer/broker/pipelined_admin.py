@@ -129,6 +129,13 @@ class PipelinedAdmin:
         configure permission; for others it counts as missing."""
         return isinstance((await self.depths([queue]))[queue], int)
 
+    async def exchange_exists(self, exchange: str) -> bool:
+        """Whether the exchange exists. Raises BrokerRefused if this user may not see it."""
+        [answer] = await self._ask([exchange_look(exchange)])
+        if isinstance(answer, ChannelClosed) and answer.code != ReplyCode.NOT_FOUND:
+            raise BrokerRefused(f"exchange {exchange!r}: {answer.text}") from answer
+        return not isinstance(answer, ChannelClosed)
+
     async def depths(self, queues: Iterable[str]) -> dict[str, int | ChannelClosed]:
         """Messages ready in each queue, or the broker's refusal."""
         names = list(queues)

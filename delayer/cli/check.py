@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+from contextlib import suppress
 from typing import Final, Literal, NamedTuple
 
 import click
 
-from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, TopologyFinding, mismatch_advice
 from delayer.cli.errors import STORE_RUNS, ExitCode, broker_advice
@@ -22,16 +22,10 @@ from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.readable import duration
 from delayer.store import schema, servers
 from delayer.store.admin import setup, stats
-from delayer.store.errors import BadStoreUrl, StoreUnfit, check_arrow
-from delayer.store.postgres import broker_mark
+from delayer.store.errors import BadStoreUrl, SchemaOutdated, StoreUnfit, check_arrow
 
 _SEEING: Final = "set broker.management_url, or look at its host, port, user and password"
 CheckResult = Literal["ok", "note", "off", "refused", "out of reach"]
-
-ONE_BROKER: Final = (
-    "give each broker and virtual host a database of its own; at once, stop the daemons that have the wrong store.url: "
-    "a daemon that takes a lane publishes the messages of both"
-)
 
 
 class Row(NamedTuple):
@@ -134,17 +128,25 @@ def _configuration(report: CheckReport, settings: Settings) -> None:
 
 
 async def _servers(report: CheckReport, settings: Settings) -> None:
-    mark = ""
     try:
         async with await Admin.connect(settings.broker_url, management_url=settings.management_url) as admin:
-            mark = broker_mark(admin.cluster, Address.parse(settings.broker_url).vhost)
             rows = CheckReport()  # A lost connection drops these rows: half of them would look as if all were well.
             await _broker(rows, admin, settings)
+            await _bond(rows, admin, settings.store_url)
             report += rows
     except (BrokerLost, BrokerRefused) as error:
         result: CheckResult = "refused" if isinstance(error, BrokerRefused) else "out of reach"
         report.add("broker", result, error, broker_advice(error))
-    await _store(report, settings, mark)
+    await _store(report, settings)
+
+
+async def _bond(report: CheckReport, admin: Admin, store_url: str | None) -> None:
+    """Whether the broker is the one that the store belongs to."""
+    with suppress(StoreLost, BadStoreUrl, SchemaOutdated):  # The rows of the store say so.
+        store = None if store_url is None else await setup.identity(store_url)
+        if store is not None and store.has_broker and not await admin.exchange_exists(store.exchange.name):
+            wrong = store.wrong_broker()
+            report.add("broker", "off", wrong, wrong.advice)
 
 
 async def _broker(report: CheckReport, admin: Admin, settings: Settings) -> None:
@@ -291,8 +293,7 @@ UNOWNED_MS: Final = 30_000
 STUCK: Final = 'see the broker and that daemon\'s log; docs/operations.md, "A lane that does not advance"'
 
 
-async def _store(report: CheckReport, settings: Settings, mark: str) -> None:
-    """``mark``: that of our broker; "" if unknown."""
+async def _store(report: CheckReport, settings: Settings) -> None:
     url = settings.store_url
     if url is None:
         cascade_ms = math.inf if settings.native.strategy == "queue" else 1000 * MAX_SECONDS
@@ -330,7 +331,7 @@ async def _store(report: CheckReport, settings: Settings, mark: str) -> None:
         report.add("schema", "note", found, advice)
     _locks(report, need)
     _connections(report, connections)
-    _lanes(report, seen, mark)
+    _lanes(report, seen)
     if seen.held:
         advice = "`delayer held list` has the reasons; the daemon tries them again, except those marked *by hand*"
         report.add("held", "note", f"{seen.held} in the store", advice)
@@ -372,8 +373,8 @@ def _locks(report: CheckReport, need: setup.LockNeed) -> None:
     )
 
 
-def _lanes(report: CheckReport, seen: stats.StoreOverview, mark: str) -> None:
-    """Whether every due message has a daemon that releases it, and whether all of them are of our broker."""
+def _lanes(report: CheckReport, seen: stats.StoreOverview) -> None:
+    """Whether every due message has a daemon that releases it."""
     owned = [lane for lane in seen.lanes if lane.alive]
     if owned:
         report.add("lanes", "ok", f"{len(owned)} owned by {', '.join(sorted({lane.owner for lane in owned}))}")
@@ -392,7 +393,3 @@ def _lanes(report: CheckReport, seen: stats.StoreOverview, mark: str) -> None:
         elif lane.behind_ms and lane.route is None:
             found = f"{of}advances, but a message has been due for {duration(lane.behind_ms / 1000)}"
             report.add("lanes", "note", found, 'nothing while a burst goes out; else see "row skipped" in its log')
-    strange = [lane for lane in owned if lane.broker and mark and lane.broker != mark]
-    if strange:
-        owners = ", ".join(sorted({lane.owner for lane in strange}))
-        report.add("lanes", "off", f"{len(strange)} owned by {owners} for another broker or virtual host", ONE_BROKER)

@@ -238,7 +238,6 @@ async def _store(settings: Settings) -> dict[str, Any] | None:
         "schema": seen.schema_found,
         **{name: getattr(seen, name) for name in ("waiting", "held", "counters", "next_due_ms", "store_now_ms")},
         "lanes": list(map(json_of_lane, seen.lanes)),
-        "brokers": len({lane.broker for lane in seen.lanes if lane.alive and lane.broker}),
         "segments": {
             "count": seen.segments.segments,
             **{name: getattr(seen.segments, name) for name in ("messages", "next_due_ms", "broken", "broken_messages")},
@@ -259,8 +258,6 @@ def _print_store(store: dict[str, Any] | None) -> None:
     click.echo(f"waiting: {store['waiting']}   held: {store['held']}   next due in the store: {next_due}")
     if store["segments"]["count"]:
         _print_segments(store["segments"], now_ms)
-    if store["brokers"] > 1:
-        click.echo(f"SHARED: daemons of {store['brokers']} brokers or virtual hosts own lanes; see `delayer check`")
     if not store["lanes"]:
         click.echo("lanes: none; run `delayer db upgrade`")
         return

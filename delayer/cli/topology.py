@@ -14,11 +14,12 @@ from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import mismatch_advice
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.cli.errors import ExitCode
-from delayer.cli.options import Request, as_json, request_of
+from delayer.cli.options import Request, as_json, request_of, store_url
 from delayer.cli.output import note, print_json, print_queues, print_table, quoted
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, intake_of, native_of, topology_of, uses_cascade
 from delayer.core.topology import Topology
+from delayer.store.admin import setup
 
 T = TypeVar("T")
 
@@ -42,9 +43,13 @@ def topology() -> None:
 
 
 @topology.command()
+@click.option("--accept-broker", is_flag=True, help="Let the store belong to this broker from now on.")
 @click.pass_obj
-def apply(request: Request) -> None:
+def apply(request: Request, accept_broker: bool) -> None:
     """Declare missing queues and exchanges. Existing ones stay as they are; safe to repeat.
+
+    A store belongs to one broker: daemons do not deliver its messages to another one. After a broker was rebuilt,
+    --accept-broker gives the store to the new one.
 
     \b
     Examples:
@@ -52,12 +57,15 @@ def apply(request: Request) -> None:
       delayer --mode native topology apply     # with the cascade, before the daemon is switched to it
     """
     settings = request.settings()
+    url = store_url(settings) if accept_broker else ""
     whole = topology_of(settings)
 
     async def declare(admin: Admin) -> tuple[int, list[str]]:
         missing = [one for one in await admin.verify(whole) if one.state == "missing" and one.kind != "binding"]
         async with pipelined_admin(settings.broker_url, "delayer topology") as broker:
             await broker.declare(whole)
+            if url:
+                await setup.accept_broker(url, lambda store: broker.declare(Topology((store.exchange,), (), ())))
         return len(missing), [route.to for route in settings.routes if not await admin.exchange_exists(route.to)]
 
     new, missing = with_admin(settings, declare)
@@ -65,6 +73,8 @@ def apply(request: Request) -> None:
         f"In place: {len(whole.exchanges)} exchanges, {len(whole.queues)} queues, {len(whole.bindings)} bindings. "
         f"New exchanges and queues: {new}."
     )
+    if url:
+        click.echo("The store belongs to this broker now.")
     for name in dict.fromkeys(missing):
         note(f"Due messages go to exchange {quoted(name)}, which does not exist. Declare it, or add a [[destination]].")
     note(

@@ -17,7 +17,10 @@ from delayer.core.hold import Outcome
 
 
 class BrokerLost(Exception):
-    """The broker, or the channel in use, is gone. A publish in flight may have succeeded or not."""
+    """The broker, or the channel in use, is gone. A publish in flight may have succeeded or not. ``advice`` as for
+    StoreLost."""
+
+    advice = ""
 
 
 class NotTaken(BrokerLost):

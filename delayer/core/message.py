@@ -161,8 +161,6 @@ class LaneRow(NamedTuple):
     route: bytes | None
     """The limited route whose messages it is for."""
     owned: bool
-    broker: str
-    """The mark of its last owner's broker."""
 
 
 class LaneTable(NamedTuple):

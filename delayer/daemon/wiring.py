@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Final, Literal
 
 import structlog
 
 from delayer.amqp.address import Address
+from delayer.amqp.connection import Connection
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import BUFFER_BYTES, AdaptivePrefetch, AmqpConsumer, FlowControl
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
@@ -25,6 +25,7 @@ from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost
 from delayer.daemon.live_settings import LiveSettings, rates_of
 from delayer.daemon.services import ServiceGroup
+from delayer.daemon.store_bond import StoreBond
 from delayer.daemon.systemd import Notifier, Watchdog, condition
 from delayer.intake.consume import Dispatch, Handler, Intake, QueueConsumer, new_id
 from delayer.intake.handle import DueHandler, IntakeHandler
@@ -36,7 +37,7 @@ from delayer.release.restore import SegmentRestorer
 from delayer.release.service import ReleaseService
 from delayer.retry import first_set
 from delayer.store.backlog import PostgresBacklog
-from delayer.store.postgres import PostgresStore, broker_mark
+from delayer.store.postgres import PostgresStore
 
 log = structlog.get_logger(__name__)
 
@@ -44,12 +45,13 @@ log = structlog.get_logger(__name__)
 class Connections:
     """The connections to the broker, by use: ``intake``, ``due``, ``publish``, ``takeover`` (where configured)."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, accept: Callable[[Connection], Awaitable[None]]) -> None:
+        """``accept``: see ReconnectingConnection."""
         address = Address.parse(settings.broker_url)
-        self._vhost, self._cluster = address.vhost, ""
         heartbeat, throttle = settings.broker.heartbeat_ms / 1000, LogThrottle()
+        reconnecting = partial(ReconnectingConnection, address, heartbeat=heartbeat, throttle=throttle, accept=accept)
         self._connections = {
-            use: ReconnectingConnection(address, f"delayer {use}", heartbeat=heartbeat, throttle=throttle)
+            use: reconnecting(f"delayer {use}")
             for use in ("intake", "due", "publish", *(["takeover"] if settings.takeovers else []))
         }
         self.isolation = Isolation(self._connections["publish"], timeout=CONFIRM_TIMEOUT)
@@ -65,13 +67,6 @@ class Connections:
         """The coroutines that close them, to be awaited together: a broker that hangs answers no close."""
         self.isolation.close()
         return [connection.close() for connection in self._connections.values()]
-
-    def broker_mark(self) -> str:
-        """The mark of this broker, from the last connection (lanes/locks.py)."""
-        connections = [connection.current for connection in self._connections.values()]
-        cluster = next((connection.cluster for connection in connections if connection is not None), self._cluster)
-        self._cluster = cluster
-        return broker_mark(cluster, self._vhost)
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """For each connection: connected, blocked, and the number of connects."""
@@ -95,16 +90,12 @@ class Daemon:
         self._notifier = notifier
         self.services = ServiceGroup()
         self.watchdog = Watchdog(notifier)
-        self.connections = Connections(settings)
+        self._bond = StoreBond()
+        self.connections = Connections(settings, self._bond.check)
         self._cascade = cascade_of(settings)
         self._new_publisher = partial(publisher, self.connections["publish"], isolation=self.connections.isolation)
         self._publisher, self._limited_publisher = self._new_publisher(), self._new_publisher()
-        self.store = PostgresBacklog(
-            self.connections["publish"],
-            heartbeat=self.watchdog,
-            counters=self.counters,
-            broker=self.connections.broker_mark,
-        )
+        self.store = PostgresBacklog(self.connections["publish"], heartbeat=self.watchdog, counters=self.counters)
         self.live = LiveSettings(settings, self._cascade, self._publisher, self.store)
         holding = MessageHolder(self._publisher, self.store, self.live, self.counters, new_id=new_id)
         self._dispatch = Dispatch(self._publisher, holding, self.live, self.counters)
@@ -153,11 +144,13 @@ class Daemon:
             url = settings.store_url or ""
 
             async def connect() -> PostgresStore:
-                # Briefly, so that lanes can record the broker's cluster name. A longer wait would delay due rows.
-                with suppress(BrokerLost):
-                    await self.connections["publish"].connection(1.0)
-                days = settings.store.history_days
-                return await PostgresStore.connect(url, broker=self.connections.broker_mark, history_days=days)
+                store = await PostgresStore.connect(url, history_days=settings.store.history_days)
+                try:
+                    await self._bond.attach(store, self.connections["publish"].current)
+                except BaseException:
+                    await store.close()
+                    raise
+                return store
 
             self.store.configure(connect, rates_of(settings))
             self.services.add("store", self.store.run, last=True)

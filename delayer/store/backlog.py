@@ -56,17 +56,16 @@ class PostgresBacklog:
         *,
         heartbeat: Heartbeat,
         counters: Counters,
-        broker: Callable[[], str] = str,
         poll_seconds: float = POLL_SECONDS,
         away_seconds: float = AWAY_SECONDS,
     ) -> None:
-        """``link``: the connection to the broker that the lanes publish to. ``broker``: that broker's mark. Without a
-        broker a process keeps its lanes for ``away_seconds``."""
+        """``link``: the connection to the broker that the lanes publish to. Without a broker a process keeps its lanes
+        for ``away_seconds``."""
         self.configured = False
         self.out_of_reach = asyncio.Event()
         """Set while the last look at the store failed."""
         self._link = link
-        self._ownership = LaneOwnership(link, broker, away_seconds)
+        self._ownership = LaneOwnership(link, away_seconds)
         self._term = Term(0)
         self._turn, self._far_turn = count(), count()
         self._began = time.monotonic()
@@ -157,7 +156,7 @@ class PostgresBacklog:
         term = self._term
         ordered = any(isinstance(one, Cancel) or one.key is not None for one in operations)
         batch = fold(operations) if ordered else Fold([one for one in operations if isinstance(one, Parcel)])
-        lanes = self._ownership.all
+        lanes = self._ownership.ordinary
         far = lanes[next(self._far_turn) % len(lanes)] if lanes else 0
         applied = await self._write(lambda store, lane: store.apply(lane, batch, far, term), bulk=is_bulk(batch.kept))
         self._ownership.intake = max(self._ownership.intake, term.epoch or 0)

@@ -8,7 +8,6 @@ the lane of its route, and the transaction notifies the owner of that lane.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import socket
 from collections import Counter
@@ -31,6 +30,7 @@ from delayer.core.units import DAY_MS
 from delayer.store import pool, schema, servers, statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, REJECTED, WORTH_REPEATING, check_arrow, describe, translated
+from delayer.store.identity import StoreIdentity, give_broker, read_identity
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.locks import LaneLocks
 from delayer.store.lanes.notify import notify, soonest
@@ -51,23 +51,25 @@ PARKERS: Final = 3
 T = TypeVar("T")
 
 
-def broker_mark(cluster: str, vhost: str) -> str:
-    """A short name of a broker and virtual host, from the name that the cluster gives itself, because a cluster has
-    many nodes and addresses; "" if the name is unknown."""
-    return hashlib.sha256(f"{cluster}\0{vhost}".encode()).hexdigest()[:8] if cluster else ""
-
-
 class PostgresStore:
     """Made by :meth:`connect`, ended by :meth:`close`. Every lane that it takes has connections of its own."""
 
     def __init__(
-        self, pool: asyncpg.Pool, clock: StoreClock, locks: LaneLocks, days: Days, history_days: int = 0
+        self,
+        pool: asyncpg.Pool,
+        clock: StoreClock,
+        locks: LaneLocks,
+        days: Days,
+        *,
+        identity: StoreIdentity,
+        history_days: int,
     ) -> None:
         self._pool = pool
         self._clock = clock
         self._locks = locks
         self._days = days
         self._history_days = history_days
+        self.identity = identity
         self._routes: Mapping[bytes, int] = {}
 
     @classmethod
@@ -76,7 +78,6 @@ class PostgresStore:
         url: str,
         *,
         owner: str | None = None,
-        broker: Callable[[], str] = str,
         idle_timeout: float = IDLE_SECONDS,
         transaction_timeout: float = 10.0,
         parkers: int = PARKERS,
@@ -84,12 +85,10 @@ class PostgresStore:
     ) -> Self:
         """Look at the kind of server, connect, compare the schema, and learn the store's time and partitions.
 
-        ``owner`` names this process in the table of lanes (default: host and process id). ``broker`` is the mark of
-        the broker that it publishes to (:func:`broker_mark`). After ``idle_timeout`` seconds the server takes the lanes
-        of a process that hangs. After ``transaction_timeout`` seconds (longer than any publish takes) it ends a
-        release, and rolls back a silent park. ``parkers`` is the number of parallel parks
-        and restores.
-        ``history_days``: how long the store keeps its history; 0: none.
+        ``owner`` names this process in the table of lanes (default: host and process id). After ``idle_timeout``
+        seconds the server takes the lanes of a process that hangs. After ``transaction_timeout`` seconds (longer than
+        any publish takes) it ends a release, and rolls back a silent park. ``parkers`` is the number of parallel parks
+        and restores. ``history_days``: how long the store keeps its history; 0: none.
 
         Raises StoreUnfit, StoreLost, BadStoreUrl, SchemaOutdated.
         """
@@ -102,6 +101,7 @@ class PostgresStore:
             with translated("connect"):
                 async with pool.borrowed(parking) as connection:
                     await schema.check(connection)
+                    identity = await read_identity(connection)
                     await pool.sample(connection, clock)
                     days = Days(await existing(connection))
                     if history_days:  # Before the first row, which would be in the way of its day's partition.
@@ -110,16 +110,9 @@ class PostgresStore:
             parking.terminate()
             raise
         locks = LaneLocks(
-            url,
-            parking,
-            clock,
-            owner=owner,
-            idle=idle_timeout,
-            releasing=transaction_timeout,
-            broker=broker,
-            history=history_days > 0,
+            url, parking, clock, owner=owner, idle=idle_timeout, releasing=transaction_timeout, history=history_days > 0
         )
-        return cls(parking, clock, locks, days, history_days)
+        return cls(parking, clock, locks, days, identity=identity, history_days=history_days)
 
     async def close(self) -> None:
         """End the presence, and close the connections that park, after the parks that run. The lanes are released by
@@ -130,6 +123,23 @@ class PostgresStore:
                 await self._pool.close()
         except DRIVER_ERRORS:
             self._pool.terminate()
+
+    async def read_identity(self) -> StoreIdentity:
+        """The identity as it is now: an operator may have given the store to another broker. Raises StoreLost."""
+        with translated("read the store's id"):
+            async with pool.borrowed(self._pool) as connection:
+                self.identity = await read_identity(connection, self._locks.presence)
+        return self.identity
+
+    async def give_broker(self, declare: Callable[[], Awaitable[None]]) -> bool:
+        """See identity.give_broker. Raises StoreLost too."""
+        if self.identity.has_broker:
+            return False
+        with translated("note the broker"):
+            async with pool.borrowed(self._pool) as connection:
+                given = await give_broker(connection, declare)
+        self.identity = self.identity._replace(has_broker=True)
+        return given
 
     def now_upper_ms(self) -> int:
         return self._clock.now_upper_ms()
@@ -341,10 +351,10 @@ async def _fence(connection: Connection, term: Term) -> int:
     """The epoch of the term, which its first batch raises; every batch holds it until the commit. So the next process
     waits for this transaction, and a transaction that comes behind the next process fails."""
     if term.epoch is None:
-        raise_it = "UPDATE intake SET epoch = epoch + 1 WHERE epoch = $1 RETURNING epoch"
+        raise_it = "UPDATE store SET intake = intake + 1 WHERE intake = $1 RETURNING intake"
         epoch: int | None = await connection.fetchval(raise_it, term.seen)
     else:
-        epoch = await connection.fetchval("SELECT epoch FROM intake WHERE epoch = $1 FOR SHARE", term.epoch)
+        epoch = await connection.fetchval("SELECT intake FROM store WHERE intake = $1 FOR SHARE", term.epoch)
     if epoch is None:
         raise StoreLost("another process applies the operations with keys now: these come again behind its own")
     return epoch

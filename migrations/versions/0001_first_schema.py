@@ -112,16 +112,20 @@ CREATE TABLE lane (
     number    smallint    NOT NULL,
     epoch     bigint      NOT NULL,
     owner     text        NOT NULL,
-    broker    text        NOT NULL DEFAULT '',
     watermark timestamptz NOT NULL DEFAULT '-infinity',
     route     bytea,
     CONSTRAINT lane_pkey PRIMARY KEY (number),
     CONSTRAINT lane_route_key UNIQUE (route)
 );
 
--- Grows with every process that begins to apply operations with keys, and fences off those of the process before.
-CREATE TABLE intake (epoch bigint NOT NULL);
-INSERT INTO intake VALUES (0);
+-- One row. intake grows with every process that begins to apply operations with keys, and fences off those of the
+-- process before. has_broker: the store belongs to a broker, the one with the exchange delayer.store.<id>.
+CREATE TABLE store (
+    id         text    NOT NULL DEFAULT replace(gen_random_uuid()::text, '-', ''),
+    has_broker boolean NOT NULL DEFAULT false,
+    intake     bigint  NOT NULL DEFAULT 0
+);
+INSERT INTO store DEFAULT VALUES;
 
 -- A number of messages for each lane and kind of event. at is when another transaction than a park last changed it: for
 -- kinds released and held, when the lane last advanced.

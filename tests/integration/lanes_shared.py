@@ -53,16 +53,12 @@ class StoreLive(ScriptedLive):
 
 
 class Process:
-    def __init__(
-        self, url: str, name: str, rates: Mapping[bytes, float], publisher: Publisher | None = None, broker: str = ""
-    ) -> None:
-        """``broker``: the mark of its broker."""
-        self._url, self._name, self._broker, self.live = url, name, lambda: broker, StoreLive(rates=rates)
+    def __init__(self, url: str, name: str, rates: Mapping[bytes, float], publisher: Publisher | None = None) -> None:
+        self._url, self._name, self.live = url, name, StoreLive(rates=rates)
         self.publisher = publisher or Publisher()
         self.connection = SimpleNamespace(current=True, connects=1)
         self.store: PostgresStore | None = None
-        parts = {"heartbeat": Heartbeat(), "counters": Counters(), "broker": self._broker}
-        self.backlog = PostgresBacklog(self.connection, away_seconds=0.5, **parts)
+        self.backlog = PostgresBacklog(self.connection, away_seconds=0.5, heartbeat=Heartbeat(), counters=Counters())
         self.live.backlog = self.backlog
         self.backlog.configure(self._connect, rates)
 
@@ -72,7 +68,7 @@ class Process:
             parts.create_task(ReleaseService(self.backlog, self._release).run(stopping))
 
     async def _connect(self) -> PostgresStore:
-        self.store = await PostgresStore.connect(self._url, owner=self._name, broker=self._broker)
+        self.store = await PostgresStore.connect(self._url, owner=self._name)
         return self.store
 
     def _release(self, lane: Lane) -> LaneRelease:
@@ -85,10 +81,8 @@ class Process:
 
 
 @asynccontextmanager
-async def running(
-    url: str, name: str = "one", rates: Mapping[bytes, float] | None = None, broker: str = ""
-) -> AsyncIterator[Process]:
-    process, stopping = Process(url, name, rates or {}, broker=broker), asyncio.Event()
+async def running(url: str, name: str = "one", rates: Mapping[bytes, float] | None = None) -> AsyncIterator[Process]:
+    process, stopping = Process(url, name, rates or {}), asyncio.Event()
     task = asyncio.create_task(process.run(stopping))
     try:
         await process.backlog.wait_usable()

@@ -15,7 +15,6 @@ from pamqp.common import FieldTable
 from delayer.cli.send import cancelling
 from delayer.config.model import Settings
 from tests.integration.cli import Run, channel_to, destination, rows, said, take
-from tests.support.daemon import DaemonProcess
 from tests.support.raw import Props
 from tests.support.servers import Postgres, RabbitMQ
 from tests.support.store import opened, owned, parcel, sql
@@ -422,26 +421,6 @@ async def test_overdue_messages_of_a_lane_without_owner_are_off(delayer: Run, vh
     assert row["result"] == "off"
     assert row["found"].startswith("messages are overdue by 9")
     assert row["found"].endswith("in lane 1 that no daemon owns")
-
-
-async def test_lanes_of_another_virtual_host_are_off(
-    delayer: Run, vhost: str, rabbitmq: RabbitMQ, database: str
-) -> None:
-    """Each daemon records its virtual host: two daemons of one store for two hosts would take each other's lanes."""
-    name = rabbitmq.add_vhost()
-    elsewhere = rabbitmq.url(name)
-    for url in (vhost, elsewhere):
-        async with channel_to(url) as channel:
-            await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
-    async with DaemonProcess({"BROKER__URL": elsewhere, "STORE__URL": database}) as daemon:
-        await daemon.event("lane taken")
-        await daemon.event("ready")
-        assert {row["result"] for row in rows(delayer, "lanes", DELAYER_BROKER__URL=elsewhere)} == {"ok"}
-        owned_by, shared = rows(delayer, "lanes", expect=1)
-        assert (owned_by["result"], shared["result"]) == ("ok", "off")
-        assert "for another broker or virtual host" in shared["found"]
-        assert "a database of its own" in shared["advice"]
-    rabbitmq.drop_vhost(name)
 
 
 def test_a_destination_that_the_daemon_declares_is_not_off(delayer: Run, tmp_path: Path) -> None:

@@ -118,26 +118,6 @@ async def test_without_its_broker_a_process_leaves_its_lanes_to_others(database:
         await eventually(lambda: len(one.backlog.numbers) == len(two.backlog.numbers) == 2)
 
 
-async def test_lanes_of_another_broker_get_no_messages_of_ours(database: str) -> None:
-    """Its processes would publish them there. Rows that are due later go to all other lanes, whoever owns them."""
-    await migrated(database)
-    async with (
-        running(database, "one", broker="a") as one,
-        running(database, "two", broker="a") as two,
-        running(database, "other", broker="b") as other,
-        sql(database) as admin,
-    ):
-        processes = (one, two, other)
-        await eventually(lambda: sorted(len(each.backlog.numbers) for each in processes) == [1, 1, 2])
-        theirs = set(other.backlog.numbers)
-        await eventually(lambda: theirs.isdisjoint(one.backlog._ownership.all))
-        for _ in range(100):
-            await one.backlog.apply([parcel(one.now_upper_ms() + 600_000)])
-        rows = Counter(dict(await admin.fetch("SELECT lane, count(*) FROM message GROUP BY lane")))
-        assert rows.keys() == {1, 2, 3, 4} - theirs
-        assert max(rows.values()) - min(rows.values()) <= 1
-
-
 async def test_a_route_whose_limit_is_taken_away_keeps_its_lane(database: str) -> None:
     await migrated(database)
     async with running(database, "one", {b"slow": 1.0}) as one, sql(database) as admin:

@@ -82,6 +82,12 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.fixture(autouse=True)
+def without_broker(store: str, postgres: Postgres) -> None:
+    """Each test has a vhost of its own, and the store is that of all tests."""
+    postgres.execute("UPDATE store SET has_broker = false", database=DATABASE)
+
+
 @pytest.fixture(scope="module")
 def vhosts(rabbitmq: RabbitMQ) -> Any:
     """A vhost for each need, with the objects that others declare."""

@@ -279,8 +279,6 @@ class ScriptedStore:
         self.others: set[int] = set()
         """Lanes that other processes own."""
         self.live, self.rank = 1, 0
-        self.broker = "ours"
-        """The mark of the broker of ``others``."""
         self.made: list[ScriptedLane] = []
         self.parked: list[Parked] = []
         self.held: list[tuple[int, str]] = []
@@ -328,10 +326,7 @@ class ScriptedStore:
         if self.failure is not None:
             raise self.failure
         owned = self.ours | self.others
-        lanes = [
-            LaneRow(number, route, number in owned, self.broker if number in self.others else "ours")
-            for number, route in self.routes.items()
-        ]
+        lanes = [LaneRow(number, route, number in owned) for number, route in self.routes.items()]
         return LaneTable(lanes, self.live, self.rank)
 
     async def take(self, number: int) -> ScriptedLane | None:

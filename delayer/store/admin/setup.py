@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -19,6 +20,7 @@ from asyncpg import Connection
 from delayer.core.errors import StoreLost
 from delayer.store import pool
 from delayer.store.errors import WORTH_REPEATING
+from delayer.store.identity import StoreIdentity, give_new_broker, read_identity
 from delayer.store.lanes.locks import ADD, LIMITED_SESSIONS
 from delayer.store.postgres import PARKERS
 from delayer.store.rows import history
@@ -91,6 +93,21 @@ async def _skip(connection: Connection, by: int) -> int:
         await connection.execute(_ALONE)
         last: int = await connection.fetchval("SELECT setval('message_id', nextval('message_id') + $1)", by)
     return last + 1
+
+
+async def identity(url: str) -> StoreIdentity:
+    """The store's id, and whether it has a broker. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
+    async with opened(url, "delayer check", "read the store's id") as connection:
+        await check(connection)
+        return await read_identity(connection)
+
+
+async def accept_broker(url: str, declare: Callable[[StoreIdentity], Awaitable[None]]) -> None:
+    """Let the store belong to the broker on which ``declare`` declares its exchange. Raises what ``declare`` raises,
+    StoreLost, BadStoreUrl, SchemaOutdated."""
+    async with opened(url, "delayer topology", "note the broker") as connection:
+        await check(connection)
+        await give_new_broker(connection, declare)
 
 
 _LOCK_TABLE: Final = """

@@ -65,8 +65,6 @@ class LaneOverview:
     counters: Mapping[str, int]
     next_due_ms: int | None
     next_retry_ms: int | None
-    broker: str = ""
-    """The mark of the broker that its owner publishes to (lanes/locks.py); "" where it does not say."""
     route: bytes | None = None
     """The limited route whose messages it is for."""
     behind_ms: int = 0
@@ -162,7 +160,6 @@ async def _lanes(connection: Connection, now_ms: int) -> list[LaneOverview]:
             counters=counters[row["number"]],
             next_due_ms=firsts[row["number"]].due_ms if row["number"] in firsts else None,
             next_retry_ms=await connection.fetchval(statements.NEXT_RETRY, row["number"]),
-            broker=row["broker"],
             route=row["route"],
             behind_ms=_too_long(now_ms, firsts.get(row["number"])),
             stuck_ms=_too_long(now_ms, firsts.get(row["number"]), row["advanced_at"] or 0),

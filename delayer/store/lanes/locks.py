@@ -42,7 +42,7 @@ _LOCK_EACH = (
 )
 _UNLOCK = "SELECT pg_advisory_unlock('lane'::regclass::oid::int, $1)"
 _TAKE = (
-    "UPDATE lane SET epoch = epoch + 1, owner = $2, broker = $3 WHERE number = ANY($1::smallint[])"
+    "UPDATE lane SET epoch = epoch + 1, owner = $2 WHERE number = ANY($1::smallint[])"
     " RETURNING number, epoch, watermark, route"
 )
 _RETRIES = "SELECT lane, min(retry_at) FROM held WHERE lane = ANY($1::smallint[]) GROUP BY lane"
@@ -80,18 +80,16 @@ class LaneLocks:
         owner: str,
         idle: float,
         releasing: float,
-        broker: Callable[[], str] = str,
         history: bool = False,
     ) -> None:
         """``idle``: seconds after which the server ends a connection of a lane, or of the presence, that says nothing,
-        in a transaction or not; ``releasing``: for how long a release is kept from that. ``broker``: its mark.
-        ``history``: whether its lanes write one."""
+        in a transaction or not; ``releasing``: for how long a release is kept from that. ``history``: whether its lanes
+        write one."""
         self._url = url
         self._pool = pool
         self._clock = clock
         self._owner = owner
         self._releasing = releasing
-        self._broker = broker
         self._history = history
         self._presence: Connection | None = None
         self._turn = asyncio.Lock()  # One statement of the presence at a time.
@@ -125,8 +123,13 @@ class LaneLocks:
             self.leave()
             raise
         present = sorted(pid for row in rows[:1] for pid in row["present"])
-        lanes = [LaneRow(row["number"], row["route"], row["owned"], row["broker"]) for row in rows if row["number"]]
+        lanes = [LaneRow(row["number"], row["route"], row["owned"]) for row in rows if row["number"]]
         return LaneTable(lanes, len(present), present.index(self._pid), rows[0]["intake"])
+
+    @property
+    def presence(self) -> int:
+        """The server's process behind the presence; 0 without one."""
+        return 0 if self._presence is None else self._pid
 
     def leave(self) -> None:
         """End the presence: the other processes share this one's lanes. A later look begins it again."""
@@ -196,7 +199,7 @@ class LaneLocks:
     ) -> list[PostgresLane]:
         """The lanes that ``lock`` has locked, each with its sessions. Raises the driver's errors."""
         # Waits for parks that are under way in the old epoch; when it returns, all of them can be seen.
-        taken = await lock.fetch(_TAKE, list(cursors), self._owner, self._broker())
+        taken = await lock.fetch(_TAKE, list(cursors), self._owner)
         await pool.sample(lock, self._clock)
         retries = dict(await lock.fetch(_RETRIES, list(cursors)))
         lanes = []

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Final, Protocol
 
 import structlog
 
 from delayer.core.errors import StoreLost
-from delayer.core.message import LaneRow, LaneTable
+from delayer.core.message import LaneTable
 from delayer.store.lanes.lane import PostgresLane
 
 log = structlog.get_logger(__name__)
 
-ONE_BROKER: Final = "give each broker and virtual host a database of its own; stop daemons with the wrong store.url"
 MORE_LANES: Final = "`delayer db lanes N` raises the number of lanes"
 AWAY_SECONDS: Final = 10.0
 LOGGED_LANES: Final = 20
@@ -68,11 +67,10 @@ def share(lanes: int, live: int, rank: int) -> int:
 class LaneOwnership:
     """Takes and drops lanes."""
 
-    def __init__(self, link: BrokerLink, broker: Callable[[], str] = str, away_seconds: float = AWAY_SECONDS) -> None:
-        """``broker``: the mark of this process's broker (locks.py)."""
+    def __init__(self, link: BrokerLink, away_seconds: float = AWAY_SECONDS) -> None:
         self.own: Sequence[PostgresLane] = ()
         """The lanes of this process to park into: those of no limited route."""
-        self.all: Sequence[int] = ()
+        self.ordinary: Sequence[int] = ()
         """All such lanes, whoever owns them."""
         self.usable = asyncio.Event()
         """Set while there is a lane to park into."""
@@ -85,13 +83,10 @@ class LaneOwnership:
         self.routes: Collection[bytes] = ()
         """The limited routes: each needs a lane of its own."""
         self._link = link
-        self._broker = broker
         self._away_seconds = away_seconds
         self._away_since: float | None = None
         self._lanes: list[PostgresLane] = []  # In the order in which they were taken, until they are closed.
         self._taken: asyncio.Queue[PostgresLane | None] = asyncio.Queue()
-        self._ordinary: Sequence[int] = ()
-        self._others: list[int] = []  # Lanes whose owners publish to another broker.
 
     @property
     def numbers(self) -> list[int]:
@@ -117,10 +112,9 @@ class LaneOwnership:
             return
         table = await self.routed(source, self.routes)
         self.live, self.intake = table.live, table.intake
-        self._ordinary = [row.number for row in table.lanes if row.route is None]
-        if not self._ordinary:
+        self.ordinary = [row.number for row in table.lanes if row.route is None]
+        if not self.ordinary:
             raise StoreLost("the store has no lanes", "run `delayer db upgrade`")
-        self._watch_other_brokers(table.lanes)
         await self._take_share(source, table, stopping)
 
     async def routed(self, source: LaneSource, routes: Collection[bytes]) -> LaneTable:
@@ -169,9 +163,9 @@ class LaneOwnership:
     async def _take_share(self, source: LaneSource, table: LaneTable, stopping: asyncio.Event) -> None:
         """Raises StoreLost."""
         free = {row.number for row in table.lanes if not row.owned}
-        part = share(len(self._ordinary), table.live, table.rank)
+        part = share(len(self.ordinary), table.live, table.rank)
         self._tell_spare(spare=part == 0, live=table.live)
-        for number in self._missing(self._ordinary, part, table):
+        for number in self._missing(self.ordinary, part, table):
             if len([lane for lane in self._held() if lane.route is None]) >= part or stopping.is_set():
                 break
             if number in free and (lane := await source.take(number)) is not None:
@@ -214,18 +208,8 @@ class LaneOwnership:
 
     def _tell_spare(self, *, spare: bool, live: int) -> None:
         if spare and not self.spare.is_set():
-            log.warning("no lane", processes=live, lanes=len(self._ordinary), next_step=MORE_LANES)
+            log.warning("no lane", processes=live, lanes=len(self.ordinary), next_step=MORE_LANES)
         (self.spare.set if spare else self.spare.clear)()
-
-    def _watch_other_brokers(self, lanes: Sequence[LaneRow]) -> None:
-        """Warn of daemons of another broker that own lanes here: they publish our messages there, and we theirs here.
-        Such lanes get no messages of ours."""
-        ours = self._broker()
-        others = [row.number for row in lanes if row.owned and ours and row.broker not in ("", ours)]
-        if others and others != self._others:
-            log.warning("store shared", lanes=others, next_step=ONE_BROKER)
-        self._others = others
-        self.all = [number for number in self._ordinary if number not in others] or self._ordinary
 
 
 def _few(lanes: Sequence[PostgresLane]) -> dict[str, object]:

@@ -7,9 +7,9 @@ WITH locks AS MATERIALIZED (
       AND k.database = (SELECT oid FROM pg_database WHERE datname = current_database())
       AND k.classid = 'lane'::regclass
 )
-SELECT l.number, l.route, l.broker,
+SELECT l.number, l.route,
        EXISTS (SELECT FROM locks WHERE locks.number = l.number) AS owned,
-       ARRAY(SELECT pid FROM locks WHERE locks.number = 0) AS present, (SELECT epoch FROM intake) AS intake
+       ARRAY(SELECT pid FROM locks WHERE locks.number = 0) AS present, (SELECT intake FROM store) AS intake
 FROM (SELECT) AS one
 LEFT JOIN lane AS l ON true
 ORDER BY l.number

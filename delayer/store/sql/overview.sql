@@ -1,5 +1,5 @@
 -- Every lane with its owner, whether the owner is alive, and its counters. A few rows; no message is read.
-SELECT l.number, l.owner, l.broker, l.route,
+SELECT l.number, l.owner, l.route,
        EXISTS (
            SELECT FROM pg_locks AS k
            WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2

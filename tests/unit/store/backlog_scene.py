@@ -30,12 +30,7 @@ class Scene:
             return store
 
         self.backlog = PostgresBacklog(
-            self.connection,
-            heartbeat=self.heartbeat,
-            counters=self.counters,
-            broker=lambda: "ours",
-            poll_seconds=0.001,
-            away_seconds=0.01,
+            self.connection, heartbeat=self.heartbeat, counters=self.counters, poll_seconds=0.001, away_seconds=0.01
         )
         self.backlog.configure(connect or at_once)  # type: ignore[arg-type]
         self.running = asyncio.create_task(self._run())

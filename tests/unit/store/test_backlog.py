@@ -60,16 +60,15 @@ async def test_small_parks_stay_in_one_lane_for_a_while_only() -> None:
         assert [number for number, _, _ in it.store.parked] == [1, 2, 1, 2]
 
 
-@pytest.mark.parametrize(("broker", "far"), [("ours", [1, 2, 3, 4, 1, 2]), ("theirs", [1, 2, 1, 2, 1, 2])])
-async def test_messages_due_later_take_turns_over_all_lanes_of_our_broker(broker: str, far: list[int]) -> None:
-    """Other processes own half of the lanes. Those with another broker would publish the messages there."""
+async def test_messages_due_later_take_turns_over_all_lanes() -> None:
+    """Other processes own half of the lanes."""
     store = ScriptedStore(4)
-    store.live, store.others, store.broker = 2, {3, 4}, broker
+    store.live, store.others = 2, {3, 4}
     async with at_work(store) as it:
         await until(lambda: it.backlog.numbers == [1, 2])
-        for _ in far:
+        for _ in range(6):
             await it.backlog.apply([due(1).parcel])
-        assert [number for _, _, number in store.parked] == far
+        assert [number for _, _, number in store.parked] == [1, 2, 3, 4, 1, 2]
         assert {number for number, _, _ in store.parked} == {1}, "those due soon stay with this process"
 
 
@@ -212,17 +211,6 @@ async def test_a_store_without_lanes_is_logged() -> None:
     assert (told["log_level"], told["reason"], told["next_step"]) == (
         "error", "the store has no lanes", "run `delayer db upgrade`",
     )  # fmt: skip
-
-
-async def test_owners_with_another_broker_are_logged() -> None:
-    store = ScriptedStore(4)
-    store.live, store.others, store.broker = 2, {3, 4}, "theirs"
-    with capture_logs() as logs:
-        async with scene(store) as it:
-            await until(lambda: store.looks > 5)
-            assert it.backlog.usable
-    told = [one["lanes"] for one in logs if one["event"] == "store shared"]
-    assert told == [[3, 4]]
 
 
 async def test_without_a_store() -> None:

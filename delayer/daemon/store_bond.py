@@ -1,0 +1,65 @@
+"""The check that a broker is the one that the store belongs to (store/identity.py), on every new connection."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Final
+
+from delayer.amqp.connection import Connection
+from delayer.broker.errors import BrokerRefused, TopologyMismatch
+from delayer.broker.pipelined_admin import PipelinedAdmin
+from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.topology import Topology
+from delayer.store.postgres import PostgresStore
+
+PATIENCE: Final = 10.0
+RIGHTS: Final = "give the broker's user *configure* on delayer.store.* (docs/security.md)"
+
+
+class StoreBond:
+    """Refuses brokers that are not the store's, once the store is known."""
+
+    def __init__(self) -> None:
+        self._store: PostgresStore | None = None
+
+    async def attach(self, store: PostgresStore, connection: Connection | None) -> None:
+        """Check ``connection``, if there is one yet, and every connection from now on. Raises StoreLost if its broker
+        is another store's, and if it cannot be asked."""
+        if connection is not None:
+            try:
+                await self._check(store, connection)
+            except BrokerLost as lost:
+                raise StoreLost(f"the broker of the store could not be checked: {lost}") from lost
+        self._store = store
+
+    async def check(self, connection: Connection) -> None:
+        """Raises BrokerLost if the broker behind a new connection is not the store's, or cannot be asked."""
+        if self._store is None:
+            return
+        try:
+            await self._check(self._store, connection)
+        except StoreLost as wrong:
+            raise WrongBroker(str(wrong), wrong.advice) from wrong
+
+    async def _check(self, store: PostgresStore, connection: Connection) -> None:
+        """Raises StoreLost, BrokerLost."""
+        with suppress(StoreLost):  # The daemon also works while its store is away; the id seldom changes.
+            await store.read_identity()
+        admin, exchange = PipelinedAdmin(connection, PATIENCE), store.identity.exchange
+
+        async def declare() -> None:
+            await admin.declare(Topology((exchange,), (), ()))
+
+        try:
+            if not await store.give_broker(declare) and not await admin.exchange_exists(exchange.name):
+                raise store.identity.wrong_broker()
+        except (BrokerRefused, TopologyMismatch) as refused:
+            raise StoreLost(f"the mark of the store's broker is missing: {refused}", RIGHTS) from refused
+
+
+class WrongBroker(BrokerLost):
+    """The broker is not the one that the store belongs to. ``advice``: the next step, as an imperative."""
+
+    def __init__(self, text: str, advice: str) -> None:
+        super().__init__(text)
+        self.advice = advice

@@ -1,0 +1,74 @@
+"""The id of a store, and whether it has a broker.
+
+A store belongs to one broker and virtual host: the one with the exchange ``delayer.store.<id>``. The first daemon
+declares it. On any other broker, due messages would be delivered to the wrong place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final, NamedTuple
+
+from asyncpg import Connection
+
+from delayer.core.errors import StoreLost
+from delayer.core.topology import Exchange
+from delayer.store import pool
+
+ONE_BROKER: Final = "give each broker and virtual host a database of its own: correct broker.url or store.url"
+ACCEPT: Final = "if the broker was rebuilt, run `delayer topology apply --accept-broker`; otherwise {}"
+
+
+class StoreIdentity(NamedTuple):
+    """``has_broker``: a daemon has declared the exchange on some broker. ``daemons``: how many other ones are alive."""
+
+    id: str
+    has_broker: bool
+    daemons: int
+
+    @property
+    def exchange(self) -> Exchange:
+        """The exchange on the broker that the store belongs to."""
+        return Exchange(f"delayer.store.{self.id}", "fanout")
+
+    def wrong_broker(self) -> StoreLost:
+        """The error for a broker without the exchange, while the store has a broker."""
+        text = f"this broker has no exchange {self.exchange.name}, so the store belongs to another broker"
+        if self.daemons:
+            daemons = "1 other daemon works" if self.daemons == 1 else f"{self.daemons} other daemons work"
+            return StoreLost(f"{text}, for which {daemons}", ONE_BROKER)
+        return StoreLost(f"{text}, or to this one before it was rebuilt", ACCEPT.format(ONE_BROKER))
+
+
+_READ: Final = """
+SELECT id, has_broker, (SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()
+                        AND application_name = 'delayer presence' AND pid <> $1) FROM store
+"""
+
+
+async def read_identity(connection: Connection, presence: int = 0) -> StoreIdentity:
+    """``presence``: the process that serves this daemon's own presence. Raises the driver's errors."""
+    return StoreIdentity(*await connection.fetchrow(_READ, presence))
+
+
+async def give_broker(connection: Connection, declare: Callable[[], Awaitable[None]]) -> bool:
+    """Declare the exchange, and note that the store has a broker. False if it has one: then nothing is declared.
+
+    Raises what ``declare`` raises, and the driver's errors.
+    """
+    async with pool.transaction(connection):
+        if await connection.fetchval("SELECT has_broker FROM store FOR UPDATE"):
+            return False
+        await declare()
+        await connection.execute("UPDATE store SET has_broker = true")
+        return True
+
+
+async def give_new_broker(connection: Connection, declare: Callable[[StoreIdentity], Awaitable[None]]) -> None:
+    """Give the store a new id, so that the last broker is not its own any more, and declare the exchange of that id.
+
+    Raises what ``declare`` raises, and the driver's errors.
+    """
+    async with pool.transaction(connection):
+        await connection.execute("UPDATE store SET id = replace(gen_random_uuid()::text, '-', ''), has_broker = true")
+        await declare(await read_identity(connection))

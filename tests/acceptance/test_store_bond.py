@@ -1,0 +1,66 @@
+"""A store belongs to one broker and virtual host: daemons of another one neither take its lanes nor park into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.own_vhost import OwnVhost, delayed
+from tests.support.daemon import DaemonProcess, command
+from tests.support.place import eventually
+from tests.support.servers import RabbitMQ
+
+
+@pytest.fixture
+def other(rabbitmq: RabbitMQ) -> Iterator[OwnVhost]:
+    """A second broker, as far as a store can tell."""
+    vhost = rabbitmq.add_vhost()
+    yield OwnVhost.furnished(rabbitmq, vhost)
+    rabbitmq.drop_vhost(vhost)
+
+
+async def refusal(daemon: DaemonProcess) -> str:
+    """The next step that a refused daemon logs, whichever of its servers it reaches last."""
+
+    def refusals() -> list[str]:
+        return [one["next_step"] for one in daemon.events if one["event"] in ("broker refused", "store refused")]
+
+    return (await eventually(refusals))[0]
+
+
+async def test_a_second_broker_gets_none_of_the_messages(
+    place: OwnVhost, other: OwnVhost, store: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "delayer.toml"
+    other.write(config, "store", {"store": {"url": store}})
+    async with place.working(place.environ("store", store)) as (_, raw, inbox):
+        await raw.publish(delayed("ours", 4_000))
+        async with DaemonProcess(other.environ("store", store)) as second, await other.raw() as their_raw:
+            assert "give each broker" in await refusal(second)
+            theirs = await their_raw.inbox("inbox")
+            await their_raw.publish(delayed("theirs", 100))
+            with pytest.raises(RuntimeError, match="the store belongs to another broker, for which 1 other daemon"):
+                await command(config, "check")
+            await inbox.got([b"ours"])
+            assert not theirs.arrivals
+            await eventually(lambda: other.things.depth("delays") == 1)
+
+
+async def test_a_rebuilt_broker_is_accepted_by_a_command(
+    place: OwnVhost, other: OwnVhost, store: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "delayer.toml"
+    other.write(config, "store", {"store": {"url": store}})
+    async with place.working(place.environ("store", store)) as (daemon, raw, _):
+        await raw.publish(delayed("waiting", 2_000))
+        assert await daemon.stop() == 0
+    async with DaemonProcess(other.environ("store", store)) as daemon, await other.raw() as raw:
+        inbox = await raw.inbox("inbox")
+        assert "topology apply --accept-broker" in await refusal(daemon)
+        await command(config, "topology", "apply", "--accept-broker")
+        await daemon.ready()
+        await inbox.got([b"waiting"])
+    async with DaemonProcess(place.environ("store", store)) as daemon:
+        assert await refusal(daemon)
