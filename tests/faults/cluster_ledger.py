@@ -6,11 +6,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 from delayer.core.message import Delivery, Outgoing
 from tests.support.ledger import Arrival, Ledger, Verdict
 from tests.support.raw import Props
+
+SILENT_SECONDS: Final = 1.0
+"""The shortest silence that counts: without a fault, a busy machine makes half of it."""
 
 
 class ReplicatedLedger(Ledger):
@@ -66,9 +69,12 @@ class ReplicatedLedger(Ledger):
         return Repeats(release, intake, ledger)
 
     def longest_silence(self, begin_ms: float, end_ms: float) -> tuple[float, float]:
-        """The two ends of the longest time without an arrival, in milliseconds."""
+        """The longest time without an arrival between these two, and the time from ``begin_ms`` to its end; in seconds,
+        (0, 0) if it is too short to count."""
         times = [begin_ms, *(at_ms for at_ms in sorted(self.arrived_ms) if begin_ms < at_ms < end_ms), end_ms]
-        return max(pairwise(times), key=lambda pair: pair[1] - pair[0])
+        last_ms, next_ms = max(pairwise(times), key=lambda pair: pair[1] - pair[0])
+        silence = (next_ms - last_ms) / 1000
+        return (silence, (next_ms - begin_ms) / 1000) if silence >= SILENT_SECONDS else (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class Figures:
     """The account of one fault. All times are in seconds.
 
     ``lasted``: from the fault until everything was repaired.
-    ``silence``: the longest time without an arrival, since the fault.
+    ``silence``: the longest time without an arrival since the fault; 0 if under SILENT_SECONDS.
     ``recovery``: from the fault until the end of that silence.
     ``failed_over``: whether new messages passed before the repair.
     """

@@ -35,7 +35,7 @@ OUTAGE_SECONDS: Final = 10.0
 """How long the cluster has no majority."""
 REPAIRED_SECONDS: Final = 120.0
 """The deadline for new messages after the repair, and for the last message."""
-LEDGER_QUERY: Final = "?heartbeat=4&timeout=4"
+LEDGER_QUERY: Final = "?heartbeat=4&connection_timeout=4000"
 """So that the ledger notices a paused node soon, and its figures are those of the daemon."""
 
 
@@ -45,7 +45,6 @@ class Fault:
 
     choose: Callable[[Scene], Sequence[Node]]
     break_: Callable[[Node], None]
-    repair: Callable[[Node], None]
     majority: bool = True
 
 
@@ -99,10 +98,9 @@ class Scene:
             await self._pass_new_messages(REPAIRED_SECONDS)
             nodes = await asyncio.to_thread(fault.choose, self)
             began_ms = time.time() * 1000
-            await self._apply(fault.break_, nodes)
+            await asyncio.gather(*(asyncio.to_thread(fault.break_, node) for node in nodes))
             failed_over = await self._outlast(fault)
-            await self._apply(fault.repair, nodes)
-            await asyncio.to_thread(self.cluster.wait_whole)
+            await asyncio.to_thread(self.cluster.heal)
             repaired_ms = time.time() * 1000
             await self._pass_new_messages(REPAIRED_SECONDS)
             ended_ms = time.time() * 1000
@@ -110,14 +108,14 @@ class Scene:
             await self.ledger.all_back(timeout=REPAIRED_SECONDS)
         assert await self.daemon.stop() == 0, self.daemon.tail()
         verdict = await self.place.settle_accounts(self.ledger)
-        silent_ms, heard_ms = self.ledger.longest_silence(began_ms, ended_ms)
+        silence, recovery = self.ledger.longest_silence(began_ms, ended_ms)
         return Figures(
             verdict,
             self.ledger.repeats(),
             self.ledger.lateness(),
             lasted=(repaired_ms - began_ms) / 1000,
-            silence=(heard_ms - silent_ms) / 1000,
-            recovery=(heard_ms - began_ms) / 1000,
+            silence=silence,
+            recovery=recovery,
             failed_over=failed_over,
         )
 
@@ -136,10 +134,6 @@ class Scene:
         """Wait until messages arrive that are published from now on, for a second."""
         last = self.ledger.account.sent + A_SECOND
         await self.ledger.until(lambda: self.ledger.newest > last, timeout=timeout)
-
-    @staticmethod
-    async def _apply(verb: Callable[[Node], None], nodes: Sequence[Node]) -> None:
-        await asyncio.gather(*(asyncio.to_thread(verb, node) for node in nodes))
 
     def node_of_daemon(self) -> Node:
         """The node to which the daemon is connected."""
@@ -173,12 +167,12 @@ def choose_majority(scene: Scene) -> Sequence[Node]:
 
 
 FAULTS: Final = {
-    "daemon's node killed": Fault(choose_daemons_node, Node.kill, Node.heal),
-    "leader killed": Fault(choose_leader, Node.kill, Node.heal),
-    "third node killed": Fault(choose_another, Node.kill, Node.heal),
-    "daemon's node paused": Fault(choose_daemons_node, Node.pause, Node.heal),
-    "leader paused": Fault(choose_leader, Node.pause, Node.heal),
-    "majority killed": Fault(choose_majority, Node.kill, Node.heal, majority=False),
-    "daemon's node drained": Fault(choose_daemons_node, Node.drain, Node.heal),
-    "app of daemon's node stopped": Fault(choose_daemons_node, Node.stop_app, Node.heal),
+    "daemon's node killed": Fault(choose_daemons_node, Node.kill),
+    "leader killed": Fault(choose_leader, Node.kill),
+    "third node killed": Fault(choose_another, Node.kill),
+    "daemon's node paused": Fault(choose_daemons_node, Node.pause),
+    "leader paused": Fault(choose_leader, Node.pause),
+    "majority killed": Fault(choose_majority, Node.kill, majority=False),
+    "daemon's node drained": Fault(choose_daemons_node, Node.drain),
+    "app of daemon's node stopped": Fault(choose_daemons_node, Node.stop_app),
 }

@@ -69,7 +69,8 @@ async def test_one_node_of_three_confirms_nothing(cluster: RabbitMQCluster, clus
     survivor, second = cluster.others(leader)
     async with await Raw.connect(survivor.url(cluster_vhost)) as raw:
         await asyncio.gather(asyncio.to_thread(leader.kill), asyncio.to_thread(second.kill))
-        with pytest.raises(BrokerLost):  # it pauses itself, and ends its connections
+        # The survivor pauses itself. It ends its connections, and may reject the message before that.
+        with pytest.raises((BrokerLost, AssertionError)):
             await raw.publish(Message("", QUEUE.encode(), Props(delivery_mode=2), b"without a majority"))
     with pytest.raises(BrokerLost):
         await publish(survivor.url(cluster_vhost), b"without a majority")
@@ -83,8 +84,7 @@ async def test_a_paused_leader_is_replaced(cluster: RabbitMQCluster, cluster_vho
     await asyncio.to_thread(leader.pause)
     successor = await asyncio.to_thread(cluster.wait_for_leader, QUEUE, cluster_vhost, other_than=leader)
     await publish(successor.url(cluster_vhost), *bodies(MESSAGES))
-    await asyncio.to_thread(leader.resume)
-    await asyncio.to_thread(cluster.wait_whole)
+    await asyncio.to_thread(cluster.heal)
     await consume(leader.url(cluster_vhost), *bodies(MESSAGES))
 
 
@@ -120,7 +120,7 @@ async def test_the_proxy_leads_to_a_live_node(cluster: RabbitMQCluster, cluster_
         assert cluster.node_at(proxy.target) is second
         await asyncio.to_thread(second.pause)
         with pytest.raises(BrokerLost):  # the kernel accepts the connection, and the node does not answer
-            await publish(f"{url}?timeout=2", b"4")
+            await publish(f"{url}?connection_timeout=2000", b"4")
         await publish(url, b"5")
         assert cluster.node_at(proxy.target) is first
         await consume(third.url(cluster_vhost), b"1", b"2", b"3", b"5")

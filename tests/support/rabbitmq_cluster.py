@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
-from urllib.parse import quote
 
 from tests.support.rabbitmq import RabbitMQ
 
@@ -33,6 +32,11 @@ SECONDS: Final = 120.0
 """The deadline of every wait: a node that restarts on a busy machine may need half of it."""
 _POLL_SECONDS: Final = 0.1
 _CONFIG: Final[Mapping[str, str | int]] = {"cluster_partition_handling": "pause_minority"}
+_LEADER: Final = """
+    {{ok, Q}} = rabbit_amqqueue:lookup(rabbit_misc:r(<<{vhost}>>, queue, <<{queue}>>)),
+    case ra_leaderboard:lookup_leader(element(1, amqqueue:get_pid(Q))) of {{_, Node}} -> Node; _ -> none end.
+"""
+"""An Erlang expression for the name of a queue's leader."""
 _UNAVAILABLE: Final = (OSError, RuntimeError, http.client.HTTPException, subprocess.TimeoutExpired)
 """Errors of a request to a node that is down, starting, or without a majority."""
 
@@ -162,10 +166,13 @@ class RabbitMQCluster:
         return self._first(lambda node: node.api(method, path, body))
 
     def leader_of(self, queue: str, vhost: str = "/") -> Node | None:
-        """The leader of a quorum queue, as the management reports it; None while there is none. The report may be five
-        seconds old."""
-        found = self.api("GET", f"/api/queues/{quote(vhost, safe='')}/{quote(queue, safe='')}")
-        return next((node for node in self.nodes if node.node == found.get("leader")), None)
+        """The leader of a quorum queue, as the first node that answers knows it; None while there is none.
+
+        The management API and `list_queues` ask all nodes, and wait a minute for a paused node.
+        """
+        ask = _LEADER.format(vhost=json.dumps(vhost), queue=json.dumps(queue))
+        answer = self._first(lambda node: node.ctl_json("eval", ask))
+        return next((node for node in self.nodes if node.node == answer["value"]), None)
 
     def wait_for_leader(self, queue: str, vhost: str = "/", *, other_than: Node | None = None) -> Node:
         """Wait until the queue has a leader, apart from this node."""
@@ -193,8 +200,12 @@ class RabbitMQCluster:
 
     def heal(self) -> None:
         """Undo every verb on every node, and wait until the cluster is whole."""
-        # Two nodes that were killed may need each other to start.
-        _at_once(Node.heal, self.nodes)
+        paused = [node for node in self.nodes if node.paused]
+        _at_once(Node.heal, self.nodes)  # two nodes that were killed may need each other to start
+        if paused and any(node.ctl_json("cluster_status")["partitions"] for node in self.nodes):
+            # After a pause longer than net_ticktime (60 s), only a restart ends the partition.
+            _at_once(Node.stop_app, paused)
+            _at_once(Node.start_app, paused)
         self.wait_whole()
 
     def _first(self, request: Callable[[Node], T]) -> T:
