@@ -31,7 +31,12 @@ NODES: Final = 3
 SECONDS: Final = 120.0
 """The deadline of every wait: a node that restarts on a busy machine may need half of it."""
 _POLL_SECONDS: Final = 0.1
-_CONFIG: Final[Mapping[str, str | int]] = {"cluster_partition_handling": "pause_minority"}
+REJOIN_SECONDS: Final = 20.0
+"""How long a resumed node may take to rejoin by itself."""
+TICK_SECONDS: Final = 20
+"""The other nodes drop a paused node after this time or a quarter more, and until then some of their work waits for it.
+RabbitMQ's default is 60 s."""
+_CONFIG: Final[Mapping[str, str | int]] = {"cluster_partition_handling": "pause_minority", "net_ticktime": TICK_SECONDS}
 _LEADER: Final = """
     {{ok, Q}} = rabbit_amqqueue:lookup(rabbit_misc:r(<<{vhost}>>, queue, <<{queue}>>)),
     case ra_leaderboard:lookup_leader(element(1, amqqueue:get_pid(Q))) of {{_, Node}} -> Node; _ -> none end.
@@ -187,7 +192,7 @@ class RabbitMQCluster:
         """See RabbitMQ.settle(), for all nodes."""
         _at_once(Node.settle, [node for node in self.nodes if node.serving])
 
-    def wait_whole(self) -> None:
+    def wait_whole(self, seconds: float = SECONDS) -> None:
         """Wait until all nodes run and see each other, and all members of all quorum queues are online."""
 
         def whole() -> bool:
@@ -196,16 +201,19 @@ class RabbitMQCluster:
                 raise RuntimeError(missing)
             return True
 
-        _poll(whole, "the cluster is not whole")
+        _poll(whole, "the cluster is not whole", seconds)
 
     def heal(self) -> None:
         """Undo every verb on every node, and wait until the cluster is whole."""
         paused = [node for node in self.nodes if node.paused]
         _at_once(Node.heal, self.nodes)  # two nodes that were killed may need each other to start
-        if paused and any(node.ctl_json("cluster_status")["partitions"] for node in self.nodes):
-            # After a pause longer than net_ticktime (60 s), only a restart ends the partition.
-            _at_once(Node.stop_app, paused)
-            _at_once(Node.start_app, paused)
+        if paused:
+            try:
+                return self.wait_whole(REJOIN_SECONDS)
+            except TimeoutError:
+                # A node paused for longer than TICK_SECONDS may stay partitioned until an operator restarts it.
+                _at_once(Node.kill, paused)
+                _at_once(Node.start, paused)
         self.wait_whole()
 
     def _first(self, request: Callable[[Node], T]) -> T:
@@ -223,11 +231,11 @@ class RabbitMQCluster:
         """The first part of the cluster that is missing; "" if it is whole."""
         names = {node.node for node in self.nodes}
         for node in self.nodes:
-            status = node.ctl_json("cluster_status")
-            if absent := names.difference(status["running_nodes"]):
+            status = node.api("GET", "/api/nodes?columns=name,running,partitions")
+            if absent := names.difference(one["name"] for one in status if one["running"]):
                 return f"{node.node} does not see {', '.join(sorted(absent))}"
-            if status["partitions"]:
-                return f"{node.node} sees partitions: {status['partitions']}"
+            if divided := {one["name"]: one["partitions"] for one in status if one.get("partitions")}:
+                return f"{node.node} sees partitions: {divided}"
             if not node._is_ready():
                 return f"{node.node} does not answer its clients"
         return self._find_missing_member()
@@ -254,9 +262,9 @@ def _at_once(verb: Callable[[Node], object], nodes: Iterable[Node]) -> None:
         list(threads.map(verb, nodes))
 
 
-def _poll(probe: Callable[[], T | None], what: str) -> T:
+def _poll(probe: Callable[[], T | None], what: str, seconds: float = SECONDS) -> T:
     """Call the probe until its result is true, and return that. Raises TimeoutError with the last reason."""
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + seconds
     reason = ""
     while time.monotonic() < deadline:
         try:
@@ -265,7 +273,7 @@ def _poll(probe: Callable[[], T | None], what: str) -> T:
         except _UNAVAILABLE as error:
             reason = f": {error}"
         time.sleep(_POLL_SECONDS)
-    raise TimeoutError(f"{what} after {SECONDS:.0f} s{reason}")
+    raise TimeoutError(f"{what} after {seconds:.0f} s{reason}")
 
 
 def main() -> int:
