@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from delayer.core.message import Delivery, Outgoing
 from tests.support.ledger import Arrival, Ledger, Verdict
@@ -68,13 +68,21 @@ class ReplicatedLedger(Ledger):
                 intake += number not in self.account.published_twice
         return Repeats(release, intake, ledger)
 
-    def longest_silence(self, begin_ms: float, end_ms: float) -> tuple[float, float]:
-        """The longest time without an arrival between these two, and the time from ``begin_ms`` to its end; in seconds,
-        (0, 0) if it is too short to count."""
+    def silences(self, begin_ms: float, end_ms: float) -> list[Silence]:
+        """The times without an arrival between these two instants."""
         times = [begin_ms, *(at_ms for at_ms in sorted(self.arrived_ms) if begin_ms < at_ms < end_ms), end_ms]
-        last_ms, next_ms = max(pairwise(times), key=lambda pair: pair[1] - pair[0])
-        silence = (next_ms - last_ms) / 1000
-        return (silence, (next_ms - begin_ms) / 1000) if silence >= SILENT_SECONDS else (0.0, 0.0)
+        return [
+            Silence((last_ms - begin_ms) / 1000, (next_ms - begin_ms) / 1000)
+            for last_ms, next_ms in pairwise(times)
+            if next_ms - last_ms >= SILENT_SECONDS * 1000
+        ]
+
+
+class Silence(NamedTuple):
+    """A time without an arrival, in seconds since the fault."""
+
+    begin: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -93,22 +101,27 @@ class Figures:
     """The account of one fault. All times are in seconds.
 
     ``lasted``: from the fault until everything was repaired.
-    ``silence``: the longest time without an arrival since the fault; 0 if under SILENT_SECONDS.
-    ``recovery``: from the fault until the end of that silence.
+    ``silences``: the times without an arrival between the fault and the last new message.
     ``failed_over``: whether new messages passed before the repair.
+    ``events``: the daemon's log since the fault, each event with its time.
     """
 
     verdict: Verdict
     repeats: Repeats
     lateness: Sequence[float]
     lasted: float
-    silence: float
-    recovery: float
+    silences: Sequence[Silence]
     failed_over: bool
+    events: Sequence[str]
 
     def late(self, share: float) -> float:
         """The lateness that this share of the messages did not exceed."""
         return self.lateness[min(len(self.lateness) - 1, int(share * len(self.lateness)))] if self.lateness else 0.0
+
+    @property
+    def recovery(self) -> float:
+        """Seconds from the fault until release continued for good; 0 if it never paused."""
+        return self.silences[-1].end if self.silences else 0.0
 
     @property
     def row(self) -> Mapping[str, object]:
@@ -125,7 +138,7 @@ class Figures:
             "p99": round(self.late(0.99), 2),
             "max": round(self.late(1.0), 2),
             "lasted": round(self.lasted, 1),
-            "silence": round(self.silence, 1),
+            "silences": " ".join(f"{begin:.1f}-{end:.1f}" for begin, end in self.silences),
             "recovery": round(self.recovery, 1),
             "failed over": self.failed_over,
         }

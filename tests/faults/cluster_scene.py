@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Final, Self
+from datetime import datetime
+from typing import Any, Final, Self
 
 import psutil
 
@@ -97,7 +98,7 @@ class Scene:
         async with flowing(self.ledger, A_SECOND, shortest_ms=SHORTEST_MS, longest_ms=LONGEST_MS):
             await self._pass_new_messages(REPAIRED_SECONDS)
             nodes = await asyncio.to_thread(fault.choose, self)
-            began_ms = time.time() * 1000
+            began_ms, known = time.time() * 1000, len(self.daemon.events)
             await asyncio.gather(*(asyncio.to_thread(fault.break_, node) for node in nodes))
             failed_over = await self._outlast(fault)
             await asyncio.to_thread(self.cluster.heal)
@@ -108,15 +109,14 @@ class Scene:
             await self.ledger.all_back(timeout=REPAIRED_SECONDS)
         assert await self.daemon.stop() == 0, self.daemon.tail()
         verdict = await self.place.settle_accounts(self.ledger)
-        silence, recovery = self.ledger.longest_silence(began_ms, ended_ms)
         return Figures(
             verdict,
             self.ledger.repeats(),
             self.ledger.lateness(),
             lasted=(repaired_ms - began_ms) / 1000,
-            silence=silence,
-            recovery=recovery,
+            silences=self.ledger.silences(began_ms, ended_ms),
             failed_over=failed_over,
+            events=describe(self.daemon.events[known:], began_ms),
         )
 
     async def _outlast(self, fault: Fault) -> bool:
@@ -145,6 +145,16 @@ class Scene:
     def leader(self) -> Node:
         """The leader of the intake queue."""
         return self.cluster.wait_for_leader("delays", self.vhost)
+
+
+def describe(events: Sequence[Mapping[str, Any]], began_ms: float) -> list[str]:
+    """A line for each event of the daemon's log, with the seconds since the fault."""
+    lines = []
+    for event in events:
+        seconds = datetime.fromisoformat(event["timestamp"]).timestamp() - began_ms / 1000
+        details = {name: value for name, value in event.items() if name not in ("timestamp", "event", "level")}
+        lines.append(f"{seconds:7.1f}  {event['event']}  {details}")
+    return lines
 
 
 def choose_daemons_node(scene: Scene) -> Sequence[Node]:

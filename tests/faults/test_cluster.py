@@ -18,6 +18,6 @@ async def test_behind_a_proxy(cluster: RabbitMQCluster, cluster_vhost: str, stor
     fault = FAULTS[name]
     async with Scene.open(cluster, cluster_vhost, mode, store if mode == "store" else None) as scene:
         figures = await scene.play(fault)
-    print(json.dumps({"fault": name, "mode": mode, **figures.row}))
+    print(json.dumps({"fault": name, "mode": mode, **figures.row}), *figures.events, sep="\n")
     figures.verdict.assert_kept(repeats=True)
     assert figures.failed_over == fault.majority

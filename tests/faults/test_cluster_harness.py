@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from delayer.core.errors import BrokerLost
+from tests.support import reaper
 from tests.support.place import eventually
 from tests.support.proxy import Proxy
 from tests.support.rabbitmq_cluster import Node, RabbitMQCluster
@@ -144,24 +145,22 @@ async def test_a_killed_test_run_leaves_nothing() -> None:
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     try:
-        names = [f"delayer-{run.pid}-{number}@localhost" for number in (1, 2, 3)]
-        found = await eventually(lambda: processes_of(names), lambda found: len(found) == len(names), timeout=60)
-        directories = {Path(process.cwd()) for process in found}
-        # The cluster is formed.
         assert run.stdout is not None
         assert b"started" in await asyncio.wait_for(run.stdout.readline(), 180)
+        processes = reaper.family(run.pid)
+        brokers = [process for process in processes if "beam" in process.name()]
+        directories = {Path(process.cwd()) for process in brokers}
     finally:
         run.send_signal(signal.SIGKILL)
         await run.wait()
-    await eventually(lambda: processes_of(names), lambda found: not found, timeout=60)
+    assert len(directories) >= 2  # by then it may have killed the third one
+    await eventually(lambda: [one for one in processes if is_alive(one)], lambda left: not left, timeout=60)
     await eventually(lambda: [one for one in directories if one.exists()], lambda left: not left, timeout=60)
+    await run.stdout.read()  # up to its end, which closes the pipe
 
 
-def processes_of(names: list[str]) -> list[psutil.Process]:
-    """The Erlang VMs with these node names."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if "beam" in process.name() and any(name in process.cmdline() for name in names):
-                found.append(process)
-    return found
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

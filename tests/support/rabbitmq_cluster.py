@@ -280,7 +280,7 @@ def main() -> int:
     """Print the seconds that a cluster takes to start, kill a node, and start it again."""
     began = time.monotonic()
     with RabbitMQCluster() as cluster:
-        print(f"started in {time.monotonic() - began:.1f} s")
+        print(f"started in {time.monotonic() - began:.1f} s", flush=True)
         began = time.monotonic()
         cluster.nodes[1].kill()
         cluster.heal()
