@@ -80,23 +80,24 @@ class Node(RabbitMQ):
         self.paused = False
 
     def stop_app(self) -> None:
-        """Stop RabbitMQ in an orderly way, and leave the Erlang VM running. Takes five seconds."""
-        self.ctl("stop_app")
+        """Stop RabbitMQ in an orderly way, and leave the Erlang VM running. Takes five seconds, and more with many
+        queues, because it hands over the leadership of each."""
+        self.run_tool("rabbitmqctl", "stop_app", timeout=SECONDS)
         self.app_stopped = True
 
     def start_app(self) -> None:
-        self.ctl("start_app")
+        self.run_tool("rabbitmqctl", "start_app", timeout=SECONDS)
         self.app_stopped = False
 
     def drain(self) -> None:
         """Put it into maintenance mode, as before an upgrade: it closes its clients' connections, accepts no others,
         and hands over the leadership of its queues."""
-        self.run_tool("rabbitmq-upgrade", "drain")
+        self.run_tool("rabbitmq-upgrade", "drain", timeout=SECONDS)
         self.drained = True
 
     def revive(self) -> None:
         """End maintenance mode."""
-        self.run_tool("rabbitmq-upgrade", "revive")
+        self.run_tool("rabbitmq-upgrade", "revive", timeout=SECONDS)
         self.drained = False
 
     def heal(self) -> None:
