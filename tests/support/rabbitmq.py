@@ -66,6 +66,8 @@ class RabbitMQ(Server):
     TEST_BROKER_ROOT=DIRECTORY uses the RabbitMQ of another Debian that was unpacked there (.ci/brokers); root only.
     """
 
+    start_seconds = 60.0
+
     def __init__(
         self,
         *,
@@ -94,7 +96,7 @@ class RabbitMQ(Server):
         self.start_epmd()
         self._family = self._run("rabbitmq.log", self._programs / "rabbitmq-server")
         try:
-            self._family.wait_ready(self._is_ready, "RabbitMQ")
+            self._family.wait_ready(self._is_ready, "RabbitMQ", timeout=self.start_seconds)
         except StartFailed as failed:
             raise StartFailed(f"{failed}\n{tail(self._directory / 'log' / 'node.log')}") from None
         return self

@@ -53,6 +53,7 @@ class Node(RabbitMQ):
     its processes). Call RabbitMQCluster.settle() before the first kill().
     """
 
+    start_seconds = SECONDS
     paused = False
     app_stopped = False
     drained = False
