@@ -29,7 +29,7 @@ class Flow:
 
 @asynccontextmanager
 async def flowing(
-    ledger: Ledger, rate: int, *, longest_ms: int = 5_000, delay_ms: int | None = None
+    ledger: Ledger, rate: int, *, shortest_ms: int = 0, longest_ms: int = 5_000, delay_ms: int | None = None
 ) -> AsyncIterator[Flow]:
     """Publish ``rate`` messages a second for as long as the body takes. After a wait for the broker it continues at
     that rate and does not catch up."""
@@ -41,7 +41,7 @@ async def flowing(
         portion = max(1, round(rate * TURN))
         due = began
         while not over.is_set():
-            await ledger.publish(portion, longest_ms=longest_ms, delay_ms=delay_ms)
+            await ledger.publish(portion, shortest_ms=shortest_ms, longest_ms=longest_ms, delay_ms=delay_ms)
             flow.count += portion
             flow.seconds = time.monotonic() - began
             due = max(due + TURN, began + flow.seconds - TURN)

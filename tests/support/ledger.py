@@ -108,6 +108,7 @@ class Ledger:
         self,
         count: int,
         *,
+        shortest_ms: int = 0,
         longest_ms: int = LONGEST_MS,
         delay_ms: int | None = None,
         absolute: bool | None = None,
@@ -123,8 +124,8 @@ class Ledger:
                 now_ms = int(time.time() * 1000)
                 batch = []
                 for number in range(start, min(start + BATCH, count)):
-                    shortest = self._chance.randint(0, longest_ms) if delay_ms is None else delay_ms
-                    delay = shortest + number * step_ms
+                    first = self._chance.randint(shortest_ms, longest_ms) if delay_ms is None else delay_ms
+                    delay = first + number * step_ms
                     batch.append(self._compose(now_ms, delay, absolute))
                 batch += [self._compose_doomed() for _ in range(doomed_ones)]
                 await self._confirmed(batch)
@@ -160,6 +161,7 @@ class Ledger:
             except BrokerLost:
                 await asyncio.sleep(PAUSE)
                 continue
+            self.note_attempt(batch)
             try:
                 outcomes = await channel.publish(batch, timeout=300.0)
             except BrokerLost:
@@ -167,6 +169,9 @@ class Ledger:
                 await asyncio.sleep(PAUSE)
                 continue
             batch = [message for message, outcome in zip(batch, outcomes, strict=True) if outcome != CONFIRMED]
+
+    def note_attempt(self, batch: Sequence[Outgoing]) -> None:
+        """Called before each attempt to publish these messages. A subclass may note the time."""
 
     async def _publish_channel(self) -> Channel:
         if self._publisher is None or self._publisher.closed.done():

@@ -33,6 +33,9 @@ def deaf(_: bytes) -> None:
 class Proxy:
     """Forwards connections to `port` on the loopback interface.
 
+    With `more` ports it is the load balancer of a cluster. A connection leads to the server that took the last one, or
+    to the next server that accepts it. A server that never answered on a connection goes to the end of the line.
+
     cut()       reset every connection; accept new ones as before
     refuse()    cut(), and accept no connection until accept()
     stall()     read nothing and answer nothing, on old and new connections, until resume(): a dead peer behind a live
@@ -42,7 +45,7 @@ class Proxy:
                 resume()
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, *more: int) -> None:
         self.port = ports.reserve()
         self.accepted = 0
         self.listener: Callable[[], Listener] = lambda: deaf
@@ -50,7 +53,7 @@ class Proxy:
         self.overhears: Listener = deaf
         """The listener of all client sides."""
         self.tls: ssl.SSLContext | None = None
-        self._target = (ports.HOST, port)
+        self._targets = [port, *more]
         self._server: asyncio.Server | None = None
         self._links: set[_Link] = set()
         self._cuts = 0
@@ -70,6 +73,11 @@ class Proxy:
     def connections(self) -> int:
         """The number of open connections."""
         return len(self._links)
+
+    @property
+    def target(self) -> int:
+        """The port of the server to which the last connection leads."""
+        return self._targets[0]
 
     async def accept(self) -> None:
         """Take connections (again)."""
@@ -91,7 +99,7 @@ class Proxy:
 
     def lead_to(self, port: int) -> None:
         """Forward new connections to another server; cut the open ones."""
-        self._target = (self._target[0], port)
+        self._targets = [port]
         self.cut()
 
     def stall(self, *, to_server: bool = True, to_client: bool = True) -> None:
@@ -121,9 +129,8 @@ class Proxy:
         task.add_done_callback(self._tasks.discard)
         client = _End(reader, writer, self.overhears)
         cuts = self._cuts
-        try:
-            server = _End(*await asyncio.open_connection(*self._target), self.listener())
-        except OSError:
+        target, server = await self._connect()
+        if server is None:
             client.reset()
             return
         if cuts != self._cuts:
@@ -134,6 +141,17 @@ class Proxy:
         self._links.add(link)
         await link.forward()
         self._links.discard(link)
+        if not server.heard and self._targets[0] == target:
+            self._targets.append(self._targets.pop(0))
+
+    async def _connect(self) -> tuple[int, _End | None]:
+        """A connection to the first server that accepts one, which becomes the first for the next connection too."""
+        for target in list(self._targets):
+            with suppress(OSError):
+                server = _End(*await asyncio.open_connection(ports.HOST, target), self.listener())
+                self._targets.sort(key=lambda port: port != target)  # stable: the rest keep their order
+                return target, server
+        return 0, None
 
 
 class _Way:
@@ -156,6 +174,8 @@ class _End:
         self.reader = reader
         self.writer = writer
         self.listener = listener
+        self.heard = False
+        """Whether a byte came from this side."""
 
     def reset(self) -> None:
         """Close with RST: the peer sees an error, not an orderly end."""
@@ -201,6 +221,7 @@ async def _pump(source: _End, sink: _End, way: _Way) -> None:
             data = await source.reader.read(_CHUNK)
             if not data:
                 return
+            source.heard = True
             if seconds := way.seconds_for(len(data)):
                 await asyncio.sleep(seconds)
             await way.flowing.wait()

@@ -61,10 +61,12 @@ class RabbitMQ(Server):
     """One broker node. See settle() before kill().
 
     `config` are further lines of rabbitmq.conf, `hidden` settings without lines there. The only user is guest/guest,
-    with all permissions.
+    with all permissions. `peer` is another node; both share its epmd and its cookie, so that they can form a cluster.
 
     TEST_BROKER_ROOT=DIRECTORY uses the RabbitMQ of another Debian that was unpacked there (.ci/brokers); root only.
     """
+
+    start_seconds = 60.0
 
     def __init__(
         self,
@@ -72,6 +74,7 @@ class RabbitMQ(Server):
         tls: Certificates | None = None,
         config: Mapping[str, str | int] | None = None,
         hidden: Mapping[str, int] | None = None,
+        peer: RabbitMQ | None = None,
     ) -> None:
         self.port = ports.reserve()
         self.management_port = ports.reserve()
@@ -80,7 +83,9 @@ class RabbitMQ(Server):
         self._root = Path(root) if (root := os.environ.get(ROOT_VARIABLE)) else None
         self._programs = find_programs(self._root)
         self._dist_port = ports.reserve()
-        self._epmd_port = ports.reserve()
+        self._peer = peer
+        self._epmd_port: int = peer._epmd_port if peer else ports.reserve()
+        self._cookie: str = peer._cookie if peer else secrets.token_hex(16)
         self._directory = make_directory(self._root and self._root / "tmp")
         self._epmd: Family | None = None
         self._write_files(tls, config or {})
@@ -88,17 +93,21 @@ class RabbitMQ(Server):
         self._environment = environment(self._inside(self._directory), self.node, numbers, hidden or {})
 
     def start(self) -> Self:
-        if self._epmd is None:
+        self.start_epmd()
+        self._family = self._run("rabbitmq.log", self._programs / "rabbitmq-server")
+        try:
+            self._family.wait_ready(self._is_ready, "RabbitMQ", timeout=self.start_seconds)
+        except StartFailed as failed:
+            raise StartFailed(f"{failed}\n{tail(self._directory / 'log' / 'node.log')}") from None
+        return self
+
+    def start_epmd(self) -> None:
+        """Start the epmd of this node and its peers, if this node has no peer and the epmd does not run yet."""
+        if self._epmd is None and self._peer is None:
             self._epmd = self._run(
                 "epmd.log", self._find("epmd"), "-port", str(self._epmd_port), "-address", ports.HOST
             )
             self._epmd.wait_ready(lambda: answers(self._epmd_port, b""), "epmd", timeout=10)
-        self._family = self._run("rabbitmq.log", self._programs / "rabbitmq-server")
-        try:
-            self._family.wait_ready(self._is_ready, "RabbitMQ")
-        except StartFailed as failed:
-            raise StartFailed(f"{failed}\n{tail(self._directory / 'log' / 'node.log')}") from None
-        return self
 
     def stop(self) -> None:
         """An orderly stop: it closes the clients' connections, and takes five seconds for the management plugin."""
@@ -234,12 +243,16 @@ class RabbitMQ(Server):
 
     def ctl(self, *words: str) -> str:
         """Run rabbitmqctl. It takes a second or two, so use it only where the API cannot help (alarms, say)."""
+        return self.run_tool("rabbitmqctl", *words)
+
+    def run_tool(self, tool: str, *words: str, timeout: float = 60.0) -> str:
+        """Run one of the broker's command-line tools against this node; return its output."""
         done = subprocess.run(
-            self._entering(self._programs / "rabbitmqctl", "--quiet", *words),
-            env=self._environment, cwd=self._directory, capture_output=True, text=True, timeout=60, check=False,
+            self._entering(self._programs / tool, "--quiet", *words),
+            env=self._environment, cwd=self._directory, capture_output=True, text=True, timeout=timeout, check=False,
         )  # fmt: skip
         if done.returncode:
-            raise RuntimeError(f"rabbitmqctl {' '.join(words)}: {done.stdout}{done.stderr}")
+            raise RuntimeError(f"{tool} {' '.join(words)}: {done.stdout}{done.stderr}")
         return done.stdout
 
     def settle(self) -> None:
@@ -282,7 +295,7 @@ class RabbitMQ(Server):
         for name in ("home", "log", "data", "conf.d"):
             (self._directory / name).mkdir()
         cookie = self._directory / "home" / ".erlang.cookie"
-        cookie.write_text(secrets.token_hex(16))
+        cookie.write_text(self._cookie)
         cookie.chmod(0o400)
         settings: dict[str, str | int] = {
             "listeners.tcp.1": f"{ports.HOST}:{self.port}",
