@@ -106,12 +106,12 @@ def compact(
     job.check_after(after_ms, settings.store.restore_ahead_ms)
     planned = asyncio.run(job.plan(url, after_ms, rows, min(FEWEST, rows // 2)))
     if dry_run:
-        found = asyncio.run(job.estimate(url, planned, rows))
+        found = asyncio.run(job.numbers(url, planned, rows))
         figures = {**found._asdict(), "after_ms": planned.after_ms, "windows": len(planned.windows)}
         text = (
-            f"About {found.messages:,} messages ({size(found.raw_bytes)}) would go into {found.segments:,} segments "
-            f"({size(found.packed_bytes)}).\n"
-            f"All waiting rows take {size(found.disk_bytes)} on disk now, including those due sooner."
+            f"{found.messages:,} messages ({size(found.raw_bytes)}) would go into about {found.segments:,} segments of "
+            f"{size(found.packed_bytes)}; {found.large:,} of more than 1 MiB and {found.few:,} others would stay.\n"
+            f"All waiting rows take {size(found.disk_bytes)} on disk now, those due sooner included."
         )
         _tell(figures, text, as_json=as_json)
         return
