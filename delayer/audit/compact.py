@@ -18,6 +18,7 @@ from asyncpg import Connection
 
 from delayer.audit import tasks
 from delayer.audit.errors import JobMisused
+from delayer.audit.gain import Gain, estimated
 from delayer.audit.tasks import Turns
 from delayer.core.errors import StoreLost
 from delayer.core.readable import Say
@@ -111,10 +112,16 @@ async def pack_window(connection: Connection, window: CompactionWindow, rows: in
 
 
 _NUMBERS: Final = """
-SELECT lane, floor(extract(epoch FROM due_at) / 3600)::int, count(*) FILTER (WHERE size <= $2),
-       coalesce(sum(size) FILTER (WHERE size <= $2), 0)::bigint, count(*) FILTER (WHERE size > $2)
-FROM message, LATERAL (SELECT octet_length(body) + octet_length(properties)) AS sized (size)
-WHERE due_at > $1 GROUP BY 1, 2
+SELECT lane, floor(extract(epoch FROM due_at) / 3600)::int, count(*) FILTER (WHERE taken),
+       coalesce(sum(size) FILTER (WHERE taken), 0)::bigint, coalesce(sum(stored) FILTER (WHERE taken), 0)::bigint,
+       count(key) FILTER (WHERE taken), count(*) FILTER (WHERE NOT taken)
+FROM (
+    SELECT lane, due_at, key, size, stored, size <= $2 AS taken
+    FROM message, LATERAL (
+        SELECT octet_length(body) + octet_length(properties) AS size, pg_column_size(body) + pg_column_size(properties)
+    ) AS sized (size, stored)
+    WHERE due_at > $1
+) AS looked_at GROUP BY 1, 2
 """
 _MAY: Final = "SELECT has_table_privilege('segment', 'INSERT')"
 _RIGHTS: Final = "run it with a URL of the role that owns the schema (docs/security.md, Postgres: two roles)"
@@ -134,18 +141,20 @@ class CompactionPlan(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """The figures of a dry run, counted row by row. ``segments``, ``packed_bytes``: estimates."""
+    """The figures of a dry run, counted row by row. ``segments``: about."""
 
     messages: int
     segments: int
     few: int
     """Rows that stay rows because too few are due together."""
+    keyed: int
+    """Those of ``messages`` that have a key."""
     large: int
     """Rows of more than compact.LARGEST bytes, which stay rows too."""
     raw_bytes: int
-    packed_bytes: int
     disk_bytes: int
     """Bytes of all waiting rows, near ones too, with their indexes."""
+    gain: Gain
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,16 +213,18 @@ async def numbers(url: str, planned: CompactionPlan, rows: int) -> Numbers:
         fullest = max(planned.windows, key=lambda window: window.rows, default=None)
         ratio = await compact.packed_share(connection, fullest, rows) if fullest else 0.0
     hours = {(lane, hour): figures for lane, hour, *figures in found}
-    messages = segments = raw_bytes = 0
+    messages = segments = raw_bytes = stored_bytes = keyed = 0
     for window in planned.windows:
         span = range(window.first_ms // HOUR_MS, window.last_ms // HOUR_MS + 1)
         inside = [hours[window.lane, hour] for hour in span if (window.lane, hour) in hours]
-        taken, size = (sum(one[at] for one in inside) for at in (0, 1))
+        taken, size, stored, with_key = (sum(one[at] for one in inside) for at in (0, 1, 2, 3))
         if taken >= planned.fewest or size >= compact.BYTES:
-            messages, raw_bytes = messages + taken, raw_bytes + size
+            keyed += with_key
+            messages, raw_bytes, stored_bytes = messages + taken, raw_bytes + size, stored_bytes + stored
             segments += -(-max(taken * compact.BYTES, size * rows) // (rows * compact.BYTES))
-    whole, large = (sum(one[at] for one in hours.values()) for at in (0, 2))
-    return Numbers(messages, segments, whole - messages, large, raw_bytes, round(raw_bytes * ratio), disk_bytes)
+    whole, large = (sum(one[at] for one in hours.values()) for at in (0, 4))
+    gain = estimated(messages, stored_bytes, round(raw_bytes * ratio), keyed)
+    return Numbers(messages, segments, whole - messages, keyed, large, raw_bytes, disk_bytes, gain)
 
 
 def run(spark: SparkSession, url: str, planned: CompactionPlan, rows: int, say: Say) -> CompactionResult:
