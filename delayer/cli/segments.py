@@ -116,7 +116,7 @@ def compact(
         done = job.nothing(url, planned)
     else:
         tasks.step_back()
-        with progress() as say, spark.session("delayer compact", master=master, more=conf) as session:
+        with progress() as say, spark.session("delayer compact", master=master, more=conf, handing_out=True) as session:
             done = job.run(session, url, planned, rows, say)
     _tell_packed(done, as_json=as_json)
     parts = f"{len(done.lost)} windows are not packed, or perhaps not"
