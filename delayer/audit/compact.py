@@ -18,11 +18,12 @@ from asyncpg import Connection
 
 from delayer.audit import tasks
 from delayer.audit.errors import JobMisused
+from delayer.audit.gain import Gain, estimated
 from delayer.audit.tasks import Turns
 from delayer.core.errors import StoreLost
 from delayer.core.readable import Say
 from delayer.core.segment import SegmentBroken
-from delayer.core.units import DAY_MS
+from delayer.core.units import DAY_MS, HOUR_MS
 from delayer.store import pool
 from delayer.store.admin.traffic import Traffic
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, check_arrow, describe
@@ -110,6 +111,18 @@ async def pack_window(connection: Connection, window: CompactionWindow, rows: in
     )
 
 
+_NUMBERS: Final = """
+SELECT lane, floor(extract(epoch FROM due_at) / 3600)::int, count(*) FILTER (WHERE taken),
+       coalesce(sum(size) FILTER (WHERE taken), 0)::bigint, coalesce(sum(stored) FILTER (WHERE taken), 0)::bigint,
+       count(key) FILTER (WHERE taken), count(*) FILTER (WHERE NOT taken)
+FROM (
+    SELECT lane, due_at, key, size, stored, size <= $2 AS taken
+    FROM message, LATERAL (
+        SELECT octet_length(body) + octet_length(properties) AS size, pg_column_size(body) + pg_column_size(properties)
+    ) AS sized (size, stored)
+    WHERE due_at > $1
+) AS looked_at GROUP BY 1, 2
+"""
 _MAY: Final = "SELECT has_table_privilege('segment', 'INSERT')"
 _RIGHTS: Final = "run it with a URL of the role that owns the schema (docs/security.md, Postgres: two roles)"
 
@@ -127,15 +140,21 @@ class CompactionPlan(NamedTuple):
     """Messages of a segment at least."""
 
 
-class Estimate(NamedTuple):
-    """The figures of a dry run, by the windows and a sample. ``raw_bytes``: of bodies and properties. ``disk_bytes``:
-    of all waiting rows with their indexes, including those due sooner."""
+class Numbers(NamedTuple):
+    """The figures of a dry run, counted row by row. ``segments``: about."""
 
     messages: int
     segments: int
+    few: int
+    """Rows that stay rows because too few are due together."""
+    keyed: int
+    """Those of ``messages`` that have a key."""
+    large: int
+    """Rows of more than compact.LARGEST bytes, which stay rows too."""
     raw_bytes: int
-    packed_bytes: int
     disk_bytes: int
+    """Bytes of all waiting rows, near ones too, with their indexes."""
+    gain: Gain
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,21 +203,28 @@ async def plan(url: str, after_ms: int, rows: int, fewest: int = 0) -> Compactio
         return CompactionPlan(now_ms, now_ms + after_ms, windows, fewest)
 
 
-async def estimate(url: str, planned: CompactionPlan, rows: int) -> Estimate:
-    """Pack some of the fullest window without storing them, and conclude from them. Raises StoreLost, without pyarrow
-    too."""
+async def numbers(url: str, planned: CompactionPlan, rows: int) -> Numbers:
+    """Count the rows of ``planned``, reading each once, and pack some of the fullest window without storing them.
+    Raises StoreLost, without pyarrow too."""
     check_arrow()
     async with looking(url, "plan", "delayer compact plan", _PATIENT) as connection:
+        found = await connection.fetch(_NUMBERS, planned.after_ms, compact.LARGEST, timeout=DAY_MS / 1000)
         disk_bytes = await compact.size(connection)
         fullest = max(planned.windows, key=lambda window: window.rows, default=None)
-        sample = await compact.pack_sample(connection, fullest, rows) if fullest else None
-    if sample is None:
-        return Estimate(0, 0, 0, 0, disk_bytes)
-    messages = sum(window.rows for window in planned.windows)
-    raw_bytes, packed_bytes = (size * messages // sample.messages for size in (sample.raw_bytes, len(sample.packed)))
-    fitting = max(min(rows, compact.BYTES * sample.messages // max(sample.raw_bytes, 1)), 1)
-    segments = sum(-(-window.rows // fitting) for window in planned.windows)
-    return Estimate(messages, segments, raw_bytes, packed_bytes, disk_bytes)
+        ratio = await compact.packed_share(connection, fullest, rows) if fullest else 0.0
+    hours = {(lane, hour): figures for lane, hour, *figures in found}
+    messages = segments = raw_bytes = stored_bytes = keyed = 0
+    for window in planned.windows:
+        span = range(window.first_ms // HOUR_MS, window.last_ms // HOUR_MS + 1)
+        inside = [hours[window.lane, hour] for hour in span if (window.lane, hour) in hours]
+        taken, size, stored, with_key = (sum(one[at] for one in inside) for at in (0, 1, 2, 3))
+        if taken >= planned.fewest or size >= compact.BYTES:
+            keyed += with_key
+            messages, raw_bytes, stored_bytes = messages + taken, raw_bytes + size, stored_bytes + stored
+            segments += -(-max(taken * compact.BYTES, size * rows) // (rows * compact.BYTES))
+    whole, large = (sum(one[at] for one in hours.values()) for at in (0, 4))
+    gain = estimated(messages, stored_bytes, round(raw_bytes * ratio), keyed)
+    return Numbers(messages, segments, whole - messages, keyed, large, raw_bytes, disk_bytes, gain)
 
 
 def run(spark: SparkSession, url: str, planned: CompactionPlan, rows: int, say: Say) -> CompactionResult:

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from delayer.audit import tasks
-from delayer.audit.errors import JobImpossible, JobMisused
+from delayer.audit.errors import JobFailed, JobImpossible, JobMisused
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 JAVA_NEEDED: Final = 17
 _LOGGING: Final = Path(__file__).with_name("log4j2.properties")
 
+# A JVM that only hands out tasks ends before thorough compilation pays, and compilers take cores from the tasks.
+_BRIEF: Final = "-XX:TieredStopAtLevel=1"
 
 _EVERYWHERE: Final[Mapping[str, str]] = {
     "spark.sql.session.timeZone": "UTC",
@@ -69,18 +72,39 @@ def submitted() -> bool:
     return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
+def check_reachable(master: str) -> None:
+    """Raise JobFailed unless a host of ``spark://HOST:PORT,HOST:PORT`` accepts a connection. Spark itself gives up
+    after three minutes and a hundred lines of its log."""
+    reason: Exception | None = None
+    for host in master.removeprefix("spark://").split(","):
+        try:
+            at = urlsplit(f"//{host}")
+            socket.create_connection((at.hostname, at.port), 5.0).close()
+        except (OSError, ValueError) as error:
+            reason = error
+        else:
+            return
+    raise JobFailed(
+        f"Spark's master {master} is out of reach: {reason}. Next: check --master, and that Spark runs there"
+    )
+
+
 def check_work(master: str | None, work: str | None) -> None:
     """Raise JobMisused where driver and executors would write to different disks."""
     if master is not None and not is_local(master) and work is None:
         raise JobMisused(f"--work is needed with the master {master}: a directory or URL that all machines share")
 
 
-def settings(master: str | None, work: str | None, more: Mapping[str, str]) -> dict[str, str]:
-    """Spark's settings for a job. ``work``: a local directory for Spark's spilled data. ``more`` overrides."""
+def settings(
+    master: str | None, work: str | None, more: Mapping[str, str], *, handing_out: bool = False
+) -> dict[str, str]:
+    """Spark's settings for a job. ``work``: a local directory for Spark's spilled data. ``more`` overrides.
+    ``handing_out``: no row of the store passes through the JVM."""
     found = dict(_EVERYWHERE)
     if is_local(master):
         found |= _HERE
-        found["spark.driver.extraJavaOptions"] = f"-Dlog4j2.configurationFile={_LOGGING.as_uri()}"
+        logging = f"-Dlog4j2.configurationFile={_LOGGING.as_uri()}"
+        found["spark.driver.extraJavaOptions"] = f"{_BRIEF} {logging}" if handing_out else logging
         if work is not None and not urlsplit(work).scheme:
             found |= {"spark.local.dir": work, "spark.sql.warehouse.dir": str(Path(work) / "warehouse")}
     return found | dict(more)
@@ -88,7 +112,12 @@ def settings(master: str | None, work: str | None, more: Mapping[str, str]) -> d
 
 @contextmanager
 def session(
-    name: str, *, master: str | None = None, work: str | None = None, more: Mapping[str, str] | None = None
+    name: str,
+    *,
+    master: str | None = None,
+    work: str | None = None,
+    more: Mapping[str, str] | None = None,
+    handing_out: bool = False,
 ) -> Iterator[SparkSession]:
     """A session that starts tasks again when their worker dies, stopped at the end. ``master`` None means that of
     spark-submit, or else all cores of this machine. The other parameters are those of :func:`settings`.
@@ -102,6 +131,8 @@ def session(
     chosen = None if master is None and submitted() else with_retries(master)
     if chosen is not None and not re.match(r"local\b|local-cluster\[|spark://|k8s://|yarn$", chosen):
         raise JobMisused(f"--master {chosen}: expected local[N], spark://HOST:PORT, yarn or k8s://…")
+    if chosen is not None and chosen.startswith("spark://"):
+        check_reachable(chosen)
     _point_to_python(chosen, more)
     from py4j.protocol import Py4JError  # noqa: PLC0415
     from pyspark.errors import PySparkException  # noqa: PLC0415
@@ -111,7 +142,7 @@ def session(
         builder = SparkSession.builder.appName(name)
         if chosen is not None:
             builder = builder.master(chosen)
-        for key, value in settings(chosen, scratch, more).items():
+        for key, value in settings(chosen, scratch, more, handing_out=handing_out).items():
             builder = builder.config(key, value)
         try:
             spark = builder.getOrCreate()

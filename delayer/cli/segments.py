@@ -21,6 +21,7 @@ from delayer.cli.options import (
     store_url,
 )
 from delayer.cli.output import note, per_second, print_json, progress, when
+from delayer.core.readable import duration as readable_duration
 from delayer.core.readable import size
 from delayer.store.segments.compact import FEWEST
 
@@ -67,7 +68,7 @@ def _end(context: click.Context, broken: Sequence[str], lost: Sequence[str], kep
     show_default=True,
     help="Messages in a segment, approximately.",
 )
-@click.option("--dry-run", is_flag=True, help="Estimate the size of the segments, and change nothing. Needs no Spark.")
+@click.option("--dry-run", is_flag=True, help="Tell the gain and the cost, and change nothing. Needs no Spark.")
 @as_json
 @master_option
 @conf_option
@@ -106,24 +107,40 @@ def compact(
     job.check_after(after_ms, settings.store.restore_ahead_ms)
     planned = asyncio.run(job.plan(url, after_ms, rows, min(FEWEST, rows // 2)))
     if dry_run:
-        found = asyncio.run(job.estimate(url, planned, rows))
-        figures = {**found._asdict(), "after_ms": planned.after_ms, "windows": len(planned.windows)}
-        text = (
-            f"About {found.messages:,} messages ({size(found.raw_bytes)}) would go into {found.segments:,} segments "
-            f"({size(found.packed_bytes)}).\n"
-            f"All waiting rows take {size(found.disk_bytes)} on disk now, including those due sooner."
-        )
-        _tell(figures, text, as_json=as_json)
+        found = asyncio.run(job.numbers(url, planned, rows))
+        counts = {"after_ms": planned.after_ms, "windows": len(planned.windows), **found.gain._asdict()}
+        figures = {name: value for name, value in found._asdict().items() if name != "gain"}
+        _tell(figures | counts, _forecast(found), as_json=as_json)
         return
     if not planned.windows:
         done = job.nothing(url, planned)
     else:
         tasks.step_back()
-        with progress() as say, spark.session("delayer compact", master=master, more=conf) as session:
+        with progress() as say, spark.session("delayer compact", master=master, more=conf, handing_out=True) as session:
             done = job.run(session, url, planned, rows, say)
     _tell_packed(done, as_json=as_json)
     parts = f"{len(done.lost)} windows are not packed, or perhaps not"
     _end(context, done.broken, done.lost, "A segment did not read back, its messages stayed rows", parts)
+
+
+def _forecast(found: compaction.Numbers) -> str:
+    """A dry run in words."""
+    gain = found.gain
+    text = (
+        f"{found.messages:,} messages ({size(found.raw_bytes)}) would go into about {found.segments:,} segments; "
+        f"{found.large:,} of more than 1 MiB and {found.few:,} others would stay.\n"
+        f"On disk: {size(found.disk_bytes)}, the messages that are due sooner among them."
+    )
+    if not found.messages:
+        return text
+    if gain.pays_after_ms is None:
+        return f"{text}\nThe segments would be no smaller than the rows: do not compact this store."
+    wait = readable_duration(gain.pays_after_ms / 1000)
+    return (
+        f"{text} About {size(gain.saved_bytes)} less with segments of {size(gain.packed_bytes)}.\n"
+        f"The log (WAL) would grow by about {size(gain.log_bytes)} now, and by as much when they are restored.\n"
+        f"Where the archived log is kept for a week, this pays for messages that wait {wait} or longer: see --after."
+    )
 
 
 def _tell_packed(done: compaction.CompactionResult, *, as_json: bool) -> None:

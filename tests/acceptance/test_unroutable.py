@@ -145,7 +145,7 @@ async def test_the_broker_found_no_queue_at_the_end_of_the_cascade(place: OwnVho
 
         [row] = await eventually(lambda: strays(config), lambda rows: len(rows) == 1)
         assert row["reason"] == "the broker found no queue for it at the end of the cascade"
-        assert "On their way again: 1.\n" in await command(config, "strays", "retry", row["id"])
+        assert "On their way again: 1 of 1.\n" in await command(config, "strays", "retry", row["id"])
         await inbox.got([b"lost on the way"])
         assert await strays(config) == []
         assert await daemon.stop() == 0

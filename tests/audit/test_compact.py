@@ -132,9 +132,10 @@ async def test_the_commands(database: str, tmp_path: Path, monkeypatch: pytest.M
         before = await everything(database)
         code, told, _ = await run_delayer(database, "compact", "--dry-run", "--json")
         planned = json.loads(told)
-        assert (code, planned["messages"], planned["segments"]) == (0, FEW, 2)
+        assert (code, planned["messages"], planned["large"], planned["segments"]) == (0, FEW, 0, 2)
+        assert planned["keyed"] == FEW / 4
         assert planned["raw_bytes"] > FEW * 200
-        assert 0 < planned["packed_bytes"] < planned["raw_bytes"] < planned["disk_bytes"]
+        assert 0 < planned["packed_bytes"] < planned["saved_bytes"] < planned["log_bytes"]
         code, told, wrong = await run_delayer(database, "compact", "--master", "local[2]", "--json")
         assert code == 0, wrong
         done = json.loads(told)

@@ -93,8 +93,16 @@ def test_the_master_of_spark_submit_needs_a_shared_place_too(monkeypatch: pytest
         job.run(session, job.Options(SecretUrl("postgresql://nowhere/none")), lambda *_: None)
 
 
-def test_an_unknown_master_is_refused() -> None:
-    with pytest.raises(JobMisused, match="expected local"), spark.session("x", master="nonsense"):
+@pytest.mark.parametrize(
+    ("master", "error", "text"),
+    [
+        ("nonsense", JobMisused, "expected local"),
+        ("spark://127.0.0.1:1", JobFailed, r"spark://127.0.0.1:1 is out of reach: .* refused\. Next: check --master"),
+        ("spark://127.0.0.1:1,127.0.0.1:70000", JobFailed, "out of reach: Port out of range"),
+    ],
+)
+def test_an_unreachable_master_is_named(master: str, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text), spark.session("x", master=master):
         pytest.fail("a session was made")
 
 
@@ -129,6 +137,15 @@ def test_only_on_this_machine_are_pages_off_and_the_logging_ours() -> None:
     assert (here["spark.ui.enabled"], here["spark.local.dir"]) == ("false", "/w")
     assert not {"spark.ui.enabled", "spark.local.dir", "spark.driver.extraJavaOptions"} & set(there)
     assert spark.settings("local[*]", None, {"spark.ui.enabled": "true"})["spark.ui.enabled"] == "true"
+
+
+@pytest.mark.parametrize("handing_out", [True, False])
+def test_a_jvm_that_reads_rows_is_compiled_well(handing_out: bool) -> None:
+    options = "spark.driver.extraJavaOptions"
+    here = spark.settings("local[*]", None, {}, handing_out=handing_out)[options]
+    assert ("TieredStopAtLevel" in here) is handing_out
+    assert "log4j2" in here
+    assert options not in spark.settings("yarn", None, {}, handing_out=handing_out)
 
 
 @pytest.mark.parametrize("module", ["pyspark", "pyarrow", "pandas", "adbc_driver_postgresql"])

@@ -45,7 +45,7 @@ DRIVER = f"""
 import asyncio, sys
 from delayer.audit import compact, spark
 url, master = sys.argv[1:]
-with spark.session("delayer compact", master=master) as session:
+with spark.session("delayer compact", master=master, handing_out=True) as session:
     planned = asyncio.run(compact.plan(url, {AFTER_MS}, {ROWS}))
     print(len(compact.run(session, url, planned, {ROWS}, lambda *_: None).lost))
 """

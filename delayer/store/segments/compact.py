@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import asyncpg
 import structlog
@@ -27,9 +27,6 @@ from delayer.store.admin.traffic import Traffic
 from delayer.store.errors import describe, translated
 from delayer.store.rows import keys, partitions
 from delayer.store.rows.partitions import DAYS_AHEAD, existing, name_of
-
-if TYPE_CHECKING:
-    from delayer.store.segments.packing import PackedSegment
 
 ROWS: Final = 10_000
 """Messages of a segment at most."""
@@ -105,16 +102,19 @@ ORDER BY due_at, id LIMIT $5
 """
 
 
-async def pack_sample(connection: Connection, window: CompactionWindow, rows: int) -> PackedSegment | None:
-    """A segment of up to ``rows`` messages of ``window``, which is not written; None if none fit. Raises the driver's
-    errors."""
+async def packed_share(connection: Connection, window: CompactionWindow, rows: int) -> float:
+    """The bytes of a segment as a share of the bodies and properties in it, from ``rows`` messages of ``window`` at
+    most; nothing is written. Raises the driver's errors."""
     from delayer.store.segments import packing  # noqa: PLC0415 - pyarrow
 
     async with connection.transaction(readonly=True):
         await connection.execute(SETTINGS)
         rows = min(rows, await _fitting(connection, window, BYTES))
         found = await connection.fetch(_SOME, window.lane, window.first_ms, window.last_ms, LARGEST, rows)
-    return packing.pack(packing.table_of(found)) if found else None
+    if not found:
+        return 0.0
+    packed = packing.pack(packing.table_of(found))
+    return len(packed.packed) / max(packed.raw_bytes, 1)
 
 
 async def compact_one(

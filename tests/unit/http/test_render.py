@@ -75,7 +75,7 @@ def test_the_largest_destinations() -> None:
     assert len(rows) <= 2 * render.MOST_ROWS
     told = render.destinations_note(census, rows)
     assert "70 compacted messages are not counted here." in told
-    others = 5000 - sum(one.waiting for _, one in rows)
+    others = 5000 - sum(row.waiting for row in rows)
     assert f"{render.number(others)} messages wait for other destinations." in told
 
 
