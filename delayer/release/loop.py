@@ -1,5 +1,5 @@
-"""The release of one lane: it publishes rows when they are due. A claim locks rows up to WINDOW_MS before. When the
-broker has answered for all of them, one commit deletes the confirmed ones and holds the others."""
+"""The release of one lane, which publishes rows when they are due. A claim locks rows up to WINDOW_MS early. Once the
+broker has answered for all of them, one commit deletes the confirmed rows and holds the rest."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ from delayer.retry import Backoff, Pause, raise_first, take_failures
 log = structlog.get_logger(__name__)
 
 SLICE_SECONDS: Final = 1.0
-"""Longest single sleep, in seconds. After each one the loop notices a stop and feeds the watchdog."""
+"""Longest single sleep. After each, the loop checks for a stop and feeds the watchdog."""
 
 CLAIM_MESSAGES: Final = 1000
 CLAIM_BYTES: Final = 256 << 10
-"""The limits of one claim. The broker must confirm all of it well within the publisher's deadline. The store must send
-it within 4 s, also over a slow line: then the server ends an idle transaction. A claim takes at least one message,
-however large. A lane has two claims at a time, and each needs at most CLAIM_BYTES and one message of memory."""
+"""Limits of one claim. The broker must confirm all of it well within the publisher's deadline, and the store must send
+it within 4 s, even over a slow line, before the server ends an idle transaction. A claim takes at least one message of
+any size. A lane has two claims at a time, each with at most CLAIM_BYTES plus one message in memory."""
 
 
 class LaneRelease:
-    """The release of one lane, with a task for each of its two claimers: while one publishes and settles, the other
-    claims."""
+    """Releases one lane, with a task for each of its two claimers: one publishes and settles while the other claims."""
 
     def __init__(
         self, lane: Lane, publisher: Publisher, live: ReleaseSettings, *, heartbeat: Heartbeat, counters: Counters
@@ -55,12 +54,12 @@ class LaneRelease:
         self._forget = partial(heartbeat.forget, f"lane {lane.number}")
         self._counters = counters
         self._turn = asyncio.Lock()
-        self._written = asyncio.Event()  # The messages of the latest claim are written to the broker.
+        self._written = asyncio.Event()  # Set once the latest claim is written to the broker.
         self._written.set()
 
     async def run(self, stopping: asyncio.Event, pause: Pause = pause) -> None:
         """Release until stopping is set, or the lane is lost or to be left; then close the lane. A task that lost the
-        broker sleeps for a ``pause`` before it claims again."""
+        broker sleeps for ``pause`` before it claims again."""
         tasks = {asyncio.create_task(self._run_claimer(claimer, stopping, pause)) for claimer in self._lane.claimers}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -77,9 +76,9 @@ class LaneRelease:
             finally:
                 if self._lane.route is None:  # Limited routes share a publisher.
                     await self._publisher.close()
-        for failure in failures[:1]:  # The second task mostly fails for the same reason.
+        for failure in failures[:1]:  # The second task usually fails for the same reason.
             if isinstance(failure, LaneLost) and self._lane.route is not None:
-                log.debug("lane lost", lane=self._lane.number, reason=str(failure))  # The store says why, once.
+                log.debug("lane lost", lane=self._lane.number, reason=str(failure))  # The store logs the reason once.
             elif isinstance(failure, LaneLost):
                 log.warning("lane lost", lane=self._lane.number, reason=str(failure))
             elif isinstance(failure, StoreLost):
@@ -88,8 +87,8 @@ class LaneRelease:
         raise_first(failures, unless=(LaneLost, StoreLost))
 
     async def _run_claimer(self, claimer: Claimer, stopping: asyncio.Event, pause: Pause) -> None:
-        """Claim, publish and settle by one claimer. The task whose turn it is to claim feeds the watchdog. Publishing
-        and settling have deadlines. Raises LaneLost, StoreLost."""
+        """Claim, publish and settle with one claimer. The task that is claiming feeds the watchdog; publishing and
+        settling have deadlines. Raises LaneLost, StoreLost."""
         retry, failed = Backoff(self._beat, stopping, self._lane.leaving, pause=pause), False
         while not (self._lane.leaving.is_set() or stopping.is_set()):
             async with self._turn:
@@ -110,14 +109,11 @@ class LaneRelease:
                 retry.succeeded()
 
     async def _next_claim(self, claimer: Claimer, retry: Backoff, stopping: asyncio.Event) -> list[Due]:
-        """Wait until rows can be claimed, and claim them. An empty list means that this release is over.
-
-        Raises LaneLost, StoreLost.
-        """
+        """Wait for rows and claim them. An empty list means that this release is over. Raises LaneLost, StoreLost."""
         while not (self._lane.leaving.is_set() or stopping.is_set()):
             self._beat()
             if not self._publisher.ready:
-                # A claim now would only keep a transaction open until its idle timeout ends it.
+                # A claim now would only keep a transaction open until its idle timeout.
                 await retry.wait(SLICE_SECONDS)
                 continue
             if (seconds := self._lane.sleep_hint()) > 0:
@@ -128,7 +124,7 @@ class LaneRelease:
         return []
 
     async def _claim(self, claimer: Claimer) -> list[Due]:
-        """Claim rows; for a limited route at most one for each token. Without a token it sleeps and returns none."""
+        """Claim rows, at most one per token of a limited route. Without a token, sleep and return none."""
         limit = min(CLAIM_MESSAGES, self._publisher.batch_limit)
         route, now = self._lane.route, time.monotonic()
         rate = None if route is None else self._live.rates.get(route)
@@ -154,7 +150,7 @@ class LaneRelease:
     async def _publish_and_settle(
         self, claimer: Claimer, rows: Sequence[Due], before: asyncio.Event, written: asyncio.Event
     ) -> None:
-        """Publish each message when it is due, after the previous claim was written (``before``); settle the claim."""
+        """Publish each message when due, once the previous claim is written (``before``), and settle the claim."""
         try:
             sendable, batch, held = self._prepared(rows)
             schedule = Schedule([row.due_ms for row in sendable], self._live.now_lower_ms, written.set)
@@ -166,8 +162,8 @@ class LaneRelease:
             held += [(row, one) for row, one in zip(sendable, outcomes, strict=True) if not isinstance(one, Confirmed)]
             held = [(row, hold.after(row.hold)) for row, hold in held]
         except BaseException:
-            # All rows return to the store, also after a cancellation. So confirmed messages are published twice. To
-            # settle only some rows would need a second transaction.
+            # Return all rows to the store, even after a cancellation, so confirmed messages are published twice.
+            # Settling only some rows would need a second transaction.
             await claimer.give_up()
             raise
         finally:
@@ -182,7 +178,7 @@ class LaneRelease:
             report_held([(row.id, row.parcel, hold, row.attempts) for row, hold in held], self._counters)
 
     def _prepared(self, rows: Sequence[Due]) -> tuple[list[Due], list[Outgoing], list[tuple[Due, Hold]]]:
-        """The rows to publish in the order of their instants, their messages, and the rows to hold at once."""
+        """Split ``rows`` into those to publish, by due instant, with their messages, and those to hold right away."""
         sendable: list[Due] = []
         batch: list[Outgoing] = []
         held: list[tuple[Due, Hold]] = []
@@ -199,7 +195,7 @@ class LaneRelease:
 
 
 def _due_ms(row: Due) -> int | None:
-    """The instant from which its lateness counts; None if the wait was not a delay: it was held, or due when parked."""
+    """The instant from which lateness is measured; None if the row did not wait for it: held, or due when parked."""
     return None if row.attempts or row.due_ms <= (row.parked_ms or 0) else row.due_ms
 
 
@@ -210,7 +206,7 @@ def _written(outcomes: Sequence[Outcome | None], schedule: Schedule, now_ms: flo
 
 
 def prepared(row: Due, max_properties: int) -> Outgoing | Hold:
-    """The message as it leaves, or the Hold of a message that cannot be published as it stands."""
+    """Return the message as it leaves, or a Hold if it cannot be published unchanged."""
     if not row.sound:
         return unfit("the stored bytes do not match their checksum, or a newer delayer wrote their format")
     _, _, _, _, (exchange, routing_key), stored, body, _, token = row.parcel

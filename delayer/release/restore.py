@@ -1,10 +1,8 @@
-"""Restoring segments ahead of time: their messages wait in their lane again long before they are due.
+"""Restores segments ahead of time, so that their messages wait in their lane again long before they are due.
 
-Any daemon restores any segment, the soonest first. A daemon locks a segment while it restores it, so several daemons
-share the work. After each segment a daemon rests, to leave the machine to the traffic. It does not rest while a
-segment is due within minutes, as after a time when every daemon was down.
-
-The daemon marks a segment that does not read back, and goes on with the next. After the repair an operator runs
+Any daemon restores any segment, soonest first, and locks it meanwhile, so several daemons share the work. After each
+segment a daemon rests, to leave the machine to the traffic, unless a segment is due within minutes, as after a time
+when all daemons were down. It marks an unreadable segment and continues with the next. After a repair an operator runs
 `delayer restore --all`.
 """
 
@@ -25,13 +23,13 @@ from delayer.retry import LOSSES, Backoff, raise_first, take_failures
 log = structlog.get_logger(__name__)
 
 POLL_SECONDS: Final = 60.0
-"""Seconds between two looks that found nothing to restore. Compaction packs messages that are due in days."""
+"""Seconds between polls that find nothing to restore. Compaction packs messages due in days."""
 LOOK_AGAIN_SECONDS: Final = 2.0
-"""Seconds until the next look while other daemons restore the due segments. One of them may die at it."""
+"""Seconds between polls while other daemons restore the due segments. One of them may die doing so."""
 REST: Final = 3.0
-"""How much longer than the restoring of a segment the rest after it takes."""
+"""The rest after a segment, as a multiple of the time its restore took."""
 URGENT_MS: Final = 300_000
-"""Segments that are due within this time are restored without rests."""
+"""Segments due within this time are restored without rests."""
 
 _MEMORY: Final = "not enough memory to unpack a segment"
 _BROKEN: Final = (
@@ -41,7 +39,7 @@ _BROKEN: Final = (
 
 
 class SegmentRestorer:
-    """The part of a daemon's life that brings segments back."""
+    """The part of a daemon that restores segments."""
 
     def __init__(self, segments: Segments, live: ReleaseSettings, counters: Counters) -> None:
         self._segments = segments
@@ -50,26 +48,26 @@ class SegmentRestorer:
         self._throttle = LogThrottle()
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Look, and restore, until stopping is set. Raises bugs only."""
+        """Poll and restore until stopping is set. Raises only bugs."""
         work = asyncio.create_task(self._work(stopping), name="restoring: work")
         stop = asyncio.create_task(stopping.wait(), name="stopping")
         try:
             await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
         finally:
             stop.cancel()
-            work.cancel()  # The server rolls back the restore of half a segment.
+            work.cancel()  # The server rolls back a half-finished restore.
             await asyncio.wait([work])
         raise_first(take_failures({work}), unless=LOSSES)
 
     async def _work(self, stopping: asyncio.Event) -> None:
-        # The watchdog watches the traffic, which goes on without restores. Each statement here has its own deadline.
+        # The watchdog watches only the traffic, which continues without restores. Each statement here has a deadline.
         retry = Backoff(lambda: None, stopping)
         while not stopping.is_set():
             await self._segments.wait_usable()
             try:
                 seconds = await self.look()
             except (StoreLost, MemoryError) as error:
-                # The store rolled the restore back, after a lack of memory too. The release loops go on.
+                # The store rolled the restore back, even if memory ran out. The release loops continue.
                 reason, advice = (str(error), error.advice) if isinstance(error, StoreLost) else (_MEMORY, "")
                 if self._throttle.should_log(reason, asyncio.get_running_loop().time()):
                     if advice:
@@ -83,7 +81,7 @@ class SegmentRestorer:
                 await asyncio.sleep(seconds)
 
     async def look(self) -> float:
-        """Restore the soonest segment, if it is time; return the seconds until the next look. Raises StoreLost."""
+        """Restore the soonest segment if it is time. Returns the seconds until the next poll. Raises StoreLost."""
         running = asyncio.get_running_loop()
         began = running.time()
         found = await self._segments.restore(self._live.restore_ahead_ms)

@@ -1,4 +1,4 @@
-"""The release of this process: one release loop for each of its lanes."""
+"""The release of this process: a release loop for each of its lanes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ReleaseService:
     """Releases from every lane that the store yields."""
 
     def __init__(self, releases: Releases, release: Callable[[Lane], LaneRelease]) -> None:
-        """``release``: makes the loop of a lane."""
+        """``release``: creates the loop of a lane."""
         self._releases = releases
         self._release = release
 
