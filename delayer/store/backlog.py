@@ -1,4 +1,4 @@
-"""The store as a daemon sees it: it connects, owns lanes, parks into them, and yields them for their release."""
+"""The daemon's view of the store: it connects, owns lanes, parks into them, and yields them for release."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 POLL_SECONDS: Final = 1.0
-"""Seconds between two looks at the store."""
+"""Seconds between polls of the store."""
 UPKEEP_LOOKS: Final = 60
-"""Looks between two rounds of partition upkeep."""
+"""Polls between two rounds of partition upkeep."""
 
 BULK_MESSAGES: Final = 400
 BULK_BYTES: Final = 1 << 20
-"""From so many messages or bytes on, each write goes to the next lane of this process, so that all of them release in
-parallel. With one lane a process releases a fifth less in bulk. Smaller writes stay in one lane, so that messages that
-are due together share one claim, publish and commit."""
+"""From this size on, each write goes to the next lane of this process, so that all of them release in parallel. With
+one lane, a process releases a fifth less in bulk. Smaller writes stay in one lane, so that messages due together share
+one claim, publish and commit."""
 SMALL_BATCH_LANE_SECONDS: Final = 300.0
 """After this time small writes go to the next lane, so all lanes share messages parked over hours for one instant."""
 
@@ -47,8 +47,8 @@ Connect = Callable[[], Awaitable[PostgresStore]]
 
 
 class PostgresBacklog:
-    """Satisfies the ports of intake and release (Backlog, Releases, Segments), whether a store is configured, reached,
-    or neither."""
+    """Implements the ports of intake and release (Backlog, Releases, Segments), even without a configured or reached
+    store."""
 
     def __init__(
         self,
@@ -59,18 +59,18 @@ class PostgresBacklog:
         poll_seconds: float = POLL_SECONDS,
         away_seconds: float = AWAY_SECONDS,
     ) -> None:
-        """``link``: the connection to the broker that the lanes publish to. Without a broker a process keeps its lanes
-        for ``away_seconds``."""
+        """``link``: the broker connection for the lanes' publishes. Without it a process keeps its lanes for
+        ``away_seconds``."""
         self.configured = False
         self.out_of_reach = asyncio.Event()
-        """Set while the last look at the store failed."""
+        """Set while the last poll of the store failed."""
         self._link = link
         self._ownership = LaneOwnership(link, away_seconds)
         self._term = Term(0)
         self._turn, self._far_turn = count(), count()
         self._began = time.monotonic()
         self.spare = self._ownership.spare
-        """Set while there are more processes than lanes, and this one has no share."""
+        """Set while this process has no share, because there are more processes than lanes."""
         self._heartbeat = heartbeat
         self._counters = counters
         self._poll_seconds = poll_seconds
@@ -79,7 +79,7 @@ class PostgresBacklog:
         self._upkeep: asyncio.Task[None] | None = None
 
     def configure(self, connect: Connect, routes: Collection[bytes] = ()) -> None:
-        """There is a store: :meth:`run` connects to it. ``routes``: the limited ones get lanes of their own."""
+        """Set the store to which :meth:`run` connects. ``routes``: the limited ones, which get their own lanes."""
         self.configured, self._connect, self._ownership.routes = True, connect, routes
 
     @property
@@ -89,17 +89,17 @@ class PostgresBacklog:
 
     @property
     def reached(self) -> bool:
-        """Whether the store is connected, and the last look reached it."""
+        """Whether the store is connected and the last poll succeeded."""
         return self._store is not None and not self.out_of_reach.is_set()
 
     @property
     def is_alone(self) -> bool:
-        """Whether this process is the only one of the store, by the last look."""
+        """Whether this process was the store's only one at the last poll."""
         return self.reached and self._ownership.live == 1
 
     @property
     def numbers(self) -> list[int]:
-        """The lanes that this process releases from."""
+        """The lanes from which this process releases."""
         return self._ownership.numbers
 
     @property
@@ -109,8 +109,8 @@ class PostgresBacklog:
 
     @property
     def reason(self) -> str:
-        """Why the store gives this process no lane. Empty if it has one, if no store is configured, and if a store in
-        reach waits for the broker: its connection is the reason then."""
+        """Why the store gives this process no lane. Empty if it has one, if no store is configured, and if a reachable
+        store waits for the broker, whose connection is then the reason."""
         if not self.configured or self.usable:
             return ""
         if self.spare.is_set():
@@ -120,23 +120,23 @@ class PostgresBacklog:
         return "" if self._link.current is None else "no free lane in the store"
 
     def now_upper_ms(self) -> int | None:
-        """An upper bound of the store's clock, or None while no store was reached yet."""
+        """An upper bound of the store's clock; None before the store was first reached."""
         return None if self._store is None else self._store.now_upper_ms()
 
     def now_lower_ms(self) -> int | None:
-        """A lower bound of the store's clock, or None while no store was reached yet."""
+        """A lower bound of the store's clock; None before the store was first reached."""
         return None if self._store is None else self._store.now_lower_ms()
 
     async def wait_usable(self, seconds: float | None = None) -> None:
-        """Raises StoreLost if there is no lane after ``seconds``; None: wait forever."""
+        """Raises StoreLost if there is no lane after ``seconds``; None waits forever."""
         if not self.configured:
             raise StoreLost("no store is configured")
         if not await first_set(self._ownership.usable, seconds=seconds):
             raise self._without_lane()
 
     async def wait_known(self, seconds: float) -> None:
-        """Wait until there is a lane, or no store in reach; ``seconds`` at most. Raises StoreLost where a store is
-        reached and this process has no share of its lanes."""
+        """Wait up to ``seconds`` until there is a lane or the store is unreachable. Raises StoreLost if the store is
+        reachable but this process has no share of its lanes."""
         if not self.configured:
             return
         await first_set(self._ownership.usable, self.out_of_reach, self.spare, seconds=seconds)
@@ -148,7 +148,7 @@ class PostgresBacklog:
         return StoreLost(reason, MORE_LANES if self.spare.is_set() else "")
 
     def begin_term(self) -> None:
-        """Operations with keys of earlier terms fail from the next one on: see intake.ports.Backlog."""
+        """From now on an operation with a key fails those of earlier terms: see intake.ports.Backlog."""
         self._term = Term(self._ownership.intake)
 
     async def apply(self, operations: Sequence[Operation]) -> Applied:
@@ -163,8 +163,8 @@ class PostgresBacklog:
         return applied
 
     async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
-        """Commit held messages: see intake.ports.Backlog. If the database rejects one, each half is held by itself; the
-        one that is found gets a plain reason."""
+        """Commit held messages: see intake.ports.Backlog. If the database rejects any, hold each half separately until
+        the message is found, which gets a plain reason."""
         bulk, middle = is_bulk([parcel for parcel, _ in items]), len(items) // 2
         try:
             await self._write(lambda store, lane: store.hold(lane, items), bulk=bulk)
@@ -181,7 +181,7 @@ class PostgresBacklog:
             await self.hold(half)
 
     async def _write(self, work: Callable[[PostgresStore, PostgresLane], Awaitable[T]], *, bulk: bool) -> T:
-        """A lane that is lost under a write costs one try; the next one is another lane."""
+        """Write into a lane, or into the next one if the lane is lost during the write."""
         while True:
             store = self._reached()
             lane = self._own_lane(bulk=bulk)
@@ -192,7 +192,7 @@ class PostgresBacklog:
                 self._ownership.drop([lane], str(lost))
 
     def _own_lane(self, *, bulk: bool) -> PostgresLane:
-        """The lane for messages that are due soon. Raises StoreLost if this process has none."""
+        """The lane for messages due soon. Raises StoreLost if this process has none."""
         lanes = [lane for lane in self._ownership.own if lane.owned]
         if not lanes:
             raise StoreLost("no lane of ours to park into")
@@ -209,13 +209,13 @@ class PostgresBacklog:
         return await store.restore(store.now_upper_ms() + ahead_ms)
 
     async def limit(self, routes: Collection[bytes]) -> None:
-        """Make a lane for each of these limited routes. Raises StoreLost."""
+        """Create a lane for each of these limited routes. Raises StoreLost."""
         if self._store is not None:
             await self._ownership.routed(self._store, routes)
         self._ownership.routes = routes
 
     def lanes(self) -> AsyncIterator[PostgresLane]:
-        """Yield each lane when this process has taken it: see release.ports.Releases."""
+        """Yield each lane once this process has taken it: see release.ports.Releases."""
         return self._ownership.lanes()
 
     def _reached(self) -> PostgresStore:
@@ -224,20 +224,18 @@ class PostgresBacklog:
         return self._store
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Look once a second until stopping is set; then wait until the releases have closed their lanes.
-
-        Raises errors of the store that waiting does not mend (its schema is too old), and bugs.
-        """
+        """Poll once a second until stopping is set, then wait until the releases have closed their lanes. Raises bugs,
+        and store errors that waiting does not fix, such as an outdated schema."""
         try:
             await self._look_on(stopping)
             await self._ownership.end()
         finally:
-            # After a bug, or a stop that took too long, releases may still run.
+            # After a bug or a slow stop, releases may still be running.
             await self._ownership.close()
             self._heartbeat.forget("lanes")
             ended = set() if self._upkeep is None else {self._upkeep}
             for upkeep in ended:
-                upkeep.cancel()  # The next upkeep does the rest.
+                upkeep.cancel()  # The next upkeep finishes the work.
                 await asyncio.wait([upkeep])
             if self._store is not None:
                 await self._store.close()
@@ -265,7 +263,7 @@ class PostgresBacklog:
                 throttle.reset()
             if self.out_of_reach.is_set():
                 await retry.pause()
-            await first_set(stopping, seconds=self._poll_seconds)  # A lane that fails at once is taken once a second.
+            await first_set(stopping, seconds=self._poll_seconds)  # Retry a lane that fails right away once a second.
 
     async def _look(self, number: int, stopping: asyncio.Event) -> None:
         """Connect if necessary, and take or drop lanes. Raises StoreLost."""
@@ -280,10 +278,7 @@ class PostgresBacklog:
             self._start_upkeep(self._store, number)
 
     def _start_upkeep(self, store: PostgresStore, look: int) -> None:
-        """Start the upkeep. It runs next to the looks: it may wait for locks, and the lanes must not wait for it.
-
-        Raises the failure of the last round.
-        """
+        """Start the upkeep as a task, so that lanes do not wait for its locks. Raises the failure of the last round."""
         if self._upkeep is not None and self._upkeep.done():
             last, self._upkeep = self._upkeep, None
             last.result()
@@ -292,5 +287,5 @@ class PostgresBacklog:
 
 
 def is_bulk(parcels: Collection[Parcel]) -> bool:
-    """Whether a write of these goes to the next lane."""
+    """Whether a write of these messages goes to the next lane."""
     return len(parcels) >= BULK_MESSAGES or sum(len(parcel.body) for parcel in parcels) >= BULK_BYTES

@@ -1,8 +1,7 @@
-"""The connections of one process to the store, and the transactions that put messages into it: one COPY, the keys, the
-counters. backlog.py chooses the lanes.
+"""A process's connections to the store, and the transactions that put messages into it by COPY.
 
 A park into a lane of this process commits only while the process owns the lane. A message of a limited route goes into
-the lane of its route, and the transaction notifies the owner of that lane.
+the lane of its route, whose owner the transaction notifies. backlog.py chooses the lanes.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ from delayer.store.rows.partitions import Days, existing
 from delayer.store.statements import Changes
 
 ATTEMPTS: Final = 3
-"""How often a park is tried when it loses against another transaction."""
+"""Maximum number of attempts of a park that loses against another transaction."""
 IDLE_SECONDS: Final = 4.0
-"""Fed every second (lane.py), and each process looks once a second: the lanes of a process that hangs are taken in
-about 5 seconds."""
+"""Connections are fed every second (lane.py), and each process polls once a second, so the lanes of a process that
+hangs are taken over in about 5 seconds."""
 CLOSE_SECONDS: Final = 5.0
 PARKERS: Final = 3
-"""Parks and restores of one process at once, each on a connection."""
+"""Parallel parks and restores of one process, each on a connection."""
 
 T = TypeVar("T")
 
 
 class PostgresStore:
-    """Made by :meth:`connect`, ended by :meth:`close`. Every lane that it takes has connections of its own."""
+    """Created by :meth:`connect`, ended by :meth:`close`. Each lane that it takes has its own connections."""
 
     def __init__(
         self,
@@ -83,14 +82,13 @@ class PostgresStore:
         parkers: int = PARKERS,
         history_days: int = 0,
     ) -> Self:
-        """Look at the kind of server, connect, compare the schema, and learn the store's time and partitions.
+        """Check the kind of server, connect, compare the schema, and read the store's time and partitions.
 
         ``owner`` names this process in the table of lanes (default: host and process id). After ``idle_timeout``
-        seconds the server takes the lanes of a process that hangs. After ``transaction_timeout`` seconds (longer than
-        any publish takes) it ends a release, and rolls back a silent park. ``parkers`` is the number of parallel parks
-        and restores. ``history_days``: how long the store keeps its history; 0: none.
-
-        Raises StoreUnfit, StoreLost, BadStoreUrl, SchemaOutdated.
+        seconds the server frees the lanes of a hanging process. After ``transaction_timeout`` seconds, longer than any
+        publish, it ends a release and rolls back a silent park. ``parkers``: number of parallel parks and restores.
+        ``history_days``: how long to keep history; 0 means none. Raises StoreUnfit, StoreLost, BadStoreUrl,
+        SchemaOutdated.
         """
         await servers.check(url)
         owner = owner or f"{socket.gethostname()}:{os.getpid()}"
@@ -104,7 +102,7 @@ class PostgresStore:
                     identity = await read_identity(connection)
                     await pool.sample(connection, clock)
                     days = Days(await existing(connection))
-                    if history_days:  # Before the first row, which would be in the way of its day's partition.
+                    if history_days:  # Before the first row, which would block its day's partition.
                         await history.keep_up(connection, clock.now_upper_ms() // DAY_MS, history_days)
         except BaseException:
             parking.terminate()
@@ -115,8 +113,7 @@ class PostgresStore:
         return cls(parking, clock, locks, days, identity=identity, history_days=history_days)
 
     async def close(self) -> None:
-        """End the presence, and close the connections that park, after the parks that run. The lanes are released by
-        their loops."""
+        """End the presence, and close the parking connections once running parks end. Their loops release the lanes."""
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._locks.close()
@@ -125,14 +122,14 @@ class PostgresStore:
             self._pool.terminate()
 
     async def read_identity(self) -> StoreIdentity:
-        """The identity as it is now: an operator may have given the store to another broker. Raises StoreLost."""
+        """Reread the identity, because an operator may have given the store to another broker. Raises StoreLost."""
         with translated("read the store's id"):
             async with pool.borrowed(self._pool) as connection:
                 self.identity = await read_identity(connection, self._locks.presence)
         return self.identity
 
     async def give_broker(self, declare: Callable[[], Awaitable[None]]) -> bool:
-        """See identity.give_broker. Raises StoreLost too."""
+        """Call identity.give_broker. Also raises StoreLost."""
         if self.identity.has_broker:
             return False
         with translated("note the broker"):
@@ -148,12 +145,10 @@ class PostgresStore:
         return self._clock.now_lower_ms()
 
     async def apply(self, lane: PostgresLane, batch: Fold, far: int, term: Term | None) -> Applied:
-        """Commit the rest of a batch, then wake ``lane``. Messages that are due soon go into ``lane``, later ones into
-        lane ``far``, and those of a limited route into the lane of that route.
-
-        Raises LaneLost if this process does not own ``lane`` any more (nothing is committed), Rejected, StoreLost; also
-        if the batch has keys, and another process has begun a term since ``term``.
-        """
+        """Commit the rest of a batch, then wake ``lane``. Messages due soon go into ``lane``, later ones into lane
+        ``far``, and those of a limited route into its lane. Raises LaneLost, with nothing committed, if this process no
+        longer owns ``lane``; Rejected; and StoreLost, even for a batch with keys if another process has begun a term
+        since ``term``."""
         routes, far_ms = self._routes, self._clock.now_lower_ms() + FAR_MS
         place = Placement(lane.number, routes, lane.epoch, far, far_ms, self._history_days > 0)
         await self._ensure_days({parcel.due_ms // DAY_MS for parcel in batch.kept})
@@ -165,13 +160,13 @@ class PostgresStore:
                 term.epoch = epoch
             return applied
         finally:
-            # Also when the commit is in doubt: a note too many costs one claim that finds nothing.
-            # The others are notified, or found long before they are due.
+            # Even if the commit is in doubt, because an extra note costs only one empty claim. Other messages are
+            # notified, or found long before they are due.
             if dues := [one.due_ms for one in batch.kept if one.due_ms < far_ms and one.route not in routes]:
                 lane.cursor.note_parked(min(dues))
 
     async def hold(self, lane: PostgresLane, parcels: Sequence[tuple[Parcel, Hold]]) -> None:
-        """Commit messages that never waited, as held ones. Raises as :meth:`apply` does."""
+        """Commit messages that never waited as held. Raises like :meth:`apply`."""
         place, now_ms = Placement(lane.number, self._routes, lane.epoch, history=lane.history), self.now_upper_ms()
         retry_ms = await self._write("hold", lane, lambda connection: hold_new(connection, place, parcels, now_ms))
         if retry_ms is not None:
@@ -183,15 +178,15 @@ class PostgresStore:
             async with pool.borrowed(self._pool) as connection:
                 following = await connection.fetchrow(statements.NEXT_SEGMENT)
             if following is not None:
-                check_arrow()  # Long before the segment is due, so that an operator has the time to install it.
+                check_arrow()  # Long before the segment is due, so that an operator has time to install it.
             if following is None or following[0] > horizon_ms:
                 return None
-            # The import takes half a second, which would be the event loop's.
+            # The import takes half a second, too long for the event loop.
             await asyncio.to_thread(import_module, "delayer.store.segments.restore")
             from delayer.store.segments import restore  # noqa: PLC0415 - pyarrow, without segments a daemon never loads it
 
-            # If another process restores this one, the call restores the next: rows may go to the default partition.
-            # Days that are passed, or too far, have no partition in any case.
+            # If another process restores this segment, the call restores the next one, whose rows may go to the default
+            # partition. Past days, and days too far ahead, never have a partition.
             first_ms, last_ms = following
             await self._ensure_days(set(range(first_ms // DAY_MS, last_ms // DAY_MS + 1)))
             async with pool.borrowed(self._pool) as connection:
@@ -210,7 +205,7 @@ class PostgresStore:
                     await self._days.ensure(connection, days, today, at, partitions.PARK_SECONDS)
 
     async def _write(self, doing: str, lane: PostgresLane, work: Callable[[Connection], Awaitable[T]]) -> T:
-        """The result of ``work`` in one transaction, which is repeated if it lost against another one."""
+        """Run ``work`` in one transaction, and repeat it if it loses against another. Returns its result."""
         attempt = 0
         while True:
             attempt += 1
@@ -229,7 +224,7 @@ class PostgresStore:
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[Connection]:
-        """A transaction on a pooled connection. After any failure the connection does not return with it open."""
+        """A transaction on a pooled connection, which never returns to the pool with the transaction open."""
         async with pool.borrowed(self._pool) as connection:
             try:
                 await connection.execute("BEGIN")
@@ -245,17 +240,17 @@ class PostgresStore:
                 raise StoreLost(f"the store answered COMMIT by {status}")
 
     async def look(self) -> LaneTable:
-        """Read lanes and live processes. This process counts as live from its first call on. Raises StoreLost."""
+        """Query lanes and live processes. The first call makes this process count as live. Raises StoreLost."""
         look = await self._locks.look()
         self._routes = look.routes
         return look
 
     async def take(self, number: int) -> PostgresLane | None:
-        """Take a free ordinary lane; None if another process was quicker. Raises StoreLost."""
+        """Acquire a free ordinary lane; None if another process got it first. Raises StoreLost."""
         return await self._locks.take(number)
 
     async def take_limited(self, numbers: Sequence[int]) -> list[PostgresLane]:
-        """Take free lanes of limited routes, as far as no other process was quicker. Raises StoreLost."""
+        """Acquire free lanes of limited routes, as far as no other process gets them first. Raises StoreLost."""
         return await self._locks.take_limited(numbers)
 
     async def add_routes(self, routes: Collection[bytes]) -> None:
@@ -263,12 +258,11 @@ class PostgresStore:
         await self._locks.add_routes(routes)
 
     def leave(self) -> None:
-        """Stop counting this process as live, until its next look()."""
+        """Stop counting this process as live until its next :meth:`look`."""
         self._locks.leave()
 
     async def maintain(self) -> None:
-        """Create partitions ahead of need and drop empty past ones, unless another daemon does it now. Raises
-        StoreLost."""
+        """Create partitions ahead of need and drop empty past ones, unless another daemon does. Raises StoreLost."""
         with translated("maintain"):
             async with pool.borrowed(self._pool) as connection:
                 await partitions.keep_up(connection, self._clock, self._days)
@@ -276,19 +270,17 @@ class PostgresStore:
 
 
 def lanes_of(parcels: Iterable[Parcel], place: Placement) -> list[int]:
-    """The lanes that these messages go into."""
     number, routes, _, far, far_ms, _ = place
     limited = routes.get  # No lane has the number 0.
     return [limited(one.route) or (far if one.due_ms >= far_ms else number) for one in parcels]
 
 
 def lane_of(parcel: Parcel, place: Placement) -> int:
-    """The lane that this message goes into."""
     return lanes_of([parcel], place)[0]
 
 
 def to_notify(place: Placement, dues: Iterable[tuple[Parcel, int]]) -> dict[int, int]:
-    """The lanes whose owners have to hear of these messages, with their soonest instant."""
+    """The lanes whose owners must be notified of these messages, with the soonest instant of each."""
     if place.epoch is not None and not place.routes:
         return {}
     return soonest(
@@ -299,7 +291,7 @@ def to_notify(place: Placement, dues: Iterable[tuple[Parcel, int]]) -> dict[int,
 async def apply_batch(
     connection: Connection, place: Placement, batch: Fold, term: Term | None = None
 ) -> tuple[Applied, int | None]:
-    """Write what is left of a batch, in the open transaction. Returns the epoch of ``term`` too; an import has none.
+    """Write what is left of a batch, in the open transaction. Also returns the epoch of ``term``; an import has none.
     Raises LaneLost, StoreLost, the driver's errors."""
     if batch.keys or batch.groups:
         deleted, epoch = await _park_keyed(connection, place, batch, term)
@@ -309,7 +301,7 @@ async def apply_batch(
 
 
 async def park_plain(connection: Connection, place: Placement, parcels: Sequence[Parcel]) -> None:
-    """Messages without keys: one COPY."""
+    """Park messages without keys by one COPY."""
     lanes = lanes_of(parcels, place)
     records = [envelope.row(parcel, lane) for parcel, lane in zip(parcels, lanes, strict=True)]
     await connection.copy_records_to_table("message", records=records, columns=envelope.COLUMNS)
@@ -322,8 +314,8 @@ async def park_plain(connection: Connection, place: Placement, parcels: Sequence
 async def _park_keyed(
     connection: Connection, place: Placement, batch: Fold, term: Term | None
 ) -> tuple[set[bytes], int | None]:
-    """Delete what waits under the keys of the batch, and park its messages. Returns the keys under which one waited,
-    and the epoch of the term."""
+    """Cancel the messages waiting under the batch's keys, and park its own. Returns the keys under which a message
+    waited, and the term's epoch."""
     touched = batch.keys | await keys.of_groups(connection, batch.groups)
     cancelled = await keys.cancel_waiting(connection, touched)
     lanes = lanes_of(batch.kept, place)
@@ -348,8 +340,8 @@ async def _park_keyed(
 
 
 async def _fence(connection: Connection, term: Term) -> int:
-    """The epoch of the term, which its first batch raises; every batch holds it until the commit. So the next process
-    waits for this transaction, and a transaction that comes behind the next process fails."""
+    """Return the term's epoch, which its first batch raises and every batch locks until the commit. So the next process
+    waits for this transaction, and transactions that come after it fail."""
     if term.epoch is None:
         raise_it = "UPDATE store SET intake = intake + 1 WHERE intake = $1 RETURNING intake"
         epoch: int | None = await connection.fetchval(raise_it, term.seen)
@@ -368,7 +360,7 @@ def _changes(place: Placement, batch: Fold, lanes: Sequence[int], cancelled: key
         changes[lane, "cancelled"] += n
     for lane, n in cancelled.held.items():
         changes[lane, "held"] -= n
-    for lane, n in cancelled.packed.items():  # As if it had been restored for its cancel.
+    for lane, n in cancelled.packed.items():  # As if restored for its cancel.
         changes[lane, "restored"] += n
     return changes
 
@@ -376,8 +368,8 @@ def _changes(place: Placement, batch: Fold, lanes: Sequence[int], cancelled: key
 async def hold_new(
     connection: Connection, place: Placement, parcels: Sequence[tuple[Parcel, Hold]], now_ms: int
 ) -> int | None:
-    """Put messages that never waited into held. No other message may wait under their keys. Returns when the daemon
-    retries the first of them (epoch ms), never before it is due; None where a person decides about all of them."""
+    """Hold messages that never waited. No other message may wait under their keys. Returns the first retry (epoch ms),
+    never before its message is due; None if an operator decides about all of them."""
     records: list[tuple[object, ...]] = []
     retries: list[tuple[Parcel, int]] = []
     keyed: list[tuple[bytes, int, int, int]] = []
@@ -411,8 +403,8 @@ async def _new_ids(connection: Connection, count: int) -> list[int]:
 
 
 async def _count(connection: Connection, place: Placement, changes: Changes) -> None:
-    """Count, if the lane is still ours; the last statement before the commit."""
-    # A batch of cancels that met nothing changes no counter, but must be fenced as well.
+    """Update the counters, if the lane is still ours; the last statement before the commit."""
+    # Cancels that found nothing change no counter, but must be fenced as well.
     changed = sorted((of, kind, n) for (of, kind), n in changes.items() if n) or [(place.number, "parked", 0)]
     lanes, kinds, numbers = zip(*changed, strict=True)
     if place.epoch is None:

@@ -1,9 +1,9 @@
-"""A lane: a part of the waiting and held messages that this process owns while its connections live.
+"""A lane: a part of the waiting and held messages, owned by this process while its connections live.
 
-An ordinary lane has two sessions, each with a claimer. The first has the lane's advisory lock. Each can have one claim
-open, so that the next claim begins while the last one is published and settled. The lane of a limited route has one
-claimer, whose session it shares with other such lanes (locks.py). The loss of any connection ends the lane. A claim
-that is still open then on another one may settle: its rows are locked, so the lane's next owner waits for it.
+An ordinary lane has two sessions, each with a claimer. The first holds the lane's advisory lock. Each claimer can have
+one claim open, so the next claim begins while the last one is published and settled. The lane of a limited route has
+one claimer, which shares its session with other such lanes (locks.py). Losing any connection ends the lane. A claim
+still open on another connection may settle. Its rows are locked, so the lane's next owner waits for it.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ WATERMARK_SECONDS: Final = 5.0
 FIRST_SCAN_SECONDS: Final = 5.0
 LONGEST_SLEEP: Final = 60.0
 BEHIND_SECONDS: Final = 2.0
-"""A lane that has had due rows for so many seconds is behind. A broker that begins a new log file confirms nothing for
-one second, which is not enough."""
+"""A lane with due rows for this long is behind. One second would be too short: a broker that starts a new log file
+confirms nothing for that long."""
 STUCK_SECONDS: Final = 30.0
-"""A lane that has had due rows for so many seconds, and settled no claim, is stuck. A claim takes ten at most."""
+"""A lane with due rows for this long that settled no claim is stuck. A claim takes at most ten seconds."""
 STUCK_ADVICE: Final = 'look for this lane above; see "A lane that does not advance" in docs/operations.md'
 TURN_SECONDS: Final = 1.0
-"""How long a claim waits for its turn at a shared session. Then its caller feeds the watchdog, and asks again."""
+"""How long a claim waits for a shared session. Then its caller feeds the watchdog and tries again."""
 HORIZON_MS: Final = 61_000
-"""How far a claim looks ahead for the next row. If there is none, the lane claims again at that instant."""
+"""How far ahead a claim looks for the next row. If there is none, the lane claims again at that instant."""
 
 
 class PostgresClaimer:
-    """Satisfies release.ports.Claimer: one of the two connections of a lane, and the claim that is open on it."""
+    """Implements release.ports.Claimer: one of the two connections of a lane, and the claim open on it."""
 
     def __init__(self, lane: PostgresLane, session: LaneSession, clock: StoreClock) -> None:
         self.session = session
@@ -63,7 +63,7 @@ class PostgresClaimer:
         lane = self._lane
         if self.opened is not None:
             raise RuntimeError(f"lane {lane.number}: claim before the last one was settled or given up")
-        try:  # Lanes that share the session take turns; a turn may take as long as a publish.
+        try:  # Lanes that share the session take turns, and a turn may last as long as a publish.
             async with asyncio.timeout(TURN_SECONDS):
                 await self.session.claims.acquire()
         except TimeoutError:
@@ -88,18 +88,18 @@ class PostgresClaimer:
             try:
                 claim = await self._claim_once(connection, limit, max_bytes)
             except (asyncpg.DeadlockDetectedError, Rejected):
-                # A deadlock with a park that replaces several keyed messages: the park wins. The lane claims again.
+                # Deadlock with a park that replaces several keyed messages. The park wins, and the lane claims again.
                 self._forget()
                 await connection.execute("ROLLBACK")
                 return []
             if claim.rows and self._clock.monotonic() - began > KEEPALIVE_SECONDS:
-                # For the server the transaction was idle while its rows travelled, perhaps for too long. Ask now: had
-                # the server rolled it back, its messages would be published twice.
+                # For the server the transaction was idle while its rows travelled, perhaps for too long. Check now,
+                # because messages of a rolled-back claim would be published twice.
                 await pool.sample(connection, self._clock)
         return claim.rows
 
     async def _claim_once(self, connection: Connection, limit: int, max_bytes: int) -> Claim:
-        """Begin a transaction and take waiting or held rows, in turn. If one kind has no rows, take the other."""
+        """Begin a transaction and claim waiting and held rows by turns. If one kind has no rows, claim the other."""
         if connection.is_in_transaction():
             raise RuntimeError(f"lane {self._lane.number}: a transaction is open that no claim began")
         await connection.execute("BEGIN")
@@ -115,7 +115,7 @@ class PostgresClaimer:
         return claim
 
     async def _claim_held(self, connection: Connection, limit: int, max_bytes: int) -> Claim:
-        """Take held rows that are to be retried, a tenth of ``limit`` at most."""
+        """Take held rows due for a retry, at most a tenth of ``limit``."""
         number, cursor, before = self._lane.number, self._lane.cursor, self._clock.now_lower_ms()
         skipped = self._lane.skipped.ids
         held = await connection.fetch(statements.CLAIM_HELD, number, max(1, limit // 10), max_bytes, skipped)
@@ -126,11 +126,11 @@ class PostgresClaimer:
         return Claim((NEVER_MS, 0), (NEVER_MS, 0), [envelope.read_held(record) for record in held], retries=bool(held))
 
     async def _claim_waiting(self, connection: Connection, limit: int, max_bytes: int) -> Claim:
-        """Take waiting rows that are due within the window."""
+        """Take waiting rows due within the window."""
         lane, cursor, clock = self._lane, self._lane.cursor, self._clock
         cursor.claiming()
         horizon_ms, start = clock.now_upper_ms() + HORIZON_MS, cursor.place
-        before = clock.now_lower_ms()  # Before the statements are sent, so not after the instants that they use.
+        before = clock.now_lower_ms()  # Read before the statements are sent, so not later than the instants they use.
         claimed, limit = lane.claimed_after(start), min(limit, lane.skipped.limit)
         where, skipped = (lane.number, *start, horizon_ms, claimed), lane.skipped
         first = await skipped.find_first(connection, where) if skipped.limit == 1 else None
@@ -143,12 +143,12 @@ class PostgresClaimer:
         full = len(rows) >= limit or sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows) >= max_bytes
         last, next_ms = _place(rows[-1]) if rows else start, None
         if not full or (rows and rows[-1].due_ms > before):
-            # Not full: a cancel may have removed rows while the claim waited for a lock, so more may follow. The last
-            # row is not due yet: ask for the store's clock too, which may have been set.
+            # If the claim is not full, more rows may follow: a cancel may have removed rows while the claim waited for
+            # a lock. If the last row is not due yet, read the store's clock as well, because it may have been set.
             asked = clock.monotonic()
             next_ms, server_ms = await connection.fetchrow(statements.NEXT_DUE, lane.number, *last, horizon_ms, claimed)
             clock.observe(asked, server_ms, clock.monotonic())
-            next_ms = horizon_ms if next_ms is None else next_ms  # Rows beyond the horizon are found then.
+            next_ms = horizon_ms if next_ms is None else next_ms  # The claim at the horizon finds rows beyond it.
             if not rows:
                 last = max(start, (min(before, next_ms), 0))
         cursor.claimed(last, more=full or next_ms is None or next_ms <= before + lane.window_ms, next_ms=next_ms)
@@ -160,7 +160,7 @@ class PostgresClaimer:
         held: Sequence[tuple[Due, Hold]],
         written_ms: Callable[[], Sequence[float]] = tuple,
     ) -> None:
-        """``released`` and ``held`` together are the whole claim; committing a part would lose the rest."""
+        """``released`` and ``held`` together must be the whole claim. Committing a part would lose the rest."""
         lane, claim = self._lane, self.opened
         if claim is None:
             lane.check_owned("settle")
@@ -171,7 +171,7 @@ class PostgresClaimer:
             await self.give_up()
             raise ValueError(f"claimed {len(claim.rows)}, settled {len(released)} released and {len(held)} held")
         async with self.locked_connection("settle") as connection:
-            if self.opened is not claim:  # A statement that kept the session alive failed while we waited for it.
+            if self.opened is not claim:  # While we waited, a keepalive of the session failed.
                 raise LaneLost(f"lane {lane.number}: its release was rolled back")
             retry_ms = await self._write_results(connection, claim, released, held, written_ms)
             status = await connection.execute("COMMIT")
@@ -190,8 +190,8 @@ class PostgresClaimer:
         held: Sequence[tuple[Due, Hold]],
         written_ms: Callable[[], Sequence[float]],
     ) -> int:
-        """Write what became of the claim, in its open transaction, counters last. Returns the instant of the first
-        retry. The claim deleted the rows that waited, so most releases write no more."""
+        """Write the claim's outcome in its open transaction, counters last. Returns the first retry. The claim has
+        already deleted the waiting rows, so most releases write nothing else."""
         lane, clock = self._lane, self._clock
         counted, retry_ms = {"released": len(released)}, NEVER_MS
         if held or lane.history or any(due.attempts or due.parcel.key is not None for due in released):
@@ -204,7 +204,7 @@ class PostgresClaimer:
         return min(retry_ms, await self._find_next_retry(connection)) if claim.retries else retry_ms
 
     async def _find_next_retry(self, connection: Connection) -> int:
-        """Ask for the lane's next retry, as this transaction leaves the held rows, and set it in the cursor."""
+        """Query the lane's next retry, as this transaction leaves the held rows, and set it in the cursor."""
         cursor = self._lane.cursor
         soonest, cursor.retry_ms = cursor.retry_ms, NEVER_MS
         try:
@@ -213,7 +213,7 @@ class PostgresClaimer:
             cursor.expect_retry(soonest)
             raise
         retry_ms = NEVER_MS if found is None else found
-        # The answer may be older than a row that was held and noted meanwhile.
+        # The answer may be older than a row held and noted since.
         cursor.expect_retry(retry_ms)
         return retry_ms
 
@@ -226,11 +226,9 @@ class PostgresClaimer:
 
     @asynccontextmanager
     async def locked_connection(self, doing: str) -> AsyncIterator[Connection]:
-        """The connection, for one caller at a time. Raises LaneLost if the lane is gone, else StoreLost.
-
-        After a failure the transaction is rolled back. If that is uncertain, the connection is cut, and the server
-        rolls back. Otherwise the next transaction would commit deletions that it does not know of.
-        """
+        """Lend the connection to one caller at a time. Raises LaneLost if the lane is gone, else StoreLost. A failure
+        rolls back or, if that is uncertain, cuts the connection, so that the server rolls back. Otherwise the next
+        transaction would unknowingly commit the deletions."""
         async with self.session.turn:
             connection = self.session.connection
             if self._lane.closed or connection.is_closed():
@@ -241,14 +239,14 @@ class PostgresClaimer:
             except DRIVER_ERRORS as error:
                 self._forget()
                 if isinstance(error, TimeoutError):
-                    connection.terminate()  # The server is silent, so the result of the statement is unknown.
+                    connection.terminate()  # The server is silent, so the statement's result is unknown.
                 await self._roll_back()
                 doing = f"lane {self._lane.number}: {doing}"
                 if not self._lane.owned:
                     raise LaneLost(f"{doing}: {describe(error)}") from error
                 raise lost(doing, error) from error
             except BaseException:
-                # Cancelled between two statements or inside one, or a bug.
+                # Cancelled between or inside statements, or a bug.
                 self._forget()
                 connection.terminate()
                 raise
@@ -264,7 +262,7 @@ class PostgresClaimer:
         return claim
 
     def _forget(self) -> None:
-        """The open claim is rolled back, or will be."""
+        """Forget the open claim, which is or will be rolled back."""
         claim = self._end()
         self._lane.cursor.rolled_back(None if claim is None else claim.start)
 
@@ -283,7 +281,7 @@ class PostgresClaimer:
 
 
 class PostgresLane:
-    """Satisfies release.ports.Lane. Made by locks.py."""
+    """Implements release.ports.Lane. Created by locks.py."""
 
     def __init__(
         self,
@@ -300,14 +298,14 @@ class PostgresLane:
         release_seconds: float,
         history: bool = False,
     ) -> None:
-        """``unlock`` frees the lane, and what it does not share. ``lock``: the connection with its lock. ``pool``: for
-        scans. ``release_seconds``: for how long an open claim is kept from the idle timeout. ``history``: whether its
-        settlements write one."""
+        """``unlock`` frees the lane and unshared connections. ``lock``: the connection with its lock. ``pool``: for
+        scans. ``release_seconds``: how long an open claim is kept from the idle timeout. ``history``: whether to write
+        history."""
         self.number = number
         self.route = route
         self.epoch = epoch
         self.claimers = [PostgresClaimer(self, session, clock) for session in sessions]
-        # A claim that waits for an instant would keep other limited routes from the shared session.
+        # A claim that waits for an instant would block other limited routes from the shared session.
         self.window_ms = WINDOW_MS if route is None else 0
         self.cursor = cursor
         self.skipped = SkippedRows(number, clock)
@@ -318,9 +316,9 @@ class PostgresLane:
         self.ended = asyncio.Event()
         """Set after :meth:`close`."""
         self.on_end: Callable[[], object] = bool
-        """Called when a connection of the lane is lost, and when the lane is closed."""
+        """Called when the lane loses a connection, and when it is closed."""
         self.advanced_at = -math.inf
-        """When it last settled a claim, monotonic seconds."""
+        """When it last settled a claim, in monotonic seconds."""
         self._busy_since: float | None = None
         self._clock = clock
         self._pool = pool
@@ -344,8 +342,7 @@ class PostgresLane:
             raise LaneLost(f"lane {self.number}: {doing}: one of its connections is gone")
 
     def claimed_after(self, place: RowPlace) -> list[int]:
-        """The messages after ``place`` that a claim leaves out: an open claim has them, so it would wait; or they are
-        skipped."""
+        """The messages after ``place`` that a claim leaves out: skipped ones, and those locked by an open claim."""
         open_claims = [claimer.opened for claimer in self.claimers if claimer.opened is not None]
         return self.skipped.ids + [
             due.id
@@ -357,18 +354,18 @@ class PostgresLane:
 
     @property
     def watermark(self) -> int:
-        """A due instant before which the lane has no rows, also if all of its open claims are rolled back."""
+        """A due instant before which the lane has no rows, even if all its open claims are rolled back."""
         starts = [claimer.opened.start[0] for claimer in self.claimers if claimer.opened is not None]
         return min(self.cursor.place[0], self._clock.now_lower_ms(), *starts)
 
     @property
     def behind(self) -> bool:
-        """Whether this lane has had due rows for BEHIND_SECONDS all the time. A limited route does that too."""
+        """Whether the lane has had due rows for BEHIND_SECONDS without a break. A limited route may cause this, too."""
         return self._busy_since is not None and self._clock.monotonic() - self._busy_since > BEHIND_SECONDS
 
     @property
     def stuck(self) -> bool:
-        """Whether this lane has had due rows for STUCK_SECONDS, and settled no claim."""
+        """Whether the lane has had due rows for STUCK_SECONDS and settled no claim."""
         busy = self._busy_since
         return busy is not None and self._clock.monotonic() - max(busy, self.advanced_at) > STUCK_SECONDS
 
@@ -388,20 +385,19 @@ class PostgresLane:
         return min(seconds, LONGEST_SLEEP)
 
     async def wait(self, seconds: float) -> None:
-        """Also returns when the lane is lost or to be left, or when the store's clock was set: then ``seconds`` is
-        wrong."""
+        """Return early if the lane is lost or to be left, or if a clock step makes ``seconds`` wrong."""
         deadline = self._clock.monotonic() + seconds
         while self.owned and not self.leaving.is_set() and not self.cursor.clock_stepped:
             self.cursor.woken.clear()
             left = min(deadline - self._clock.monotonic(), self._clock.seconds_until(self.cursor.wake_ms()))
             if left <= 0.0:
                 return
-            # Some event loops round a timeout down to milliseconds: an early wake-up costs an empty claim.
+            # Some event loops round a timeout down to milliseconds, and waking early costs an empty claim.
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.cursor.woken.wait(), math.ceil(left * 1000) / 1000)
 
     async def close(self) -> None:
-        """The server rolls back open claims and frees the lock."""
+        """Close the lane. The server rolls back open claims and frees the lock."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -422,8 +418,7 @@ class PostgresLane:
         self.on_end()
 
     async def _keep(self) -> None:
-        """Write the watermark from time to time, log that the lane is stuck, and wake a sleeper that knows a wrong
-        time."""
+        """Keep the watermark up to date, log that the lane is stuck, and wake a sleeper after a clock step."""
         told = False
         while not await self._closed_within(KEEPALIVE_SECONDS) and self.owned:
             await self._write_watermark()
@@ -436,8 +431,7 @@ class PostgresLane:
                 self.cursor.woken.set()
 
     async def _write_watermark(self, *, at_once: bool = False) -> None:
-        """Write the watermark for the next owner. Not now, if a claim is open or a park holds the row: there is no
-        hurry."""
+        """Save the watermark for the next owner; skip it for now if a claim is open or a park has the row locked."""
         now, watermark = self._clock.monotonic(), self.watermark
         first = self.claimers[0]
         if not at_once and (now < self._watermark_at + WATERMARK_SECONDS or self._last_watermark == watermark):
@@ -463,8 +457,8 @@ class PostgresLane:
                 log.warning("store unreachable", doing="scan", lane=self.number, error=describe(error))
 
     async def scan(self) -> None:
-        """Find unannounced rows: written by hand, by another tool, or by a commit in doubt. It uses a connection of the
-        pool, because it reads dead entries, at some 4 us each. Raises the driver's errors."""
+        """Find unannounced rows: written by hand, by another tool, or by a commit in doubt. A pooled connection reads
+        them, because it reads dead entries too, at about 4 us each. Raises the driver's errors."""
         watermark, horizon_ms = self.watermark, self._clock.now_upper_ms() + HORIZON_MS
         where = self.number, pool.BEGINNING_MS, 0, horizon_ms, self.skipped.ids
         async with pool.borrowed(self._pool) as connection:
@@ -480,15 +474,15 @@ class PostgresLane:
 
 @dataclass(slots=True)
 class Claim:
-    """The rows that an open release transaction took."""
+    """The rows taken by an open release transaction."""
 
     start: RowPlace
-    """The place where this claim began. The next claim begins there if this one is rolled back."""
+    """Where this claim began. The next claim begins there if this one is rolled back."""
     next_start: RowPlace
-    """The place where the next claim begins while this one is open."""
+    """Where the next claim begins while this one is open."""
     rows: list[Due]
     retries: bool = False
-    """Whether the rows were held before."""
+    """Whether the rows were held."""
 
 
 def _read(record: asyncpg.Record) -> Due:

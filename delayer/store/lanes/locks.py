@@ -1,9 +1,9 @@
-"""Ownership of lanes: presence of live processes, the locks of lanes, and one look at both.
+"""Ownership of lanes: the presence of live processes, the locks of lanes, and a query of both.
 
-There are two advisory locks. A process holds its *presence* on a connection of its own. The lock is shared by all
-processes, so the number of its holders is the number of live processes. The lock of an ordinary lane is held on the
-lane's connection, and those of limited routes are held on the presence. Locks end with their session. The server ends
-the session when a process dies, hangs or is cut off.
+There are two kinds of advisory lock. Each process holds its *presence* on a dedicated connection. This lock is shared,
+so the number of its holders is the number of live processes. The lane's connection holds the lock of an ordinary lane,
+and the presence holds those of limited routes. The server frees the locks when it ends the session of a process that
+dies, hangs or is cut off.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ log = structlog.get_logger(__name__)
 Unlock = Callable[[], Awaitable[None]]
 
 LOOK_TIMEOUT: Final = 5.0
-"""How long a look may take."""
 LIMITED_SESSIONS: Final = 3
-"""The sessions that the lanes of all limited routes of a process share."""
+"""Sessions shared by the lanes of all limited routes of a process."""
 
 _PRESENCE = "SELECT pg_try_advisory_lock_shared('lane'::regclass::oid::int, 0), pg_backend_pid()"
 _LOCK = "SELECT pg_try_advisory_lock('lane'::regclass::oid::int, $1)"
@@ -50,8 +49,8 @@ ADD: Final = (
     "INSERT INTO lane (number, epoch, owner, route)"
     " SELECT coalesce(max(number), 0) + 1, 0, '', $1 FROM lane ON CONFLICT DO NOTHING"
 )
-# The server's idle timeouts do not act while it waits for the client in the middle of a statement: between Parse and
-# Bind, or in a COPY. A process that freezes there would keep its lanes, its presence, and the locks of its parks.
+# The server's idle timeouts do not apply while it waits for the client in the middle of a statement, between Parse and
+# Bind or in a COPY. A process that freezes there would keep its lanes, its presence and the locks of its parks.
 _END_FROZEN = """
 SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
 WHERE datname = current_database() AND usename = current_user AND state = 'active' AND wait_event = 'ClientRead'
@@ -60,16 +59,16 @@ WHERE datname = current_database() AND usename = current_user AND state = 'activ
       WHEN application_name IN ('delayer park', 'delayer act') THEN $2::float8 END)
 """
 FROZEN_SECONDS: Final = 60.0
-"""After how long a park is ended that says nothing in the middle of a COPY. Its rows come in within milliseconds."""
+"""When to terminate a park that is silent in the middle of a COPY. Its rows normally arrive within milliseconds."""
 
 
 def application_of(lane: int) -> str:
-    """The name of the sessions of ``lane``. The first holds its lock."""
+    """The name of the sessions of ``lane``, of which the first holds its lock."""
     return f"delayer lane {lane}"
 
 
 class LaneLocks:
-    """Looks, and takes lanes, for one process."""
+    """Queries and acquires lanes for one process."""
 
     def __init__(
         self,
@@ -82,9 +81,8 @@ class LaneLocks:
         releasing: float,
         history: bool = False,
     ) -> None:
-        """``idle``: seconds after which the server ends a connection of a lane, or of the presence, that says nothing,
-        in a transaction or not; ``releasing``: for how long a release is kept from that. ``history``: whether its lanes
-        write one."""
+        """``idle``: seconds after which the server ends a silent connection of a lane or the presence, even in a
+        transaction. ``releasing``: how long a release is exempt from that."""
         self._url = url
         self._pool = pool
         self._clock = clock
@@ -92,15 +90,15 @@ class LaneLocks:
         self._releasing = releasing
         self._history = history
         self._presence: Connection | None = None
-        self._turn = asyncio.Lock()  # One statement of the presence at a time.
+        self._turn = asyncio.Lock()  # The presence runs one statement at a time.
         self._pid = 0
         self._limited: list[LaneSession] = []
         self._idle_seconds = idle
         self._idle = {"idle_session_timeout": f"{idle * 1000:.0f}ms", "tcp_user_timeout": f"{idle * 1000:.0f}ms"}
         self._lane_settings = self._idle | {
             "idle_in_transaction_session_timeout": f"{idle * 1000:.0f}ms",
-            # The claim's plan must be an index range and a join by place, also with wrong statistics of a partition
-            # that was just filled. A wrong plan took 122 ms a claim instead of 4.
+            # The claim's plan must be an index range and a join by place, even with wrong statistics of a partition
+            # that was just filled. A wrong plan took 122 ms per claim instead of 4.
             "enable_seqscan": "off",
             "enable_bitmapscan": "off",
             "enable_hashjoin": "off",
@@ -108,8 +106,8 @@ class LaneLocks:
         }
 
     async def look(self, frozen_seconds: float = FROZEN_SECONDS) -> LaneTable:
-        """Look at lanes and live processes. The first look makes this process present. Every look ends the sessions of
-        parks that said nothing for ``frozen_seconds``. Raises StoreLost."""
+        """Query lanes and live processes, ending sessions of parks that were silent for ``frozen_seconds``. The first
+        call makes this process present. Raises StoreLost."""
         if self._presence is None or self._presence.is_closed():
             self._presence, self._pid = await pool.connect(self._url, "delayer presence", self._idle), 0
         try:
@@ -128,17 +126,17 @@ class LaneLocks:
 
     @property
     def presence(self) -> int:
-        """The server's process behind the presence; 0 without one."""
+        """The server process behind the presence; 0 if there is none."""
         return 0 if self._presence is None else self._pid
 
     def leave(self) -> None:
-        """End the presence: the other processes share this one's lanes. A later look begins it again."""
+        """End the presence, so that other processes take over this one's lanes. The next look restores it."""
         if self._presence is not None:
             self._presence.terminate()
             self._presence = None
 
     async def take(self, number: int) -> PostgresLane | None:
-        """Take an ordinary lane; None if another process was quicker. Raises StoreLost."""
+        """Acquire an ordinary lane; None if another process got it first. Raises StoreLost."""
         sessions: list[LaneSession] = []
 
         async def close() -> None:
@@ -147,13 +145,13 @@ class LaneLocks:
         try:
             lock = await self._open_session(application_of(number), sessions)
             with translated(f"take lane {number}"):
-                async with sessions[0].turn:  # Else its keeper would ask in the middle of another statement.
+                async with sessions[0].turn:  # Else its keeper would interrupt another statement.
                     if not await lock.fetchval(_LOCK, number):
                         lane = None
                     else:
                         cursor = ReleaseCursor(self._clock)
-                        # Before anything is read: a row that others put into the lane from here on is either notified
-                        # or seen.
+                        # Listen before reading, so that each row added by others from now on is either notified or
+                        # seen.
                         await listen(lock, number, cursor.notified)
                         await self._open_session(application_of(number), sessions)
                         [lane] = await self._begin(lock, {number: cursor}, lambda _: (sessions, close))
@@ -165,8 +163,8 @@ class LaneLocks:
         return lane
 
     async def take_limited(self, numbers: Sequence[int]) -> list[PostgresLane]:
-        """Take those lanes of limited routes that no other process is quicker to take. The presence holds their locks,
-        and they share LIMITED_SESSIONS sessions. Raises StoreLost."""
+        """Acquire those lanes of limited routes that no other process gets first. The presence holds their locks, and
+        they share LIMITED_SESSIONS sessions. Raises StoreLost."""
         presence = self._presence
         if presence is None or not numbers:
             return []
@@ -188,7 +186,7 @@ class LaneLocks:
                         forget[number] = await listen(presence, number, cursor.notified)
                     return await self._begin(presence, cursors, placed)
         except BaseException:
-            self.leave()  # Its locks would keep these lanes from every process.
+            self.leave()  # Its locks would keep all processes from these lanes.
             raise
 
     async def _begin(
@@ -197,8 +195,8 @@ class LaneLocks:
         cursors: Mapping[int, ReleaseCursor],
         placed: Callable[[int], tuple[Sequence[LaneSession], Unlock]],
     ) -> list[PostgresLane]:
-        """The lanes that ``lock`` has locked, each with its sessions. Raises the driver's errors."""
-        # Waits for parks that are under way in the old epoch; when it returns, all of them can be seen.
+        """Begin the lanes locked by ``lock``, each with its sessions. Raises the driver's errors."""
+        # Waits for parks under way in the old epoch. When it returns, all of them are visible.
         taken = await lock.fetch(_TAKE, list(cursors), self._owner)
         await pool.sample(lock, self._clock)
         retries = dict(await lock.fetch(_RETRIES, list(cursors)))
@@ -224,7 +222,7 @@ class LaneLocks:
         return lanes
 
     async def _open_session(self, application: str, sessions: list[LaneSession]) -> Connection:
-        """Open one more, and add it to ``sessions``. Raises StoreLost."""
+        """Open a session and add it to ``sessions``. Raises StoreLost."""
         connection = await pool.connect(self._url, application, self._lane_settings)
         sessions.append(LaneSession(connection, self._clock, application))
         return connection
@@ -241,12 +239,12 @@ class LaneLocks:
                     presence.terminate()
 
     async def close(self) -> None:
-        """End the presence, and the sessions of limited routes."""
+        """End the presence and the sessions of limited routes."""
         self.leave()
         await asyncio.gather(*(session.close() for session in self._limited))
 
     async def add_routes(self, routes: Collection[bytes]) -> None:
-        """Make lanes for limited routes that have none. Raises StoreLost."""
+        """Create lanes for limited routes that have none. Raises StoreLost."""
         with translated("make lanes of routes"):
             async with pool.borrowed(self._pool) as connection:
                 for route in sorted(routes):

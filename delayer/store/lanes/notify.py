@@ -1,7 +1,7 @@
-"""Notifications to the owner of a lane, by LISTEN and NOTIFY: another process put a row into the lane.
+"""LISTEN and NOTIFY for the owner of a lane, when another process puts a row into it.
 
-Parks of a limited route, restores, imports, reschedules and retries notify. The owner's own parks need no notification.
-A notification is a hint: an owner that misses one finds the row by its scan, once a minute.
+Parks of a limited route, restores, imports, reschedules and retries notify. An owner's own parks need no notification.
+A notification is only a hint. An owner that misses it finds the row in its scan, once a minute.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from asyncpg import Connection
 
 WAITING: Final = "waiting"
 HELD: Final = "held"
-# In the order of lanes: two processes that lower the same ones must not wait for each other.
+# In the order of lanes, so that two processes that lower the same lanes cannot deadlock.
 _LOWER = (
     "UPDATE lane AS l SET watermark = told.due"
     " FROM (SELECT number, due FROM lane JOIN unnest($1::smallint[], $2::timestamptz[]) AS t (lane, due)"
@@ -24,12 +24,10 @@ _LOWER = (
 
 
 def channel(lane: int) -> str:
-    """The notification channel of a lane."""
     return f"delayer_lane_{lane}"
 
 
 def soonest(dues: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """The soonest instant of each lane."""
     found: dict[int, int] = {}
     for lane, at_ms in dues:
         found[lane] = min(at_ms, found.get(lane, at_ms))
@@ -37,11 +35,8 @@ def soonest(dues: Iterable[tuple[int, int]]) -> dict[int, int]:
 
 
 async def notify(connection: Connection, waiting: Mapping[int, int], held: Mapping[int, int]) -> None:
-    """Notify the owners of these lanes when the open transaction commits: the soonest instant for each lane.
-
-    A lane may have no owner at this moment. Its next owner begins at the written watermark, so that is lowered. Raises
-    the driver's errors.
-    """
+    """At the commit, notify the owners of these lanes of the soonest instant of each. A lane may have no owner now, and
+    its next owner begins at the saved watermark, so lower that too. Raises the driver's errors."""
     if waiting:
         lanes = sorted(waiting)
         await connection.execute(_LOWER, lanes, [waiting[lane] for lane in lanes])
@@ -51,8 +46,8 @@ async def notify(connection: Connection, waiting: Mapping[int, int], held: Mappi
 
 
 async def listen(connection: Connection, lane: int, told: Callable[[str, int], None]) -> Callable[[], Awaitable[None]]:
-    """Pass on notifications from now on, on the connection that holds the lock of ``lane``. ``told`` hears of a WAITING
-    or a HELD row, and from which instant on it is to be claimed (epoch ms). Returns the function that ends this."""
+    """Call ``told`` for each notification about ``lane``, on the connection that holds its lock, with the kind (WAITING
+    or HELD) and the instant (epoch ms) from which the row can be claimed. Returns the function that stops listening."""
 
     def on_notification(_connection: object, _pid: int, _channel: str, payload: str) -> None:
         if (one := parsed(payload)) is not None:
@@ -63,7 +58,7 @@ async def listen(connection: Connection, lane: int, told: Callable[[str, int], N
 
 
 def parsed(payload: str) -> tuple[str, int] | None:
-    """The kind and the instant of a payload; None if it is not ours, as any session may notify."""
+    """The kind and instant of a payload; None if it is not ours, because any session may notify."""
     kind, _, at = payload.partition(" ")
     if kind not in (WAITING, HELD):
         return None

@@ -1,11 +1,9 @@
 """The lanes of this process: its even share of the store's lanes.
 
-Once a second the process looks at the store: how many processes live, and which lanes have an owner. It drops lanes
-above its share and takes free ones up to it. Lanes of limited routes are shared apart from the others, and their extra
-lanes go to the last processes, so that no process has two lanes more than another.
-
-A process that has been without its broker for 10 seconds drops all lanes and its presence, so that others take them.
-Before its first connection to the broker it takes none.
+Once a second the process queries how many processes live and which lanes have an owner. It drops lanes above its share
+and takes free ones up to it. Lanes of limited routes are shared separately. Their remainder goes to the last processes,
+so that no process has two lanes more than another. A process without its broker for 10 seconds drops all lanes and its
+presence, so that others take them. It takes no lane before its first connection to the broker.
 """
 
 from __future__ import annotations
@@ -26,15 +24,15 @@ log = structlog.get_logger(__name__)
 MORE_LANES: Final = "`delayer db lanes N` raises the number of lanes"
 AWAY_SECONDS: Final = 10.0
 LOGGED_LANES: Final = 20
-"""The lanes of limited routes that a line of the log names."""
+"""Maximum number of limited routes' lanes named in one log line."""
 
 
 class BrokerLink(Protocol):
-    """The connection to the broker that the lanes publish to."""
+    """The connection to the broker to which the lanes publish."""
 
     @property
     def current(self) -> object | None:
-        """The open connection, or None."""
+        """The open connection; None if closed."""
 
     @property
     def connects(self) -> int:
@@ -42,7 +40,7 @@ class BrokerLink(Protocol):
 
 
 class LaneSource(Protocol):
-    """Where lanes come from (postgres.py)."""
+    """The source of lanes (postgres.py)."""
 
     async def look(self) -> LaneTable: ...
 
@@ -56,7 +54,7 @@ class LaneSource(Protocol):
 
 
 def share(lanes: int, live: int, rank: int) -> int:
-    """How many of ``lanes`` the process of this rank owns, among ``live`` ones.
+    """How many of ``lanes`` the process of this rank owns, among ``live`` processes.
 
     >>> [share(5, 3, rank) for rank in range(3)]
     [2, 2, 1]
@@ -65,46 +63,44 @@ def share(lanes: int, live: int, rank: int) -> int:
 
 
 class LaneOwnership:
-    """Takes and drops lanes."""
-
     def __init__(self, link: BrokerLink, away_seconds: float = AWAY_SECONDS) -> None:
         self.own: Sequence[PostgresLane] = ()
-        """The lanes of this process to park into: those of no limited route."""
+        """The lanes of this process to park into, without those of limited routes."""
         self.ordinary: Sequence[int] = ()
-        """All such lanes, whoever owns them."""
+        """All lanes without a limited route, whoever owns them."""
         self.usable = asyncio.Event()
         """Set while there is a lane to park into."""
         self.spare = asyncio.Event()
-        """Set while there are more processes than lanes, and this one has no share."""
+        """Set while this process has no share, because there are more processes than lanes."""
         self.intake = 0
-        """The epoch of the intake, by the last look."""
+        """The epoch of the intake at the last look."""
         self.live = 0
-        """The processes of the store, by the last look."""
+        """The number of live processes of the store at the last look."""
         self.routes: Collection[bytes] = ()
-        """The limited routes: each needs a lane of its own."""
+        """The limited routes. Each needs its own lane."""
         self._link = link
         self._away_seconds = away_seconds
         self._away_since: float | None = None
-        self._lanes: list[PostgresLane] = []  # In the order in which they were taken, until they are closed.
+        self._lanes: list[PostgresLane] = []  # In the order taken, until they are closed.
         self._taken: asyncio.Queue[PostgresLane | None] = asyncio.Queue()
 
     @property
     def numbers(self) -> list[int]:
-        """The lanes that this process releases from."""
+        """The lanes from which this process releases."""
         return sorted(lane.number for lane in self._lanes)
 
     @property
     def stuck(self) -> list[int]:
-        """Those of them that do not advance."""
+        """The lanes of this process that do not advance."""
         return sorted(lane.number for lane in self._lanes if lane.stuck)
 
     async def lanes(self) -> AsyncIterator[PostgresLane]:
-        """Yield every lane that is taken, until :meth:`close`."""
+        """Yield each lane taken, until :meth:`close`."""
         while (lane := await self._taken.get()) is not None:
             yield lane
 
     async def look(self, source: LaneSource, stopping: asyncio.Event) -> None:
-        """Take and drop lanes, once. Without a broker drop all. Raises StoreLost."""
+        """Take and drop lanes once; without a broker drop all. Raises StoreLost."""
         self._forget_closed()
         if self._is_away():
             self.drop(self._held(), "no broker")
@@ -118,7 +114,7 @@ class LaneOwnership:
         await self._take_share(source, table, stopping)
 
     async def routed(self, source: LaneSource, routes: Collection[bytes]) -> LaneTable:
-        """Look, and make the lanes of those limited routes that have none yet. Raises StoreLost."""
+        """Query the lanes and create missing ones for limited ``routes``. Raises StoreLost."""
         table = await source.look()
         if missing := set(routes) - set(table.routes):
             await source.add_routes(missing)
@@ -126,7 +122,7 @@ class LaneOwnership:
         return table
 
     def drop(self, lanes: Sequence[PostgresLane], reason: str) -> None:
-        """Ask their releases to end after the open claims."""
+        """Ask the releases of these lanes to end after their open claims."""
         for lane in lanes:
             lane.leave()
             if lane.route is None:
@@ -136,7 +132,7 @@ class LaneOwnership:
         self._update()
 
     async def end(self) -> None:
-        """Drop all lanes, and wait until their releases have closed them."""
+        """Drop all lanes and wait until their releases have closed them."""
         for lane in self._lanes:
             lane.leave()
         for lane in self._lanes:
@@ -144,13 +140,13 @@ class LaneOwnership:
         self._update()
 
     async def close(self) -> None:
-        """Close all lanes, whatever their releases do."""
+        """Close all lanes, whatever their releases are doing."""
         self._taken.put_nowait(None)
         await asyncio.gather(*(lane.close() for lane in self._lanes))
         self._update()
 
     def _is_away(self) -> bool:
-        """Whether the broker has been out of reach for ``away_seconds``, or since the start."""
+        """Whether the broker has been unreachable for ``away_seconds``, or since the start."""
         now = time.monotonic()
         if self._link.current is not None:
             self._away_since = None
@@ -183,9 +179,9 @@ class LaneOwnership:
                 self._add(lane)
 
     def _missing(self, numbers: Sequence[int], part: int, table: LaneTable) -> list[int]:
-        """Drop lanes above ``part`` of these ``numbers``, and return all, in the order in which to take them."""
+        """Drop lanes above ``part`` of ``numbers``. Returns all ``numbers`` in the order in which to take them."""
         self.drop([lane for lane in self._held() if lane.number in numbers][part:], "above the share of this process")
-        # Each process begins at another lane, so fewer of them try to take the same one.
+        # Each process begins at a different lane, so that fewer compete for the same lane.
         begin = table.rank * len(numbers) // table.live
         return [*numbers[begin:], *numbers[:begin]]
 
@@ -196,7 +192,7 @@ class LaneOwnership:
         self._update()
 
     def _held(self) -> list[PostgresLane]:
-        """The lanes that are ours to keep, in the order in which they were taken."""
+        """The lanes to keep, in the order taken."""
         return [lane for lane in self._lanes if lane.owned and not lane.leaving.is_set()]
 
     def _forget_closed(self) -> None:
@@ -213,5 +209,5 @@ class LaneOwnership:
 
 
 def _few(lanes: Sequence[PostgresLane]) -> dict[str, object]:
-    """Details for one line of the log about the lanes of limited routes, which may be hundreds."""
+    """Log details about the lanes of limited routes, of which there may be hundreds."""
     return {"count": len(lanes), "lanes": [lane.number for lane in lanes[:LOGGED_LANES]]}

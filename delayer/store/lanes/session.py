@@ -20,14 +20,14 @@ KEEPALIVE_SECONDS: Final = 1.0
 
 
 class LaneSession:
-    """One connection, one open claim at a time."""
+    """One connection, with one open claim at a time."""
 
     def __init__(self, connection: Connection, clock: StoreClock, name: str) -> None:
         self.connection = connection
-        self.turn = asyncio.Lock()  # One statement or transaction of ours at a time.
+        self.turn = asyncio.Lock()  # One statement or transaction at a time.
         self.claims = asyncio.Lock()  # Held while a claim is open.
         self.kept_alive_until = math.inf
-        """Until this time, in monotonic seconds, an open claim is kept from the server's idle timeout."""
+        """When to stop keeping an open claim from the server's idle timeout, in monotonic seconds."""
         self._clock = clock
         self._name = name
         self._closing = asyncio.Event()
@@ -39,7 +39,7 @@ class LaneSession:
         return not self.connection.is_closed()
 
     async def close(self) -> None:
-        """End the session. The server rolls back an open claim. Safe to call twice."""
+        """Close the session, and let the server roll back an open claim. Safe to call twice."""
         if not self._closing.is_set():
             self._closing.set()
             self._keeper.cancel()
@@ -47,11 +47,8 @@ class LaneSession:
             await pool.close(self.connection)
 
     async def _keep(self) -> None:
-        """Keep the session from its idle timeout, by asking for the store's time.
-
-        A process whose event loop hangs stops asking, and loses its lanes. An open claim is kept alive too, because its
-        broker may confirm slowly, but only until ``kept_alive_until``.
-        """
+        """Keep the session from its idle timeout by querying the store's time. A process whose event loop hangs loses
+        its lanes. An open claim is kept alive until ``kept_alive_until``, because its broker may confirm slowly."""
         while self.is_open:
             await asyncio.sleep(KEEPALIVE_SECONDS)
             if self.turn.locked() or self._clock.monotonic() > self.kept_alive_until:

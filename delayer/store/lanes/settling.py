@@ -1,8 +1,8 @@
-"""Writes what became of claimed rows, in the transaction of their claim.
+"""Writes the outcome of claimed rows, in the transaction of their claim.
 
-If the database rejects the data of a row, a savepoint keeps the claim, and each half of the rows is written by itself
-until the row is found. So the claim still commits, and no message is published again. The row found gets a plain
-reason and no history. If the database rejects even that, the row goes back to where it was, and the lane skips it.
+If the database rejects the data of a row, a savepoint keeps the claim. The rows are then written by halves until the
+bad row is found. So the claim still commits, and no message is published again. The bad row gets a plain reason and no
+history. If the database rejects even that, the row returns to its old place, and the lane skips it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 
 class Settled(NamedTuple):
-    """What became of a claimed row: ``hold`` is None if the row was released. ``at_ms``: when."""
+    """The outcome of a claimed row. ``hold``: None if the row was released. ``at_ms``: when."""
 
     due: Due
     hold: Hold | None
@@ -38,7 +38,7 @@ class Settled(NamedTuple):
 def settled(
     released: Sequence[Due], held: Sequence[tuple[Due, Hold]], released_ms: Sequence[float], now_ms: int
 ) -> list[Settled]:
-    """The rows of a claim. ``released_ms``: when each of ``released`` was written to the broker; empty: now."""
+    """The outcomes of a claim. ``released_ms``: when each of ``released`` was written to the broker; empty: now."""
     at_ms = released_ms or [now_ms] * len(released)
     rows = [Settled(due, None, at) for due, at in zip(released, at_ms, strict=True)]
     return rows + [Settled(due, hold, now_ms) for due, hold in held]
@@ -46,7 +46,7 @@ def settled(
 
 @dataclass(slots=True)
 class Settlement:
-    """The writes for one claim. ``now_ms``: an upper bound of the store's clock."""
+    """The writes for one claim. ``now_ms``: upper bound of the store's clock."""
 
     connection: Connection
     lane: int
@@ -54,12 +54,10 @@ class Settlement:
     now_ms: int
     history: bool
     counted: dict[str, int] = field(default_factory=lambda: {"held": 0, "released": 0})
-    """The changes of the lane's counters."""
     retry_ms: int = NEVER_MS
-    """The instant of the first retry."""
 
     async def write(self, rows: Sequence[Settled]) -> None:
-        """Write ``rows``, each half by itself if the database rejects one. Raises the driver's other errors."""
+        """Write ``rows``, or each half separately if the database rejects one. Raises the driver's other errors."""
         if (error := await self._tried(rows, history=self.history)) is None:
             return
         if len(rows) > 1:
@@ -70,7 +68,7 @@ class Settlement:
             await self._write_plain(*rows[0], error)
 
     async def _write_plain(self, due: Due, hold: Hold | None, at_ms: float, error: asyncpg.PostgresError) -> None:
-        """Write a rejected row with as few data as possible. A row of ``held`` that cannot be deleted stays there."""
+        """Write a rejected row with as little data as possible. If ``held`` does not let go of it, it stays there."""
         reason = describe(error)
         log.error("row rejected", lane=self.lane, id=due.id, reason=reason, next_step=NEXT_STEP)
         text = plain_reason(error)
@@ -81,7 +79,7 @@ class Settlement:
         if await self._tried([Settled(due, hold, at_ms)], history=False) is None:
             return
         if hold is None:
-            self.counted["released"] += 1  # Only its key stays behind, which stands for nothing.
+            self.counted["released"] += 1  # Only its key is left behind, without a message.
             return
         if not due.attempts:
             records = [(*envelope.row_again(due, self.lane), due.id)]
@@ -89,7 +87,7 @@ class Settlement:
         self.skipped.add(due.id, due.due_ms, reason)
 
     async def _tried(self, rows: Sequence[Settled], *, history: bool) -> asyncpg.PostgresError | None:
-        """Write ``rows``. Returns the error if the database rejects their data; then none of them is written."""
+        """Write ``rows``. If the database rejects their data, writes none and returns the error."""
         await self.connection.execute("SAVEPOINT settled")
         try:
             await self._write(rows, history=history)
@@ -99,8 +97,7 @@ class Settlement:
         return None
 
     async def _write(self, rows: Sequence[Settled], *, history: bool) -> None:
-        """The rows that waited are deleted already. The rows that were held before (``attempts`` is not 0) are still
-        in ``held``."""
+        """Write ``rows``. Waiting rows are already deleted; held ones (``attempts`` > 0) are still in ``held``."""
         released = [row.due for row in rows if row.hold is None]
         held = [(row.due, row.hold) for row in rows if row.hold is not None]
         if history:
@@ -117,7 +114,7 @@ class Settlement:
 
 
 async def _write_history(connection: Connection, rows: Sequence[Settled]) -> None:
-    """Write released and newly held messages to the history."""
+    """Add released and newly held messages to the history."""
     entries = []
     for due, hold, at_ms in rows:
         what, kind = (history.RELEASED, None) if hold is None else (history.HELD, hold.kind)
@@ -127,7 +124,7 @@ async def _write_history(connection: Connection, rows: Sequence[Settled]) -> Non
 
 
 async def _hold(connection: Connection, lane: int, held: Sequence[tuple[Due, Hold]], now_ms: int) -> int:
-    """Put claimed rows into held, or update them there, each with its next retry. Returns the first of these."""
+    """Insert claimed rows into held, or update them there, each with its next retry. Returns the first retry."""
     first, again, soonest = [], [], NEVER_MS
     for due, hold in held:
         retry_ms = hold.retry_ms(now_ms + pause_ms(due.attempts + 1, due.id))

@@ -1,7 +1,7 @@
-"""The rows that the claims of a lane skip for a while: the database rejects every statement that moves them.
+"""Rows that a lane's claims skip for a while, because the database rejects every statement that moves them.
 
-A claim that is rejected is made again with half as many rows, until its only row is the one to skip. The pauses grow as
-those of held rows do. The rows stay where they are, so the scan of the lane's next owner finds them.
+A rejected claim is repeated with half as many rows, until only the row to skip is left. The pauses grow like those of
+held rows. The rows stay where they are, so the scan of the lane's next owner finds them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from delayer.store.errors import describe
 log = structlog.get_logger()
 
 MOST: Final = 100
-"""So many rows are skipped at once. If the database rejects more, the cause is not in the rows."""
+"""Maximum number of skipped rows. If the database rejects more, the rows are not the cause."""
 NEXT_STEP: Final = 'find what rejects it: triggers, constraints (docs/operations.md, "A row that the database rejects")'
 NO_LIMIT: Final = 1 << 30
 _FIRST: Final = """
@@ -34,13 +34,10 @@ ORDER BY due_at, id LIMIT 1
 
 
 class SkippedRows:
-    """The skipped rows of one lane."""
-
     def __init__(self, lane: int, clock: StoreClock) -> None:
         self.limit = NO_LIMIT
-        """How many rows a claim may take, so that a rejected one becomes smaller."""
+        """How many rows a claim may take. It shrinks to find a rejected row."""
         self.ids: list[int] = []
-        """The rows that are skipped now."""
         self._lane = lane
         self._clock = clock
         self._times: Counter[int] = Counter()  # How often each row was skipped.
@@ -48,11 +45,11 @@ class SkippedRows:
 
     @property
     def full(self) -> bool:
-        """Whether no more rows are skipped. Nothing of the lane may be released then."""
+        """Whether no more rows can be skipped. The lane then must not release anything."""
         return len(self._paused) >= MOST
 
     def add(self, id: int, due_ms: int, reason: str) -> None:
-        """Skip this row for a pause, unless there are too many."""
+        """Skip the row for a pause, unless too many are skipped."""
         if self.full:
             return
         self._times[id] += 1
@@ -62,7 +59,7 @@ class SkippedRows:
         log.error("row skipped", lane=self._lane, id=id, reason=reason, seconds=round(pause), next_step=NEXT_STEP)
 
     def end_pauses(self) -> list[int]:
-        """End the pauses that are over. Returns the due instants of their rows."""
+        """Remove pauses that are over. Returns the due instants of their rows."""
         now = self._clock.monotonic()
         over = [id for id, (_, until) in self._paused.items() if until <= now]
         due_ms = [self._paused.pop(id)[0] for id in over]
@@ -70,11 +67,11 @@ class SkippedRows:
         return due_ms
 
     async def find_first(self, connection: Connection, where: Sequence[object]) -> Record | None:
-        """The first row of a claim. ``where``: the first arguments of claim.sql. Raises the driver's errors."""
+        """Return the first row of a claim. ``where``: the first arguments of claim.sql. Raises the driver's errors."""
         return await connection.fetchrow(_FIRST, *where)
 
     def rejected(self, limit: int, first: Record | None, error: asyncpg.PostgresError) -> Rejected:
-        """A claim of ``limit`` rows was rejected: the next one takes half as many, or skips ``first``, the only one."""
+        """Record a rejected claim of ``limit`` rows: the next takes half as many, or skips ``first``, its only row."""
         self.limit = max(1, limit // 2)
         if first is not None:
             self.add(first["id"], first["due_at"], describe(error))
