@@ -1,13 +1,13 @@
 """The stored form of a message: the row's columns, their checksum, and the version of their meaning. Pure.
 
-The rule for changes: a store outlives many versions of this program, and a row may wait ten years. So:
+A store outlives many versions of this program, and a row may wait ten years. So, for changes:
 
-1. Never change the meaning of a column's bytes under a format number that was ever released. Raise FORMAT by one.
-2. Keep reading every number from 1 on: add a branch to :func:`read`, never remove one.
+1. Never change the meaning of a column's bytes under a released format number. Raise FORMAT by one.
+2. Keep reading every number from 1 on. Add branches to :func:`read`, never remove any.
 3. Add a fixture of stored bytes of the new format to tests/unit/store/test_envelope.py, and leave the old ones alone.
-4. An older daemon holds a message in a format that it cannot read (``sound`` is false). Upgrade every daemon before the
-   first one writes the new number.
-5. A new column, index or table is a schema upgrade (migrations/), and not a new format.
+4. An older daemon holds messages in formats it cannot read (``sound`` is false). Upgrade every daemon before the first
+   one writes the new number.
+5. A new column, index or table is a schema upgrade (migrations/), not a new format.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ FORMAT = 1
 """1: exchange, routing_key, properties and body verbatim as received; to_exchange and to_key are the target."""
 
 _CARRIED = ("route", "exchange", "routing_key", "to_exchange", "to_key", "properties", "body", "key")
-# The order of a row in COPY. ``id`` and ``parked_at`` come from the table's defaults.
+# The order of a row in COPY. The table's defaults supply ``id`` and ``parked_at``.
 COLUMNS = ("due_at", "checksum", "lane", "format", *_CARRIED)
 COLUMNS_WITH_ID = (*COLUMNS, "id")
-# The order in which the claims give a row back; by position, because a name costs a look-up for each value.
+# The order of a row from a claim. Read by position, because a name costs a look-up per value.
 READ = ("id", "due_at", "checksum", "format", *_CARRIED)
 HELD_COLUMNS = (*COLUMNS_WITH_ID, "retry_at", "attempts", "kind", "reason", "may_be_delivered", "isolated", "token")
 
@@ -37,10 +37,8 @@ _LENGTHS = Struct(">IIII")
 
 
 def checksum(exchange: bytes, routing_key: bytes, properties: bytes, body: bytes) -> int:
-    """CRC-32 over the four lengths (4 bytes each, big endian) and then the four byte strings, in this order.
-
-    The lengths are in it so that bytes cannot move from one column to the next unnoticed.
-    """
+    """CRC-32 over the four lengths (4 bytes each, big endian), then the four byte strings in this order. The lengths
+    reveal bytes that moved from one column to the next."""
     lengths = _LENGTHS.pack(len(exchange), len(routing_key), len(properties), len(body))
     return crc32(body, crc32(properties, crc32(routing_key, crc32(exchange, crc32(lengths)))))
 
@@ -65,10 +63,8 @@ def row(parcel: Parcel, lane: int) -> StoredRow:
 
 
 def row_again(due: Due, lane: int) -> StoredRow:
-    """The values of :data:`COLUMNS` for a row that is moved, with the checksum of its bytes as they are.
-
-    A row that was not sound must not become so by being moved: its checksum is made wrong again.
-    """
+    """The values of :data:`COLUMNS` for a row that is moved. An unsound row gets a wrong checksum again, so that moving
+    it does not make it sound."""
     values = row(due.parcel, lane)
     if due.sound:
         return values
@@ -82,7 +78,7 @@ def read(
     token: bytes | None = None,
     parked_ms: int | None = None,
 ) -> Due:
-    """A message from its row: columns in the order of :data:`READ`, then any. ``sound``: format and checksum fit."""
+    """Parse a row: columns in the order of :data:`READ`, then others. ``sound``: whether format and checksum match."""
     (id_, due_ms, found, version, route, exchange, routing_key, to_exchange, to_key, properties, body, key, *_) = record
     parcel = Parcel(
         due_ms, route, exchange, routing_key, Target(to_exchange, to_key), properties, body, key, token or b""
@@ -102,11 +98,11 @@ def read_hold(kind: str, reason: str, may_be_delivered: bool, isolated: bool) ->
 
 
 def read_held(record: Any) -> Due:
-    """A held message from a row of claim_held.sql."""
+    """Parse a row of claim_held.sql into a held message."""
     hold = read_hold(record["kind"], record["reason"], record["may_be_delivered"], record["isolated"])
     return read(record, record["attempts"], hold, record["token"])
 
 
 def reason_text(reason: str) -> str:
-    """``reason`` as Postgres can keep it: a broker's reply text may hold NUL, or bytes that were not UTF-8."""
+    """``reason`` as Postgres can store it. A broker's reply text may contain NUL, or bytes that were not UTF-8."""
     return reason.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode("utf-8")

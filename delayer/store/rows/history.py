@@ -1,11 +1,9 @@
-"""The history: a row for each message that was released, held or cancelled, in the transaction of that change.
+"""The history: a row for each message released, held or cancelled, written in the transaction of that change.
 
-It is off by default. Its table is partitioned by the day of the change. The daemons make the partitions of the next
-days, and drop those that are older than ``store.history_days``. Rows of a day without a partition go to the default
-one, so a missing partition fails no transaction.
-
-The history of a store is on while its table has the partition of a day: commands that cancel follow the daemons
-(:func:`kept`). Messages that never waited in the store are not in it, and neither are drained ones.
+It is off by default. Its table is partitioned by the day of the change. Daemons create the next days' partitions and
+drop those older than ``store.history_days``. Rows of a day without a partition go to the default one, so a missing
+partition fails no transaction. History is on while the table has the partition of any day, so commands that cancel
+follow the daemons (:func:`kept`). Messages that never waited in the store, and drained ones, are not in it.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from delayer.store.rows import partitions
 log = logging.getLogger(__name__)  # Not structlog: see partitions.py.
 
 DAYS_AHEAD: Final = 2
-"""Days whose partitions are made ahead of need."""
+"""Days whose partitions are created ahead of need."""
 RELEASED, HELD, CANCELLED = "released", "held", "cancelled"
 _PARTITIONS: Final = "SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = 'history'::regclass"
 _KEPT: Final = (
@@ -41,12 +39,12 @@ OF_HELD: Final = (
     "route, to_exchange, to_key, due_at, NULL::timestamptz AS parked_at,"
     " octet_length(body) + octet_length(properties) AS size"
 )
-"""The columns of a row of ``held`` for :func:`of_row`, after its id. Its ``parked_at`` is the instant when it was held.
+"""The columns of a row of ``held`` for :func:`of_row`, after its id. Its ``parked_at`` is when it was held.
 delete_rows.sql returns those of a waiting row."""
 
 
 class HistoryEntry(NamedTuple):
-    """A row; the instant of the change is that of the statement. Named as the columns are."""
+    """A row, with fields named like the columns. The statement's instant is that of the change."""
 
     what: str
     id: int | None
@@ -63,7 +61,7 @@ class HistoryEntry(NamedTuple):
 def of_parcel(
     what: str, id_: int | None, parcel: Parcel, now_ms: float, *, parked_ms: int | None, kind: str | None = None
 ) -> HistoryEntry:
-    """The entry of a message. ``now_ms``: the instant of the change; ``parked_ms``: that of its parking, if known."""
+    """The entry of a message. ``now_ms``: when it changed; ``parked_ms``: when it was parked, if known."""
     route, (exchange, key), due_ms = parcel.route, parcel.target, parcel.due_ms
     delay_ms = None if parked_ms is None else due_ms - parked_ms
     size = len(parcel.body) + len(parcel.properties)
@@ -79,7 +77,7 @@ def of_row(row: Mapping[str, Any], now_ms: float) -> HistoryEntry:
 
 
 async def write(connection: Connection, entries: Sequence[HistoryEntry]) -> None:
-    """Write entries in the open transaction. Raises the driver's errors."""
+    """Write entries, in the open transaction. Raises the driver's errors."""
     if entries:
         await connection.copy_records_to_table("history", records=entries, columns=HistoryEntry._fields)
 
@@ -90,11 +88,11 @@ async def kept(connection: Connection) -> bool:
 
 
 async def keep_up(connection: Connection, today: int, days: int) -> None:
-    """Make the partitions from ``today`` on (days since 1970), and drop those older than ``days``; all of them if that
-    is 0. Raises the driver's errors if they end the connection."""
+    """Create partitions from ``today`` on (days since 1970), and drop those older than ``days``; all if 0. Raises the
+    driver's errors if they end the connection."""
     existing = {name for (name,) in await connection.fetch(_PARTITIONS)} - {"history_default"}
     if not days and not existing:
-        return  # The role needs no rights for a history that nobody keeps.
+        return  # The role needs no rights for a history that is off.
     oldest = partitions.name_of(today - days, "history")
     for name in sorted(existing):
         if not days or name < oldest:
@@ -106,11 +104,10 @@ async def keep_up(connection: Connection, today: int, days: int) -> None:
 
 
 async def _change(connection: Connection, name: str, day: int | None) -> None:
-    """Make a partition for ``day``, or drop it if that is None. What prevents that is logged, and the next round tries
-    again."""
+    """Create the partition of ``day``; None drops it. Obstacles are logged, and the next round retries."""
     try:
         async with pool.transaction(connection):
-            # Releases wait behind a drop while it waits for a reader, so not for long.
+            # Releases wait behind a drop that waits for a reader, so not for long.
             await connection.execute(f"SET LOCAL lock_timeout = '200ms'; {_TURN}")
             if await connection.fetchval(_THERE, name) is (day is not None):
                 return  # Another daemon was faster.

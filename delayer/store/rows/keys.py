@@ -1,16 +1,16 @@
 """Keys: a later message with the same key replaces the waiting one, and a cancel removes it. Few messages have keys.
 
-All transactions take locks in one order, so that they never wait for each other in a ring:
+To avoid deadlocks, all transactions take locks in this order:
 
-1. the keys' advisory locks, by number. From here on two transactions on the same key take turns, and some on different
-   keys. A batch takes at most :data:`LOCKS` of them. One lock for each key filled the lock table of the whole cluster.
-2. the old messages' rows, by lane, due instant and id, as a release takes them. This waits for a release in flight. It
-   either published the old message (too late) or rolled back, and then the message is ours to cancel.
-3. the rows of segments that hold old messages, by id. This waits for a restore, which makes rows of them.
+1. the keys' advisory locks, by number. From here on, transactions on the same key take turns, as do some on different
+   keys. A batch takes at most :data:`LOCKS`. With one lock per key they filled the lock table of the whole cluster.
+2. the old messages' rows, by lane, due instant and id, like a release. This waits for a release in flight, which either
+   published the old message (too late) or rolled back, so that the message is ours to cancel.
+3. the rows of segments with old messages, by id. This waits for a restore, which turns the messages into rows.
 4. the rows of message_key, by key. The holder of such a row never waits for a message's row.
 5. the counters, by lane and kind.
 
-A release, a compaction and a restore take no advisory locks. They change a key only while it stands for their message.
+A release, a compaction and a restore take no advisory locks. They change a key only while it points at their message.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from delayer.store import statements
 from delayer.store.rows.history import OF_HELD
 
 LOCKS: Final = 64
-"""Advisory locks of all keys together."""
+"""The number of advisory locks for all keys."""
 _OF_SEGMENT: Final = "segment, position, parked_at, route, to_exchange, to_key, size"
 _OF_ROW: Final = f"({_OF_SEGMENT}) = ROW(NULL, NULL, NULL, NULL, NULL, NULL, NULL)"
 _WAITING: Final = (
     f"SELECT lane, due_at, id, key, {_OF_SEGMENT}, xmin FROM message_key WHERE key = ANY($1) ORDER BY lane, due_at, id"
 )
-# The rows are deleted in the order of their places only by a nested loop over these.
+# Only a nested loop over these deletes the rows in the order of their places.
 _IN_ORDER: Final = (
     "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off;"
     " SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off"
@@ -69,23 +69,23 @@ DELETE_HELD: Final = (
 
 @dataclass(slots=True)
 class Cancelled:
-    """The messages that a transaction took out by their keys."""
+    """The messages that a transaction removed by their keys."""
 
     known: bool = False
-    """Whether any of the keys stood for a message, perhaps for one that is gone by now."""
+    """Whether any key pointed at a message, even one that has gone by now."""
     messages: Counter[int] = field(default_factory=Counter)
-    """How many, by lane."""
+    """Messages removed, by lane."""
     held: Counter[int] = field(default_factory=Counter)
-    """How many of these were held, by lane."""
+    """Held ones among them, by lane."""
     packed: Counter[int] = field(default_factory=Counter)
-    """How many of these were in segments, by lane."""
+    """Those in segments among them, by lane."""
     keys: set[bytes] = field(default_factory=set)
     rows: list[Record] = field(default_factory=list)
-    """Their rows, or those of message_key for messages in segments, for the history."""
+    """For the history: the messages' rows, or those of message_key if in segments."""
 
 
 async def lock_keys(connection: Connection, keys: Collection[bytes]) -> None:
-    """Step 1: until the end of the transaction no other one changes these keys."""
+    """Keep other transactions from changing these keys until this one ends. Step 1."""
     await connection.execute(
         "SELECT pg_advisory_xact_lock('message_key'::regclass::oid::int, number) FROM unnest($1::int[]) AS number",
         sorted({crc32(key) % LOCKS for key in keys}),  # Keys that share a lock take turns.
@@ -93,8 +93,8 @@ async def lock_keys(connection: Connection, keys: Collection[bytes]) -> None:
 
 
 async def of_groups(connection: Connection, groups: Sequence[KeyGroup]) -> set[bytes]:
-    """The keys in use that begin like one of ``groups``. This runs before step 1 and does not see keys that another
-    transaction parks at this moment. In one lane of one process that does not happen."""
+    """The keys in use that begin like one of ``groups``. Runs before step 1 and misses keys that another transaction is
+    parking. In one lane of one process that cannot happen."""
     found: set[bytes] = set()
     for group in groups:
         after = group[:-1] + bytes((group[-1] + 1,)) if group[-1] < 0xFF else group + b"\xff" * 255
@@ -104,12 +104,12 @@ async def of_groups(connection: Connection, groups: Sequence[KeyGroup]) -> set[b
 
 
 async def cancel_waiting(connection: Connection, keys: Collection[bytes]) -> Cancelled:
-    """Take out the messages that ``keys`` stand for. Steps 1 to 3; raises the driver's errors."""
+    """Remove the messages that ``keys`` point at. Steps 1 to 3. Raises the driver's errors."""
     cancelled = Cancelled()
     await lock_keys(connection, keys)
     left, seen, same = list(keys), [0], 0
-    # A row may be on its way out of the default partition, into ``held``, or into a segment and back. Only the last of
-    # these writes a new version of its key's row. So the message is gone after two looks at one version.
+    # A row may be moving out of the default partition, into ``held``, or into a segment and back. Only the last writes
+    # a new version of its key's row. So the message is gone if two reads find the same version.
     while places := {place["id"]: place for place in await connection.fetch(_WAITING, left)}:
         versions = [place["xmin"] for place in places.values()]
         same, seen = same + 1 if versions == seen else 0, versions
@@ -130,7 +130,7 @@ async def cancel_waiting(connection: Connection, keys: Collection[bytes]) -> Can
 async def _delete_rows(
     connection: Connection, cancelled: Cancelled, places: dict[int, Record], wanted: Sequence[Record]
 ) -> None:
-    """Delete the waiting or held rows ``wanted``, and take them out of ``places`` (by id)."""
+    """Delete the waiting or held rows ``wanted``, and remove them from ``places`` (by id)."""
     lanes, dues, ids = zip(*(tuple(place)[:3] for place in wanted), strict=True)
     for row in await connection.fetch(_DELETE, lanes, dues, ids, min(dues), max(dues) + 1):
         _note(cancelled, places, row)
@@ -143,7 +143,7 @@ async def _delete_rows(
 async def _remove_packed(
     connection: Connection, cancelled: Cancelled, places: dict[int, Record], wanted: Sequence[Record]
 ) -> None:
-    """Remove ``wanted`` from their segments, which stay packed, and from ``places`` (by id)."""
+    """Remove ``wanted`` from ``places`` (by id) and from their segments, which stay packed."""
     by_segment: dict[int, list[Record]] = {}
     for place in wanted:
         by_segment.setdefault(place["segment"], []).append(place)
@@ -162,7 +162,7 @@ async def _remove_packed(
 
 
 def with_bits(bits: bytes, positions: Iterable[int]) -> bytes:
-    """Return ``bits`` with those at ``positions`` set to 1, as Postgres's ``get_bit`` counts them.
+    """Return ``bits`` with the bits at ``positions`` set, numbered like Postgres's ``get_bit``.
 
     >>> with_bits(b"\\x01", [3, 8])
     b'\\t\\x01'
@@ -181,7 +181,7 @@ def _note(cancelled: Cancelled, places: dict[int, Record], row: Record) -> None:
 
 
 async def lock_pointers(connection: Connection, keys: Collection[bytes]) -> None:
-    """Lock the rows of message_key for ``keys``. Step 4."""
+    """Lock the rows of message_key. Step 4."""
     await connection.execute("SELECT FROM message_key WHERE key = ANY($1) ORDER BY key FOR UPDATE", list(keys))
 
 
@@ -199,14 +199,14 @@ class PackedKey(NamedTuple):
 
 
 async def enter_segment(connection: Connection, segment: int, packed: Sequence[PackedKey]) -> None:
-    """Make keys that stand for these messages name their segment. Step 4."""
+    """Point the keys of these messages at their segment. Step 4."""
     if packed:
         await lock_pointers(connection, [one.key for one in packed])
         await connection.execute(_ENTER, segment, *map(list, zip(*packed, strict=True)))
 
 
 async def leave_segment(connection: Connection, segment: int, keys: Collection[bytes]) -> None:
-    """Make those of ``keys`` that stand for messages in ``segment`` stand for rows again. Step 4."""
+    """Point the keys among ``keys`` whose messages are in ``segment`` at rows again. Step 4."""
     if keys:
         await lock_pointers(connection, keys)
         await connection.execute(_LEAVE, keys, segment)
@@ -215,8 +215,8 @@ async def leave_segment(connection: Connection, segment: int, keys: Collection[b
 async def point(
     connection: Connection, cancelled: Collection[bytes], parked: Sequence[tuple[bytes, int, int, int]]
 ) -> None:
-    """Make the keys of ``parked`` (key, lane, due_ms, id) stand for these, the other ``cancelled`` ones for nothing.
-    Step 4."""
+    """Point the keys of ``parked`` (key, lane, due_ms, id) at these messages; delete all other ``cancelled`` keys. Step
+    4."""
     ordered = sorted(parked)
     if cancelled:
         await lock_pointers(connection, {*cancelled, *(key for key, *_ in ordered)})
@@ -227,7 +227,7 @@ async def point(
 
 
 async def forget(connection: Connection, keyed: Collection[tuple[bytes, int]]) -> None:
-    """Remove keys that stand for these messages (key, id), unless they stand for a newer one by now. Step 4."""
+    """Remove the keys of these messages (key, id), unless they point at newer messages by now. Step 4."""
     keys, ids = zip(*keyed, strict=True)
     await lock_pointers(connection, keys)
     await connection.execute("DELETE FROM message_key WHERE key = ANY($1) AND id = ANY($2)", keys, ids)

@@ -1,12 +1,12 @@
-"""Partitions by due day: made ahead of need, and dropped when passed and empty. One daemon at a time does the upkeep.
+"""Partitions by due day, created ahead of need and dropped once past and empty. One daemon at a time does the upkeep.
 
-No step may stop the traffic. DDL takes strong locks for a moment. So each step has a short lock timeout, and is left
-for the next time if it does not get its locks. Rows of a day without a partition go to the default one. Claims find
-them there as well, but the whole day cannot be dropped at once.
+No step may stop the traffic, and DDL takes strong locks for a moment. So each step has a short lock timeout, and if it
+does not get its locks, it is left for next time. Rows of a day without a partition go to the default one. Claims find
+them there, but the day cannot be dropped at once.
 
 Attaching reads the whole default partition under a lock: 0.35 s with 2 M rows. An index on due_at does not help. A
-CHECK that excludes the day would (2 ms), but it would refuse that day's messages until the attaching. So the reading is
-tried without the lock first, and is bounded under it.
+CHECK excluding the day would (2 ms), but it would refuse that day's messages until the attaching. So first read without
+the lock, then with it for a limited time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from delayer.store.clock import StoreClock
 from delayer.store.errors import describe
 from delayer.store.schema import CHURN_OPTIONS
 
-log = logging.getLogger(__name__)  # Not structlog: commands that list load this module, and structlog takes time.
+log = logging.getLogger(__name__)  # Not structlog, which loads slowly: commands that list load this module.
 
 
 _PREFIX = "message_p"
@@ -39,34 +39,34 @@ _KNOWN = (
 
 DAYS_AHEAD = 7
 FARTHEST_DAYS = 400
-"""Days later than this wait in the default partition: every partition costs every session some memory."""
+"""Later days wait in the default partition, because every partition costs every session some memory."""
 MOVED_AT_MOST = 30_000
-"""Rows that making a partition may take over from the default one, under its lock: 70 k/s of 0.5 KB, 10 k/s of 4 KB."""
+"""Rows that a new partition may take over from the default one, under its lock: 70 k/s of 0.5 KB, 10 k/s of 4 KB."""
 READ_SECONDS = 1.0
-"""Seconds for reading the default partition without the lock: 4 M small rows. If it takes longer, no partition is made,
-because attaching one reads all rows under the lock. Messages are parked and released all the same, and their rows are
-vacuumed away instead of dropped."""
+"""Limit for reading the default partition without the lock: 4 M small rows. If it takes longer, no partition is
+created, because attaching reads all rows under the lock. Messages are parked and released all the same, but VACUUM has
+to remove their rows."""
 HELD_SECONDS = 2.0
-"""How long the lock is held at most, for reading the default partition twice and moving rows out of it."""
+"""Maximum time to hold the lock, for reading the default partition twice and moving rows out of it."""
 MADE_AT_ONCE = 16
-"""Partitions that one park makes before it goes on; messages of further days wait in the default one."""
+"""Maximum number of partitions created by one park. Messages of further days wait in the default one."""
 AGAIN_SECONDS = 900.0
-"""Seconds before a partition that cannot be made is tried again."""
+"""Seconds before retrying a partition that cannot be created."""
 LOCKED_SECONDS = 60.0
-"""The same while another session holds a lock that every day's partition needs."""
+"""Seconds before retrying while another session holds a lock that every day's partition needs."""
 PARK_SECONDS = 1.0
 MAINTAIN_SECONDS = 10.0
-"""After these no further partition is begun: the messages at hand, and the daemon's watchdog, are waiting for it."""
+"""Start no further partition after this time, because messages and the daemon's watchdog are waiting."""
 
 _TODAY = "SELECT floor(extract(epoch FROM clock_timestamp() + interval '10 seconds') / 86400)::int"
-"""The day of the store's clock when the partition will be made."""
+"""The day of the store's clock when the partition will be created."""
 _OWNER = """
 SELECT quote_ident(pg_get_userbyid(relowner)) FROM pg_class
 WHERE oid = to_regclass($1) AND relowner <> current_user::regrole
 """
 _OWNED = "ALTER TABLE {} OWNER TO the role that owns the table message"
 LONGEST_LOCK_SECONDS = 0.2
-"""How long everything is locked while a partition is looked through once more, whether it is empty, and dropped."""
+"""Maximum time to lock everything while a partition is rechecked for rows and dropped."""
 IDLE: Final = "15s"
 
 _LOCK: Final = "('message'::regclass::oid::int, 2)"
@@ -81,7 +81,7 @@ def name_of(day: int, table: str = "message") -> str:
 
 
 def day_of(name: str) -> int | None:
-    """The day of a partition's name; None for the default one, and for other names."""
+    """The day of a partition's name; None for the default partition and other names."""
     digits = name.removeprefix(_PREFIX)
     if digits == name or len(digits) != len("YYYYMMDD") or not (digits.isascii() and digits.isdigit()):
         return None
@@ -93,38 +93,38 @@ def day_of(name: str) -> int | None:
 
 
 def bounds_of(day: int) -> tuple[str, str]:
-    """First instant of the day and of the next, as SQL literals' text."""
+    """The first instants of the day and of the next, as the text of SQL literals."""
     first = _EPOCH + timedelta(days=day)
     return f"{first} 00:00:00+00", f"{first + timedelta(days=1)} 00:00:00+00"
 
 
 async def existing(connection: Connection) -> set[int]:
-    """The days that have a partition."""
+    """The days with a partition."""
     return {day for (name,) in await connection.fetch(_KNOWN) if (day := day_of(name)) is not None}
 
 
 class PartitionResult(Enum):
-    """The result of an attempt to make a partition."""
+    """The result of an attempt to create a partition."""
 
     DONE = "done"
     NOT_NOW = "not now"
     LOCKED = "locked"
     """Another session holds a lock that every day's partition needs."""
     SLOW = "slow"
-    """The default partition takes too long to read for any day."""
+    """Reading the default partition takes too long for any day."""
 
 
 async def make(connection: Connection, day: int, today: int, read_seconds: float = READ_SECONDS) -> PartitionResult:
-    """Make the partition of ``day`` if it is missing. Why it could not be made is logged. ``read_seconds``: the most
-    for reading the default partition. Raises the driver's errors if they end the connection."""
+    """Create the partition of ``day`` if it is missing, or log why not. ``read_seconds``: limit for reading the default
+    partition. Raises the driver's errors if they end the connection."""
     try:
         async with pool.transaction(connection):
-            # Daemons that need the same day take turns. None waits behind another that waits for its turn.
+            # Daemons that need the same day take turns. Waiting here holds up nobody else.
             await connection.execute("SET LOCAL lock_timeout = '1s'")
             await connection.execute("SELECT pg_advisory_xact_lock('message'::regclass::oid::int, 1)")
             if day in await existing(connection):
                 return PartitionResult.DONE
-            # A caller that made several may have begun the day before.
+            # The day may have begun while the caller made several partitions.
             await _attach(connection, day, max(today, await connection.fetchval(_TODAY)), read_seconds)
     except _NotNow as error:
         log.warning("partition not made", extra={"partition": name_of(day), "reason": str(error), "next_step": _STAY})
@@ -142,16 +142,14 @@ async def make(connection: Connection, day: int, today: int, read_seconds: float
 
 
 async def make_ahead(connection: Connection, today: int, days: Days, at: float) -> None:
-    """Make the partitions of the coming days, as many as the locks and MAINTAIN_SECONDS allow.
-
-    ``days`` learns the existing ones, and remembers failures ``at`` (monotonic seconds).
-    """
+    """Create the partitions of the coming days, as many as the locks and MAINTAIN_SECONDS allow. ``days`` learns the
+    existing ones and remembers failures ``at`` (monotonic seconds)."""
     days.learn(await existing(connection))
     await days.ensure(connection, range(today, today + DAYS_AHEAD + 1), today, at, MAINTAIN_SECONDS)
 
 
 class _NotNow(Exception):
-    """This day's partition cannot be made at present."""
+    """This day's partition cannot be created at present."""
 
 
 async def _attach(connection: Connection, day: int, today: int, read_seconds: float) -> None:
@@ -161,10 +159,10 @@ async def _attach(connection: Connection, day: int, today: int, read_seconds: fl
     await bound(connection, read_seconds)
     waiting = await _read(connection, range_)
     _check_rows(waiting, day, today)
-    # From here on the traffic waits behind us while we wait for the releases that are under way.
+    # From here on the traffic waits behind us while we wait for the releases in flight.
     await connection.execute(f"CREATE TABLE {name} (LIKE message INCLUDING ALL) WITH ({CHURN_OPTIONS})")
     await hand_over(connection, name, "message")
-    # Attaching wants the default partition for itself, and all of its rows of that day to be gone.
+    # Attaching needs the default partition exclusively, and without any rows of that day.
     await connection.execute("LOCK TABLE ONLY message IN SHARE UPDATE EXCLUSIVE MODE")
     await connection.execute("LOCK TABLE message_default IN ACCESS EXCLUSIVE MODE")
     until = time.monotonic() + HELD_SECONDS
@@ -180,25 +178,25 @@ async def _attach(connection: Connection, day: int, today: int, read_seconds: fl
 
 
 async def hand_over(connection: Connection, name: str, table: str) -> None:
-    """Give the new partition ``name`` to the owner of ``table``: the role of the daemons, which read and drop it. An
-    import or a bulk restore may run under another role, the one that owns the schema."""
+    """Give the new partition ``name`` to the owner of ``table``, the daemons' role, which reads and drops it. An import
+    or a bulk restore may run as another role, the owner of the schema."""
     if owner := await connection.fetchval(_OWNER, table):
         await connection.execute(f"ALTER TABLE {name} OWNER TO {owner}")
 
 
 async def bound(connection: Connection, seconds: float) -> None:
-    """Let the server cancel each of the transaction's further statements after ``seconds``. 0 would mean never."""
+    """Limit each further statement of the transaction to ``seconds``; at least 1 ms, because 0 means forever."""
     await connection.execute(f"SET LOCAL statement_timeout = {max(1, round(seconds * 1000))}")
 
 
 async def _read(connection: Connection, range_: str) -> int:
-    """Count the default partition's rows of a day: without a lock, but row by row and alone, as attaching reads it."""
+    """Count a day's rows in the default partition without a lock, but row by row and serially, like attaching."""
     await connection.execute("SET LOCAL enable_indexonlyscan = off; SET LOCAL max_parallel_workers_per_gather = 0")
     return int(await connection.fetchval(f"SELECT count(*) FILTER (WHERE {range_}) FROM message_default"))
 
 
 async def _move(connection: Connection, name: str, range_: str) -> int:
-    """Move a day's rows out of the default partition. Returns how many."""
+    """Move a day's rows out of the default partition. Returns their number."""
     moved = f"WITH moved AS (DELETE FROM message_default WHERE {range_} RETURNING *)"
     status = await connection.execute(f"{moved} INSERT INTO {name} SELECT * FROM moved")
     return int(status.rpartition(" ")[2])
@@ -209,21 +207,21 @@ def _check_rows(waiting: int, day: int, today: int) -> None:
     if waiting > MOVED_AT_MOST:
         raise _NotNow(f"the default partition has {waiting} rows of that day, and {MOVED_AT_MOST} can be moved")
     if waiting and day <= today:
-        # A release may be reading them now, and would not look for them again where they are moved to.
+        # A release may be reading them now, and would not look for them again in the new partition.
         raise _NotNow("the default partition has rows of that day, and the day has begun")
 
 
 class Days:
-    """The days that have a partition, as far as this process knows, so that a park need not ask."""
+    """The days known to have a partition, so that a park need not query them."""
 
     def __init__(self, known: Iterable[int]) -> None:
         self.known = set(known)
         """Days since 1970-01-01 that have a partition."""
-        self._not_before: dict[int | None, float] = {}  # The next attempt for a day; None: for any day.
+        self._not_before: dict[int | None, float] = {}  # The next attempt for a day; the key None is for any day.
         self._said = False
 
     def missing(self, days: Collection[int], today: int, at: float) -> list[int]:
-        """The days to make a partition for: not known, not passed, not too far, and not just tried in vain. ``at``:
+        """The days to create a partition for: unknown, not past, not too far ahead, and not just tried in vain. ``at``:
         monotonic seconds, as everywhere here."""
         if at < self._not_before.get(None, at):
             return []
@@ -231,7 +229,7 @@ class Days:
         return [day for day in sorted(set(days) - self.known) if day in near and at >= self._not_before.get(day, at)]
 
     def learn(self, days: Iterable[int]) -> None:
-        """Learn the days of the catalog."""
+        """Replace the known days by those of the catalog."""
         self.known = set(days)
 
     async def ensure(
@@ -245,13 +243,13 @@ class Days:
         most: int = MADE_AT_ONCE,
         pause: float = 0.0,
     ) -> None:
-        """Make ``most`` missing partitions of these days, with ``pause`` seconds after each. Begin none after
-        ``seconds``, nor behind what stands in every day's way. A row of a day without a partition waits in the default
-        one. Raises the driver's errors."""
+        """Create up to ``most`` missing partitions of these days, pausing ``pause`` seconds after each. Starts none
+        after ``seconds``, nor after an obstacle common to all days. Rows of a day without a partition wait in the
+        default one. Raises the driver's errors."""
         end, missing = time.monotonic() + seconds, self.missing(days, today, at)
         for position, day in enumerate(missing):
             if position == most or time.monotonic() > end:
-                if not self._said:  # Once for each process.
+                if not self._said:  # Once per process.
                     self._said = True
                     left = {"days": len(missing) - position, "reason": "no time for more; the next parks go on"}
                     log.warning("partition not made", extra=left)
@@ -261,14 +259,14 @@ class Days:
                 self.known.add(day)
             elif made is PartitionResult.NOT_NOW:
                 self._not_before[day] = at + AGAIN_SECONDS
-            else:  # A lock_timeout for each day would stop the parking.
+            else:  # A lock_timeout per day would stop parking.
                 self._not_before[None] = at + (LOCKED_SECONDS if made is PartitionResult.LOCKED else AGAIN_SECONDS)
                 return
             await asyncio.sleep(pause)
 
 
 async def drop_passed(connection: Connection, today: int) -> list[str]:
-    """Drop the empty partitions of days before yesterday, up to the first locked one. Returns their names."""
+    """Drop empty partitions of days before yesterday, up to the first locked one. Returns their names."""
     passed = [name_of(day) for day in sorted(await existing(connection)) if day < today - 1]
     dropped = []
     for position, name in enumerate(passed, 1):
@@ -277,13 +275,13 @@ async def drop_passed(connection: Connection, today: int) -> list[str]:
                 log.info("partition dropped", extra={"partition": name})
                 dropped.append(name)
         except (asyncpg.LockNotAvailableError, asyncpg.DeadlockDetectedError) as error:
-            # A dump locks all of them, and each try keeps the traffic waiting for 200 ms.
+            # A dump locks all of them, and each try holds up the traffic for 200 ms.
             log.info(
                 "partition not dropped",
                 extra={"partition": name, "reason": describe(error), "skipped": len(passed) - position},
             )
             break
-        # It was made by hand under another role; the others are ours.
+        # Created by hand under another role. The rest are ours.
         except asyncpg.InsufficientPrivilegeError as error:
             log.warning(
                 "partition not dropped",
@@ -295,17 +293,17 @@ async def drop_passed(connection: Connection, today: int) -> list[str]:
 async def drop_empty(
     connection: Connection, name: str, lock_ms: int = 200, longest_lock: float = LONGEST_LOCK_SECONDS
 ) -> bool:
-    """Drop the partition ``name`` if it is empty; False if it is not, or is gone, or if it takes longer than
-    ``longest_lock`` seconds to see. ``lock_ms``: the wait for each lock. Raises LockNotAvailableError, and others."""
+    """Drop the partition ``name`` if it is empty. False if it is not, is gone, or takes longer than ``longest_lock``
+    seconds to check. ``lock_ms``: timeout of each lock. Raises LockNotAvailableError and others."""
     try:
         if await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})"):
             return False
         async with pool.transaction(connection):
-            # The traffic waits behind us while we wait for it, so not for long; and in its own order of locking.
+            # The traffic waits behind us here, so keep it short, and lock in the traffic's order.
             await connection.execute(f"SET LOCAL lock_timeout = '{lock_ms}ms'")
             await connection.execute("LOCK TABLE ONLY message IN ACCESS EXCLUSIVE MODE")
             await connection.execute(f"LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE")
-            await bound(connection, longest_lock)  # It has many empty pages, which VACUUM did not cut off.
+            await bound(connection, longest_lock)  # VACUUM may have left many empty pages to check.
             if await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})"):
                 return False
             await connection.execute(f"DROP TABLE {name}")
@@ -316,10 +314,10 @@ async def drop_empty(
 
 
 async def keep_up(connection: Connection, clock: StoreClock, days: Days) -> None:
-    """One round, unless another daemon is at it. Raises the driver's errors."""
+    """Run one round, unless another daemon is. Raises the driver's errors."""
     await pool.sample(connection, clock)
     try:
-        # The lock belongs to the session. A process that froze with it would stop the upkeep of all others.
+        # The session owns the lock. A process that froze with it would stop everybody's upkeep.
         await connection.execute(f"SET idle_session_timeout = '{IDLE}'")
         if await connection.fetchval(f"SELECT pg_try_advisory_lock{_LOCK}"):
             today = clock.now_upper_ms() // DAY_MS
@@ -329,5 +327,5 @@ async def keep_up(connection: Connection, clock: StoreClock, days: Days) -> None
             await connection.execute(f"SELECT pg_advisory_unlock{_LOCK}")
         await connection.execute("RESET idle_session_timeout")
     except BaseException:
-        pool.end(connection)  # This ends the lock and the settings, too.
+        pool.end(connection)  # This drops the lock and the settings as well.
         raise

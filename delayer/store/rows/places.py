@@ -1,4 +1,4 @@
-"""The places where messages wait, and the rows of messages that are known by their ids."""
+"""The places where messages wait, and the rows of messages known by id."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ CROSS JOIN LATERAL (
       AND due_at >= $4 AND due_at < $5
 ) AS there
 """
-"""Rows by the primary key. The arguments are :class:`Places`."""
+"""Rows by the primary key, with :class:`Places` as arguments."""
 
 Dues = Mapping[int, int]
-"""Due times (epoch ms) by id, as far as they are known. A message with one is looked for at that time only."""
+"""Known due times (epoch ms) by id. A message with one is looked for only at that time."""
 NO_DUES: Final[Dues] = {}
 
 
 class Place(NamedTuple):
-    """The place where a message waits. Lists are in the order of places."""
+    """The place where a message waits. Lists are sorted by place."""
 
     due_us: int
     id: int
@@ -43,9 +43,9 @@ class Place(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The places of rows, as the statements take them, in the order in which a release locks them. Due instants travel
-    as milliseconds. A row written by hand may lie between two milliseconds. ``from_ms`` and ``before_ms`` are bounds of
-    all rows, which prune partitions while planning. The method ``of`` leaves out messages in segments."""
+    """The places of rows, as the statements take them, in the order in which a release locks them. Due instants are in
+    milliseconds, though a row written by hand may lie between two. ``from_ms`` and ``before_ms`` bound all rows, to
+    prune partitions while planning. :meth:`of` leaves out messages in segments."""
 
     lanes: list[int]
     dues: list[int]

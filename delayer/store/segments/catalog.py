@@ -1,4 +1,4 @@
-"""The segments of a store: their number, their rows, the messages in one, and the segments of some messages."""
+"""The list of segments: their number, their rows, the messages in one, and the segments of given messages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from delayer.store import pool, statements
 from delayer.store.errors import check_arrow
 
 FOREVER_MS = 1 << 50
-"""Behind every due instant, as a bound: the year 37,648."""
+"""Upper bound past every due instant: the year 37,648."""
 
 
 class SegmentEntry(NamedTuple):
-    """A segment as it stands. Instants are epoch milliseconds, rounded down."""
+    """A row of segment. Instants are epoch milliseconds, rounded down."""
 
     id: int
     lane: int
@@ -28,23 +28,23 @@ class SegmentEntry(NamedTuple):
 
 
 class SegmentTotals(NamedTuple):
-    """All segments together. ``next_due_ms`` is the first due instant of those that are not broken."""
+    """Totals of all segments. ``next_due_ms``: the first due instant, leaving out broken segments."""
 
     segments: int
     messages: int
-    """In broken segments too."""
+    """Including broken segments."""
     broken: int
     broken_messages: int
     next_due_ms: int | None
 
 
 async def count(connection: Connection) -> SegmentTotals:
-    """Count them: cheap, no segment is read. Raises the driver's errors."""
+    """Count the segments, cheaply, without reading any. Raises the driver's errors."""
     return SegmentTotals(*await connection.fetchrow(statements.read("count_segments")))
 
 
 async def listed(connection: Connection, before_ms: int | None = None, limit: int | None = None) -> list[SegmentEntry]:
-    """The segments whose first message is due before ``before_ms``, the soonest first. Raises the driver's errors."""
+    """List the segments whose first message is due before ``before_ms``, soonest first. Raises the driver's errors."""
     before_ms = FOREVER_MS if before_ms is None else before_ms
     return [SegmentEntry(*row) for row in await connection.fetch(statements.read("list_segments"), before_ms, limit)]
 
@@ -53,8 +53,8 @@ _READ = "SELECT id, messages, format, digest, gone, lane FROM segment WHERE id =
 
 
 async def read(connection: Connection, segment: int) -> tuple[Any, int] | None:
-    """The messages of a segment (see :func:`live`), for lists, and its lane; None if it is gone. Raises SegmentBroken,
-    StoreLost without pyarrow, and the driver's errors."""
+    """Read the messages of a segment (see :func:`live`) for lists, and its lane; None if it is gone. Raises
+    SegmentBroken, StoreLost without pyarrow, and the driver's errors."""
     check_arrow()
     from delayer.store.segments.restore import live  # noqa: PLC0415 - pyarrow
 
@@ -73,11 +73,9 @@ GROUP BY s.id ORDER BY s.id
 
 
 async def holding(connection: Connection, ids: Collection[int], dues: Mapping[int, int]) -> dict[int, list[int]]:
-    """The segments that hold messages ``ids``, each with these.
-
-    Reads the ids of every segment, some 40 KB each. If ``dues`` (epoch ms by id) has all of them, it reads only
-    segments around those instants. Raises the driver's errors.
-    """
+    """The segments that contain messages ``ids``, each with the ids in it. Reads the ids of every segment, about 40 KB
+    each; if ``dues`` (epoch ms by id) has all of them, only those of segments around these instants. Raises the
+    driver's errors."""
     if not ids:
         return {}
     at = [dues[number] for number in ids if number in dues]
@@ -92,8 +90,8 @@ FROM segment
 
 
 class SegmentListState(NamedTuple):
-    """The state of the list of segments. Two states differ if a segment came or went in between, or came and went: ids
-    are never used again, and restores are counted."""
+    """The state of the list of segments. It differs if a segment has been added or removed since, even if both: ids are
+    never reused, and restores are counted."""
 
     newest: int
     segments: int

@@ -1,10 +1,8 @@
 """The decoder of segments: a run of messages from one Parquet file to an Arrow table, and to rows of Postgres. Pure.
 
-Its users import it only when there is a segment, because pyarrow costs a daemon memory that it rarely needs.
-segments/packing.py writes the file.
-
-The rule for changes of the packing is that of envelope.py: never change the meaning of bytes under a released number,
-keep reading every number from 1 on, and leave the stored bytes in the tests alone.
+Import it only once there is a segment, because pyarrow costs a daemon memory that it rarely needs. packing.py writes
+the file. Changes follow the rule of envelope.py: never change the meaning of bytes under a released number, keep
+reading every number from 1 on, and leave the stored bytes in the tests alone.
 
 Packing 1 (core.segment.FORMAT is the newest) is a plain Parquet file: the columns of :data:`SCHEMA`, sorted by (due_at,
 id), in one row group, compressed by zstd. The column ``digest`` of the table segment is the SHA-256 of the file. It is
@@ -37,20 +35,20 @@ SCHEMA: Final = pa.schema(
         ("key", pa.binary()),
     ]
 )
-"""The columns of a message but its lane, which is the segment's. Only ``key`` may be null."""
+"""The columns of a message except its lane, which is the segment's. Only ``key`` may be null."""
 
 COPIED: Final = (*SCHEMA.names, "lane")
 """The columns of :func:`records`."""
 
 
 def is_complete(table: Any) -> bool:
-    """Whether no column but ``key`` has a null."""
+    """Whether only ``key`` has nulls."""
     return not any(table[name].null_count for name in SCHEMA.names if name != "key")
 
 
 def unpack(packed: bytes, format: int, messages: int, digest: bytes, gone: bytes = b"") -> Any:
-    """Return the table that was packed, sorted by (due_at, id), without the messages whose bits in ``gone`` are 1 (the
-    lowest bit of a byte first). Raises SegmentBroken."""
+    """Decode a segment into a table sorted by (due_at, id), without messages whose bit in ``gone`` is 1 (lowest bit of
+    a byte first). Raises SegmentBroken."""
     if format != FORMAT:
         raise SegmentBroken(f"expected a packing of format {FORMAT} at most, found {format}")
     found = hashlib.sha256(packed).digest()
@@ -59,8 +57,8 @@ def unpack(packed: bytes, format: int, messages: int, digest: bytes, gone: bytes
     try:
         table = pq.ParquetFile(pa.BufferReader(packed)).read(use_threads=False).combine_chunks()
     except pa.ArrowMemoryError:
-        raise  # This tells nothing about the segment.
-    except (pa.ArrowException, OSError, ValueError) as error:  # The last for names of columns that are not UTF-8.
+        raise  # Says nothing about the segment.
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: column names that are not UTF-8.
         raise SegmentBroken(f"it does not decode: {type(error).__name__}: {str(error).splitlines()[0]}") from error
     if table.schema.remove_metadata() != SCHEMA or not is_complete(table):
         raise SegmentBroken(f"expected the columns {', '.join(SCHEMA.names)}, found {', '.join(table.column_names)}")
@@ -73,8 +71,8 @@ def unpack(packed: bytes, format: int, messages: int, digest: bytes, gone: bytes
 
 
 def records(table: Any, lane: int, portion_bytes: int) -> Iterator[list[tuple[Any, ...]]]:
-    """``table`` (:data:`SCHEMA`) as rows of :data:`COPIED`, in portions of about ``portion_bytes`` bytes of bodies and
-    properties. Rows are made as they are wanted."""
+    """``table`` (:data:`SCHEMA`) as rows of :data:`COPIED`, generated in portions of about ``portion_bytes`` bytes of
+    bodies and properties."""
     start, size = 0, 0
     sizes = pc.add(*(pc.cast(pc.binary_length(table[name]), pa.int64()) for name in ("properties", "body")))
     for end, more in enumerate(sizes.to_pylist(), 1):
@@ -87,11 +85,11 @@ def records(table: Any, lane: int, portion_bytes: int) -> Iterator[list[tuple[An
 
 
 def _exact(instants: Any) -> list[int | Decimal]:
-    """A column of instants as epoch milliseconds, not rounded."""
+    """Convert a column of instants to epoch milliseconds, without rounding."""
     return [us // 1000 if us % 1000 == 0 else Decimal(us).scaleb(-3) for us in microseconds(instants)]
 
 
 def microseconds(instants: Any) -> list[int]:
-    """A column of instants as epoch microseconds."""
+    """Convert a column of instants to epoch microseconds."""
     found: list[int] = pc.cast(instants, pa.int64()).to_pylist()
     return found

@@ -1,10 +1,9 @@
-"""Compacting: rows that are due in the far future become segments, one transaction each.
+"""Compacting: rows due in the far future become segments, in one transaction each.
 
-Each transaction locks its rows first and deletes them last. So two compactions at once, a cancel, or a crash at any
-step leave every message either a row or in exactly one segment. The keys of its messages then name the segment. It
-takes no lock of keys.py before its rows: like a release, it changes a key only while that still stands for its message.
-Traffic waits for the counter ``compacted`` of the lane, for a moment, and a park that replaces or cancels one of the
-messages waits for the commit.
+Each transaction locks its rows first and deletes them last. So after concurrent compactions, a cancel, or a crash at
+any step, every message is either a row or in exactly one segment. Its key then names the segment. Compacting takes no
+lock of keys.py before its rows: like a release, it changes a key only while that points at its message. Traffic waits
+briefly for the lane's counter ``compacted``. A park that replaces or cancels one of the messages waits for the commit.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ from delayer.store.rows import keys, partitions
 from delayer.store.rows.partitions import DAYS_AHEAD, existing, name_of
 
 ROWS: Final = 10_000
-"""Messages of a segment at most."""
+"""Maximum number of messages in a segment."""
 FEWEST: Final = 300
-"""Messages of a segment at least, unless it is full by its bytes. Segments of 5 took more room than their rows."""
+"""Minimum number of messages, unless the segment is full by bytes. Segments of 5 needed more room than their rows."""
 BYTES: Final = 8 << 20
-"""Bytes of bodies and properties in a segment at most. The daemon that restores it has several copies in memory for a
-moment."""
+"""Maximum bytes of bodies and properties in a segment. The daemon that restores it briefly has several copies in
+memory."""
 LARGEST: Final = 1 << 20
-"""Bytes of a message's body and properties, above which it stays a row: Postgres keeps it out of line, compressed, and
+"""A message with more bytes of body and properties stays a row. Postgres stores it out of line, compressed, and
 restoring it from a segment would take a daemon twenty times its size in memory."""
 SPAN_MS: Final = 7 * DAY_MS
-"""The longest window where few messages are due. A segment is restored as a whole, so it must not span more."""
+"""The longest window while few messages are due. A segment is restored as a whole, so it must not span more."""
 SETTINGS: Final = (
-    # The rows of a segment are kept at hand while they are summed up.
+    # Keep the rows of a segment in memory while they are summed up.
     "SET LOCAL work_mem = '64MB'; "
-    # The plan must be an index range, also with wrong statistics of a partition that has just changed.
+    # The plan must be an index range, even with wrong statistics of a partition that has just changed.
     "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off; "
-    # Each key is found by its index.
+    # Find each key by its index.
     "SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off"
 )
 
@@ -56,8 +55,8 @@ SELECT lane, date_trunc('hour', due_at), count(*) FROM message WHERE due_at > $1
 
 
 class CompactionWindow(NamedTuple):
-    """A piece of a lane: its rows due from ``first_ms`` to ``last_ms``, both included (epoch milliseconds). ``rows`` is
-    about the number of rows: counted without locks."""
+    """A piece of a lane: its rows due from ``first_ms`` to ``last_ms``, inclusive, in epoch milliseconds. ``rows``:
+    their approximate number, counted without locks."""
 
     lane: int
     first_ms: int
@@ -66,8 +65,8 @@ class CompactionWindow(NamedTuple):
 
 
 class Compacted(NamedTuple):
-    """A segment that was committed. ``last_due_ms``: of its last message. ``more``: the window may have rows left after
-    that, as a limit was met."""
+    """A committed segment. ``last_due_ms``: of its last message. ``more``: whether the window may have rows after that,
+    because a limit was met."""
 
     segment: int
     messages: int
@@ -78,8 +77,9 @@ class Compacted(NamedTuple):
 
 
 async def windows(connection: Connection, after_ms: int, rows: int = ROWS, fewest: int = 0) -> list[CompactionWindow]:
-    """Cut the messages due after ``after_ms`` (epoch ms) into windows of whole hours, by lane. A window has ``rows``
-    rows at most, unless one hour has more. One with less than ``fewest`` is left out. Raises the driver's errors."""
+    """Cut the messages due after ``after_ms`` (epoch ms) into windows of whole hours, by lane. A window has at most
+    ``rows`` rows, unless one hour has more; windows with less than ``fewest`` are left out. Raises the driver's errors.
+    """
     found: list[CompactionWindow] = []
     for lane, hour_ms, count in await connection.fetch(_HOURS, after_ms, timeout=DAY_MS / 1000):
         window = CompactionWindow(lane, max(hour_ms, after_ms + 1), hour_ms + HOUR_MS - 1, count)
@@ -103,8 +103,8 @@ ORDER BY due_at, id LIMIT $5
 
 
 async def packed_share(connection: Connection, window: CompactionWindow, rows: int) -> float:
-    """The bytes of a segment as a share of the bodies and properties in it, from ``rows`` messages of ``window`` at
-    most; nothing is written. Raises the driver's errors."""
+    """Estimate a segment's size as a share of its bodies and properties, from at most ``rows`` messages of ``window``.
+    Writes nothing. Raises the driver's errors."""
     from delayer.store.segments import packing  # noqa: PLC0415 - pyarrow
 
     async with connection.transaction(readonly=True):
@@ -127,13 +127,12 @@ async def compact_one(
     portion: int | None = None,
     pause: float = 0.0,
 ) -> Compacted | None:
-    """Pack the first rows of ``window`` into a segment, in one transaction; None when none are left there, or less than
-    ``fewest``.
+    """Pack the first rows of ``window`` into a segment, in one transaction; None if none or less than ``fewest`` are
+    left.
 
-    Call it again while ``more``, from the last due instant on. Rows of more than LARGEST bytes and locked rows stay
-    rows. It locks and reads ``portion`` rows at a time, with ``pause`` seconds after each; None: all
-    at once. Raises the driver's errors, and SegmentBroken if the written segment does not read back; then nothing is
-    committed.
+    Call it again while ``more``, from the last due instant on. Locked rows, and rows of more than LARGEST bytes, stay
+    rows. It locks and reads ``portion`` rows at a time, pausing ``pause`` seconds after each; None means all at once.
+    Raises the driver's errors, and SegmentBroken if the written segment is unreadable; then nothing is committed.
     """
     from delayer.store.segments import packing  # noqa: PLC0415 - pyarrow
 
@@ -167,7 +166,7 @@ async def compact_one(
 
 
 def _keyed(found: Sequence[asyncpg.Record], ids: Sequence[int]) -> list[keys.PackedKey]:
-    """The keys of the rows ``found``, which were packed in the order of ``ids``."""
+    """The keys of the rows ``found``, packed in the order of ``ids``."""
     positions = {number: position for position, number in enumerate(ids)}
     return [
         keys.PackedKey(
@@ -182,7 +181,7 @@ def _keyed(found: Sequence[asyncpg.Record], ids: Sequence[int]) -> list[keys.Pac
 async def _lock(
     connection: Connection, window: CompactionWindow, limits: tuple[int, int], portion: int, pause: float
 ) -> tuple[list[asyncpg.Record], bool]:
-    """The first rows of a window, locked, up to ``limits`` of rows and bytes; and whether a limit was reached."""
+    """Lock the first rows of a window, up to ``limits`` of rows and bytes. Also returns whether a limit was reached."""
     found: list[asyncpg.Record] = []
     rows, room = limits
     first_us, first_id = window.first_ms * 1000, -MAX_ID
@@ -202,14 +201,14 @@ async def _lock(
 
 
 async def _fitting(connection: Connection, window: CompactionWindow, max_bytes: int) -> int:
-    """The number of rows that fit ``max_bytes``, and some more, from the size of the first ones of a window. Without
-    it, large messages would lock ten thousand rows for each hundred that fit."""
+    """Estimate generously how many rows fit ``max_bytes``, from the size of the window's first rows. Otherwise, large
+    messages would lock ten thousand rows for each hundred that fit."""
     mean = await connection.fetchval(statements.read("mean_size"), window.lane, window.first_ms, window.last_ms + 1)
     return int(max_bytes / mean * 1.5) + 1 if mean else 1 << 31
 
 
 async def _verify(connection: Connection, segment: int, table: Any) -> None:
-    """Read the segment back from the store, and compare its messages with ``table``. Raises SegmentBroken."""
+    """Read the segment back from the store and compare its messages with ``table``. Raises SegmentBroken."""
     from delayer.store.segments import codec  # noqa: PLC0415 - pyarrow
 
     stored = await connection.fetchrow("SELECT packed, format, messages, digest FROM segment WHERE id = $1", segment)
@@ -220,21 +219,21 @@ async def _verify(connection: Connection, segment: int, table: Any) -> None:
 log = structlog.get_logger()
 
 LOCK_MS = 50
-"""How long the traffic may stand behind a drop that waits for a release, a park or a pack."""
+"""How long the traffic may wait behind a drop that waits for a release, a park or a pack."""
 LONGEST_LOCK_SECONDS = 0.05
-"""And behind one that looks through the pages of an empty partition, before there was a VACUUM."""
+"""How long it may wait while a drop scans the pages of an empty partition that has not been vacuumed."""
 TRIES = 5
 PAUSE_SECONDS = 0.25
-"""Between drops beside traffic: lateness of some milliseconds, four times a second, is less than one message in a
-hundred. And before another try."""
+"""Pause between drops under load, and before a retry. Some milliseconds of lateness, four times a second, affect less
+than one message in a hundred."""
 VACUUM_LOCK_MS = 5_000
-"""Milliseconds that VACUUM waits behind another one; the traffic passes meanwhile. Postgres ends its own autovacuum for
-a waiter after deadlock_timeout (1 s). Without the wait, a job on five million rows left a partition of 80 MB."""
+"""Milliseconds that VACUUM waits for another one, while traffic continues. Postgres ends its own autovacuum for a
+waiter after deadlock_timeout (1 s). Without the wait, a job on five million rows left a partition of 80 MB."""
 COST_DELAY_MS = 2.0
-"""VACUUM's pauses beside traffic: what autovacuum makes. Elsewhere none."""
+"""VACUUM's pauses under load, as in autovacuum; otherwise it does not pause."""
 DEAD_ROWS = 1_000
-"""A partition with more dead rows is vacuumed: an earlier job may have died, or an older snapshot kept its rows. Fewer
-are those of traffic that went on meanwhile."""
+"""A partition with more dead rows is vacuumed. An earlier job may have died, or an older snapshot kept its rows. Fewer
+come from traffic since."""
 _DEAD = """
 SELECT s.relname::text, n_dead_tup FROM pg_inherits AS i JOIN pg_stat_all_tables AS s ON s.relid = i.inhrelid
 WHERE i.inhparent = 'message'::regclass AND n_dead_tup > $1
@@ -244,27 +243,27 @@ _SIZE = "SELECT coalesce(sum(pg_total_relation_size(relid)), 0)::bigint FROM pg_
 
 @dataclass(frozen=True, slots=True)
 class ShrinkResult:
-    """What :func:`shrink` did. Bytes are of all partitions with their indexes and TOAST."""
+    """The result of :func:`shrink`. Bytes are of all partitions with their indexes and TOAST."""
 
     dropped: tuple[str, ...]
     vacuumed: tuple[str, ...]
     left: tuple[str, ...]
-    """There was no moment to vacuum or to drop them; the next time comes."""
+    """Not vacuumed or dropped, for lack of a moment; left for next time."""
     bytes_before: int
     bytes_after: int
 
 
 async def size(connection: Connection) -> int:
-    """Bytes of all waiting rows on disk, indexes, TOAST and dead ones included. Raises the driver's errors."""
+    """Bytes of all waiting rows on disk, including indexes, TOAST and dead rows. Raises the driver's errors."""
     return int(await connection.fetchval(_SIZE))
 
 
 async def shrink(
     url: str, touched: Collection[int], today: int, say: Callable[[int, int], None], lock_ms: int = VACUUM_LOCK_MS
 ) -> ShrinkResult:
-    """Vacuum the partitions of the days ``touched`` (from 1970), and later ones with many dead rows. Drop all that are
-    empty and later than the days that upkeep makes ahead of ``today``. ``say`` hears the number of finished partitions,
-    and of all. ``lock_ms``: the most that each VACUUM waits for its lock. Raises StoreLost."""
+    """Vacuum the partitions of the days ``touched`` (since 1970), and later ones with many dead rows. Drop all empty
+    ones past the days that upkeep creates ahead of ``today``. ``say`` gets the number of finished partitions, and of
+    all. ``lock_ms``: lock timeout of each VACUUM. Raises StoreLost."""
     connection = await pool.connect_plain(url, "delayer shrink", {"statement_timeout": "0"}, command_seconds=None)
     try:
         with translated("shrink"):
@@ -290,8 +289,8 @@ async def _shrink(
     for done, name in enumerate(work):
         say(done, len(work))
         busy = await seen.look(connection)
-        # All pages of a partition just seen to be empty are in the server's memory. The second look under the lock then
-        # takes 20 ms for a day with 80,000 dead rows, and saves the VACUUM.
+        # The check for emptiness has loaded the partition's pages. The second one, under the lock, then takes 20 ms for
+        # a day with 80,000 dead rows, and saves the VACUUM.
         if name in empty and not busy and await _drop(connection, name, 1):
             dropped.append(name)
             continue
@@ -306,7 +305,7 @@ async def _shrink(
 
 
 async def _dead(connection: Connection) -> dict[str, int]:
-    """The partitions with many dead rows, and their number."""
+    """The partitions with many dead rows, and the number of these."""
     return dict(map(tuple, await connection.fetch(_DEAD, DEAD_ROWS)))
 
 
@@ -318,12 +317,12 @@ async def _empty(connection: Connection, name: str) -> bool:
 
 
 async def _vacuum(connection: Connection, name: str, lock_ms: int) -> bool:
-    """Whether ``name`` was vacuumed to some purpose, or is gone."""
+    """Vacuum ``name``. Returns whether it freed the dead rows, or is gone."""
     await connection.execute(f"SET lock_timeout = '{lock_ms}ms'")
     try:
         await connection.execute(f"VACUUM (TRUNCATE, ANALYZE) {name}")
     except asyncpg.UndefinedTableError:
-        return True  # Another session dropped it, which returns even more room.
+        return True  # Another session dropped it, which frees even more room.
     except asyncpg.LockNotAvailableError as error:
         log.info("partition not vacuumed", partition=name, reason=describe(error))
         return False
@@ -336,7 +335,7 @@ async def _vacuum(connection: Connection, name: str, lock_ms: int) -> bool:
 
 
 async def _drop(connection: Connection, name: str, attempts: int, pause: float = 0.0) -> bool:
-    """Whether the empty partition ``name`` was dropped, after ``pause`` seconds."""
+    """Drop the empty partition ``name``, after ``pause`` seconds. Returns whether it did."""
     for attempt in range(attempts):
         await asyncio.sleep(PAUSE_SECONDS * attempt or pause)
         try:

@@ -1,4 +1,4 @@
-"""The encoder of segments: messages as one Parquet file. Pure. segments/codec.py describes and reads it."""
+"""The encoder of segments: messages as one Parquet file. Pure. codec.py describes and reads it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 from delayer.store.segments.codec import BYTES, INSTANT, SCHEMA, is_complete, microseconds
 
 LEVEL: Final = 6
-"""The level of zstd. Measured with 10,000 messages of bench/ (bodies of 594 bytes, properties of 131, a UUID in each),
-in bytes a message: level 1 129.3, 6 126.5, 9 121.3, 12 117.1."""
+"""zstd level. With 10,000 messages of bench/ (bodies of 594 bytes, properties of 131, a UUID in each), bytes per
+message measured: level 1 129.3, 6 126.5, 9 121.3, 12 117.1."""
 ENCODINGS: Final = {
     "id": "DELTA_BINARY_PACKED",
     "due_at": "DELTA_BINARY_PACKED",
@@ -25,14 +25,14 @@ ENCODINGS: Final = {
     "body": "DELTA_LENGTH_BYTE_ARRAY",
     "key": "DELTA_BYTE_ARRAY",
 }
-"""Columns with few values use a dictionary: 0.01 bytes a message each. Measured, in bytes a message: properties 17.3,
+"""Columns with few values use a dictionary: 0.01 bytes per message each. Measured bytes per message: properties 17.3,
 with DELTA_LENGTH_BYTE_ARRAY 18.9. Bodies 71.4, with DELTA_BYTE_ARRAY 71.2 but a third longer to read, as PLAIN 73.1.
-Pages of 1 MB take 0.4 % more than one for each column, pages of 128 KB 2 %."""
+Pages of 1 MB take 0.4 % more than one per column, pages of 128 KB 2 %."""
 
 
 class PackedSegment(NamedTuple):
-    """A segment's bytes, and what its row says of them. Instants are epoch milliseconds, rounded down. ``raw_bytes``:
-    of bodies and properties. ``ids``: in the order of the messages. ``digest``: see the module."""
+    """A segment's bytes, and what its row says about them. Instants are epoch milliseconds, rounded down.
+    ``raw_bytes``: of bodies and properties. ``ids``: in the order of the messages. ``digest``: see codec.py."""
 
     packed: bytes
     messages: int
@@ -44,7 +44,7 @@ class PackedSegment(NamedTuple):
 
 
 def pack(table: Any) -> PackedSegment:
-    """Pack a table of :data:`SCHEMA` with one row or more, in any order. Raises ValueError for another one."""
+    """Pack a table of :data:`SCHEMA` with at least one row, in any order. Raises ValueError for any other table."""
     if table.schema != SCHEMA or not len(table) or not is_complete(table):
         raise ValueError(f"expected rows of {', '.join(SCHEMA.names)}, found {len(table)} of {table.schema}")
     table = table.sort_by([("due_at", "ascending"), ("id", "ascending")])
@@ -75,7 +75,7 @@ def pack(table: Any) -> PackedSegment:
 
 
 def table_of(rows: Sequence[Sequence[Any]]) -> Any:
-    """A table of :data:`SCHEMA` from rows with at least one. Instants are epoch microseconds."""
+    """Build a table of :data:`SCHEMA` from at least one row. Instants are epoch microseconds."""
     columns = list(zip(*rows, strict=True))
     arrays = [
         pa.array(column, pa.int64()).cast(field.type) if field.type == INSTANT else pa.array(column, field.type)

@@ -1,9 +1,6 @@
-"""The restore of a segment: its messages become rows again, in one transaction. Its users import this only when there
-is a segment, because of pyarrow (segments/codec.py).
-
-A process that changes a segment locks its row (FOR UPDATE). So a cancel by key is exact against a restore: it removes
-the message from the segment before, or waits for the restore and finds a row.
-"""
+"""Restores a segment: its messages become rows again, in one transaction. Import it only once there is a segment,
+because of pyarrow (codec.py). A process that changes a segment locks its row (FOR UPDATE). So a cancel by key is exact:
+it removes the message from the segment first, or waits for the restore and finds a row."""
 
 from __future__ import annotations
 
@@ -25,10 +22,10 @@ from delayer.store.segments import codec
 
 PORTION_BYTES: Final = 1 << 20
 SMALL_PORTION_BYTES: Final = 256 << 10
-"""Bytes that an event loop, or the server, handles at once beside releases."""
+"""Bytes that an event loop, or the server, handles at a time during releases."""
 PAUSE: Final = 0.002
-"""Seconds between two portions beside releases."""
-# Without its bytes: a damaged page under them must not hide whose they are.
+"""Seconds between portions during releases."""
+# Without its bytes, so that a damaged page under them does not hide whose they are.
 _LOCK: Final = (
     "SELECT id, lane, first_due, messages, format, digest, gone FROM segment"
     " WHERE {} ORDER BY first_due, id LIMIT 1 FOR UPDATE"
@@ -42,11 +39,10 @@ async def restore_one(
 ) -> Restored | Broken | None:
     """Restore the soonest segment that is due by ``horizon_ms`` and not locked, in one transaction.
 
-    The rows go back into their lane, in portions of about ``portion_bytes`` with ``pause`` seconds after each. A thread
-    decodes and encodes. The owner of the lane is notified.
-
-    None: there is no such segment. Broken: it did not read back, and was marked. Then others come first, until an
-    operator runs :func:`restore`. Raises the driver's errors; then nothing is committed.
+    The rows return to their lane, whose owner is notified, in portions of about ``portion_bytes``, pausing ``pause``
+    seconds after each. A thread decodes and encodes. None: there is no such segment. Broken: it was unreadable and got
+    marked; others come first then, until an operator runs :func:`restore`. Raises the driver's errors; then nothing is
+    committed.
     """
     return await _restore(connection, (_LOCK_SOONEST, horizon_ms), portion_bytes, pause)
 
@@ -54,8 +50,8 @@ async def restore_one(
 async def restore(
     connection: Connection, segment: int, *, portion_bytes: int = PORTION_BYTES, pause: float = 0.0
 ) -> Restored | Broken | None:
-    """Restore the segment of this id, as :func:`restore_one` does; a broken one is tried again, and loses its mark with
-    that. Another session that has it locked is waited for. None: it is gone."""
+    """Restore the segment of this id like :func:`restore_one`, even a broken one; None if it is gone. Waits for another
+    session that has it locked."""
     return await _restore(connection, (_LOCK_ONE, segment), portion_bytes, pause)
 
 
@@ -63,7 +59,7 @@ async def _restore(
     connection: Connection, which: tuple[str, int], portion_bytes: int, pause: float
 ) -> Restored | Broken | None:
     async with pool.transaction(connection):
-        await connection.execute("SET LOCAL enable_seqscan = off")  # Few segments would be read from first to last.
+        await connection.execute("SET LOCAL enable_seqscan = off")  # Else few segments would be scanned sequentially.
         segment = await connection.fetchrow(*which)
         if segment is None:
             return None
@@ -72,7 +68,7 @@ async def _restore(
         try:
             table = await live(connection, segment)
             records = _records(table, lane, portion_bytes, pause)
-            async with pool.transaction(connection):  # A savepoint: without the mark it would be tried for ever.
+            async with pool.transaction(connection):  # A savepoint, so that the mark stays.
                 status = await connection.copy_records_to_table("message", records=records, columns=codec.COPIED)
         except SegmentBroken as error:
             broken = str(error)
@@ -100,8 +96,7 @@ async def _restore(
 
 
 async def _records(table: Any, lane: int, portion_bytes: int, pause: float) -> AsyncIterator[tuple[Any, ...]]:
-    """A thread makes a portion of rows when it is wanted: all of them at once took as much memory as everything
-    else."""
+    """Yield rows, in portions encoded by a thread on demand. All at once took as much memory as everything else."""
     portions = codec.records(table, lane, portion_bytes)
     while (portion := await asyncio.to_thread(next, portions, None)) is not None:
         for record in portion:
@@ -110,13 +105,11 @@ async def _records(table: Any, lane: int, portion_bytes: int, pause: float) -> A
 
 
 async def live(connection: Connection, segment: asyncpg.Record) -> Any:
-    """The messages of a row of ``segment``, as a table of codec.SCHEMA sorted by (due_at, id). A thread decodes them,
-    because the daemon of the page releases messages meanwhile.
-
-    Raises SegmentBroken, also if the store itself cannot read the bytes, and the driver's errors.
-    """
+    """Decode the messages of a row of ``segment`` to a table of codec.SCHEMA sorted by (due_at, id). A thread does it,
+    because the daemon behind the page is releasing messages. Raises SegmentBroken, even if the store itself cannot read
+    the bytes, and the driver's errors."""
     try:
-        async with pool.transaction(connection):  # A savepoint: the damage ends only the statements inside.
+        async with pool.transaction(connection):  # A savepoint confines the damage to the statements inside.
             packed = await connection.fetchval("SELECT packed FROM segment WHERE id = $1", segment["id"])
     except DAMAGED as error:
         raise SegmentBroken(f"the store cannot read its bytes: {describe(error)}") from error
