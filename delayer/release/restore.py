@@ -39,8 +39,6 @@ _BROKEN: Final = (
 
 
 class SegmentRestorer:
-    """The part of a daemon that restores segments."""
-
     def __init__(self, segments: Segments, live: ReleaseSettings, counters: Counters) -> None:
         self._segments = segments
         self._live = live

@@ -10,10 +10,7 @@ from delayer.release.ports import Lane, Releases
 
 
 class ReleaseService:
-    """Releases from every lane that the store yields."""
-
     def __init__(self, releases: Releases, release: Callable[[Lane], LaneRelease]) -> None:
-        """``release``: creates the loop of a lane."""
         self._releases = releases
         self._release = release
 

@@ -37,9 +37,9 @@ UPKEEP_LOOKS: Final = 60
 
 BULK_MESSAGES: Final = 400
 BULK_BYTES: Final = 1 << 20
-"""From this size on, each write goes to the next lane of this process, so that all of them release in parallel. With
-one lane, a process releases a fifth less in bulk. Smaller writes stay in one lane, so that messages due together share
-one claim, publish and commit."""
+"""From this size on, each write goes to the process's next lane, so that its lanes release in parallel. One lane
+releases a fifth less in bulk. Smaller writes stay in one lane, so that messages due together share claim, publish and
+commit."""
 SMALL_BATCH_LANE_SECONDS: Final = 300.0
 """After this time small writes go to the next lane, so all lanes share messages parked over hours for one instant."""
 
@@ -47,8 +47,8 @@ Connect = Callable[[], Awaitable[PostgresStore]]
 
 
 class PostgresBacklog:
-    """Implements the ports of intake and release (Backlog, Releases, Segments), even without a configured or reached
-    store."""
+    """Implements the ports of intake and release: Backlog, Releases, Segments. Works before a store is configured or
+    reached."""
 
     def __init__(
         self,
@@ -59,8 +59,7 @@ class PostgresBacklog:
         poll_seconds: float = POLL_SECONDS,
         away_seconds: float = AWAY_SECONDS,
     ) -> None:
-        """``link``: the broker connection for the lanes' publishes. Without it a process keeps its lanes for
-        ``away_seconds``."""
+        """``link``: the broker connection for publishing. Without it a process keeps its lanes for ``away_seconds``."""
         self.configured = False
         self.out_of_reach = asyncio.Event()
         """Set while the last poll of the store failed."""
@@ -163,8 +162,8 @@ class PostgresBacklog:
         return applied
 
     async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
-        """Commit held messages: see intake.ports.Backlog. If the database rejects any, hold each half separately until
-        the message is found, which gets a plain reason."""
+        """Commit held messages: see intake.ports.Backlog. If the database rejects any, each half is held separately,
+        until the message is found. It gets a plain reason."""
         bulk, middle = is_bulk([parcel for parcel, _ in items]), len(items) // 2
         try:
             await self._write(lambda store, lane: store.hold(lane, items), bulk=bulk)

@@ -1,8 +1,8 @@
 """An estimate of the store's clock: relative delays count from it, and sleepers sleep towards it.
 
-A *sample* is one question ``clock_timestamp()``. The server read its clock between our sending and our receiving, so
-at any later moment its clock stands between two lines. The upper line serves :meth:`StoreClock.now_upper_ms`: a delay
-counted from it is never short. The lower line serves sleeping: a sleeper that wakes by it never wakes early.
+A *sample* is one query of ``clock_timestamp()``. The server read its clock between our sending and our receiving, so at
+any later moment its clock is between two lines. :meth:`StoreClock.now_upper_ms` uses the upper line: a delay counted
+from it is never short. Sleeping uses the lower line: a sleeper that wakes by it never wakes early.
 """
 
 from __future__ import annotations
@@ -14,22 +14,20 @@ from typing import NamedTuple
 
 
 def uptime() -> float:
-    """Seconds that pass also while the machine is suspended, where the system counts them."""
+    """Seconds, including those while the machine is suspended if the system counts them."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 DRIFT = 500e-6
-"""Seconds that two clocks may drift apart in a second: ntpd slews a clock by at most that much. The daemon takes a
-sample about every second, so the drift widens the estimate by half a millisecond.
-
-chrony may slew faster, by up to 83,333 ppm (``maxslewrate``), while it corrects a large offset. A sample that
-contradicts the last one by that counts as a step (:func:`better`). So for a second the estimate may be wrong by 83 ms
-at the worst. docs/guarantees.md names this.
-"""
+"""Seconds that two clocks may drift apart per second: ntpd slews a clock by at most that much. The daemon takes a
+sample about every second, so the drift widens the estimate by half a millisecond. chrony may slew faster, by up to
+83,333 ppm (``maxslewrate``), while it corrects a large offset. A sample that contradicts the last one by that much
+counts as a step (:func:`better`). So for a second the estimate may be wrong by at worst 83 ms, as docs/guarantees.md
+says."""
 
 
 class Sample(NamedTuple):
-    """One reading: local monotonic seconds before and after, the server's epoch milliseconds (fractions kept)."""
+    """One reading: local monotonic seconds before and after, and the server's epoch milliseconds with fractions."""
 
     before: float
     server_ms: float
@@ -44,7 +42,7 @@ class Bounds(NamedTuple):
 
 
 def bounds(sample: Sample, at: float) -> Bounds:
-    """The bounds of the server's clock at the local monotonic instant ``at``, by ``sample``."""
+    """The server's clock at the local monotonic instant ``at``, by ``sample``."""
     shortest, longest = at - sample.after, at - sample.before  # Seconds since the server read its clock.
     return Bounds(
         lower=sample.server_ms + (shortest - DRIFT * abs(shortest)) * 1000,
@@ -53,8 +51,7 @@ def bounds(sample: Sample, at: float) -> Bounds:
 
 
 def better(kept: Sample, new: Sample) -> tuple[Sample, bool]:
-    """The better sample, and whether the server's clock was stepped. After a step the new sample counts, whatever its
-    width."""
+    """The better sample, and whether the server's clock was stepped. If so, the new sample wins, whatever its width."""
     old, fresh = bounds(kept, new.after), bounds(new, new.after)
     if fresh.lower > old.upper + 0.001 or fresh.upper < old.lower - 0.001:  # Floats round these to 0.00025 ms.
         return new, True
@@ -63,16 +60,15 @@ def better(kept: Sample, new: Sample) -> tuple[Sample, bool]:
 
 
 class StoreClock:
-    """Keeps the best sample. ``monotonic`` is passed in for the tests."""
+    """Keeps the best sample. Tests pass ``monotonic`` in."""
 
     def __init__(self, monotonic: Callable[[], float] = uptime) -> None:
         self.monotonic = monotonic
         self.steps = 0
-        """The number of steps of the server's clock. Values derived from the clock before a step must be dropped."""
+        """Steps of the server's clock so far. Drop values derived from the clock before a step."""
         self._sample: Sample | None = None
 
     def observe(self, before: float, server_ms: float, after: float) -> None:
-        """Take a sample in."""
         sample = Sample(before, server_ms, after)
         if self._sample is None:
             self._sample = sample
@@ -89,7 +85,7 @@ class StoreClock:
         return math.floor(self._bounds().lower)
 
     def seconds_until(self, due_ms: int) -> float:
-        """How long until the server's clock surely shows ``due_ms``; not more than 0.0 if it does."""
+        """Seconds until the server's clock surely shows ``due_ms``; at most 0.0 if it does."""
         return (due_ms - self._bounds().lower) / 1000
 
     def _bounds(self) -> Bounds:

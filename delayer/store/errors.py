@@ -1,6 +1,6 @@
-"""Errors of a store beside the losses that every layer knows, and their translation from the driver's errors.
+"""Errors of a store, in addition to the losses that every layer knows, and their translation from the driver's errors.
 
-core.StoreLost        out of reach, or it refused the transaction: try again later
+core.StoreLost        unreachable, or it refused the transaction: try again later
 ├─ core.LaneLost      the lane has another owner
 └─ core.Rejected      the database rejects the data of a write
 StoreUnfit            the server or the database cannot hold a store: an operator must act
@@ -22,15 +22,14 @@ from delayer.core.errors import StoreLost
 # Everything that asyncpg raises when server, network or transaction fail. TimeoutError is an OSError.
 DRIVER_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
 
-# The transaction was well-formed and lost against another one: a repetition may pass. Postgres answers with a check
-# violation if a day's partition was attached after a row of that day was routed to the default one.
+# A well-formed transaction lost against another, and may succeed if repeated. Postgres reports a check violation if a
+# day's partition was attached after a row of that day was routed to the default one.
 WORTH_REPEATING = (asyncpg.DeadlockDetectedError, asyncpg.SerializationError, asyncpg.CheckViolationError)
 
-# The database rejects the data of a statement, and would reject them again: by their values, a constraint, or a limit.
+# The database rejects a statement's data by their values, a constraint, or a limit, and would reject them again.
 REJECTED = (asyncpg.DataError, asyncpg.IntegrityConstraintViolationError, asyncpg.ProgramLimitExceededError)
 
-# The data at one place cannot be read: a damaged page (XX000 and its kinds), a disk error, a missing file. Other places
-# can still be read.
+# The data in one place are unreadable: a damaged page (XX000 and its kinds), a disk error, a missing file.
 DAMAGED = (asyncpg.InternalServerError, asyncpg.PostgresIOError, asyncpg.UndefinedFileError)
 DAMAGE_ADVICE = 'see "Damage" in docs/backlog.md: REINDEX makes an index anew, a table comes from a backup'
 
@@ -44,11 +43,11 @@ class StoreUnfit(Exception):
 
 
 class BadStoreUrl(ValueError):
-    """The store's URL cannot be read. Never contains the URL, which may carry a password."""
+    """The store's URL is invalid. Never contains the URL, which may include a password."""
 
 
 class SchemaOutdated(Exception):
-    """The store's schema is not the one that this program works with."""
+    """The store's schema is not the one this program works with."""
 
     def __init__(self, found: str | None, expected: str, *, newer: bool = False) -> None:
         self.found = found
@@ -61,7 +60,7 @@ class SchemaOutdated(Exception):
 
 _ADVICE: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str], ...] = (
     (DAMAGED, DAMAGE_ADVICE),
-    # A wrong password is a kind of the first; so are a role that is missing and a host that pg_hba.conf does not know.
+    # The first class includes wrong passwords, missing roles, and hosts that pg_hba.conf does not list.
     (
         asyncpg.InvalidAuthorizationSpecificationError,
         "check user and password in store.url; over its socket, Debian's Postgres lets in the role that is named like "
@@ -91,8 +90,8 @@ _ADVICE: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str]
 
 
 def lost(doing: str, error: BaseException) -> StoreLost:
-    """The loss that a driver's error means, with the advice that its cause calls for. Raise it from ``error``."""
-    driver: BaseException | None = error  # SQLAlchemy wraps the driver's own.
+    """Translate a driver's error, with advice for its cause. Raise the result from ``error``."""
+    driver: BaseException | None = error  # SQLAlchemy wraps the driver's error.
     while driver is not None and not isinstance(driver, DRIVER_ERRORS):
         driver = driver.__cause__
     told = describe(driver or error)
@@ -101,13 +100,13 @@ def lost(doing: str, error: BaseException) -> StoreLost:
 
 
 def plain_reason(error: object) -> str:
-    """A reason of a hold that every database can store, in place of one with which it rejected the hold."""
+    """A hold reason that every database can store, instead of one that made the database reject the hold."""
     return f"the database rejected the data of this hold (SQLSTATE {getattr(error, 'sqlstate', 'unknown')})"
 
 
 def describe(error: BaseException) -> str:
-    """One line for a driver's error: its first line, without the details that may quote data. The class of any other
-    error stands before it."""
+    """The first line of a driver's error, without the details that may quote data. For other errors, put the class
+    first."""
     text = errors.ERRNO.sub("", str(error).strip().split("\n", 1)[0])
     if text and isinstance(error, DRIVER_ERRORS):
         return text
@@ -117,7 +116,7 @@ def describe(error: BaseException) -> str:
 
 @contextmanager
 def translated(doing: str) -> Iterator[None]:
-    """Turn a driver's error into StoreLost, cause chained. ``doing`` names the operation."""
+    """Turn a driver's error into StoreLost, with the cause chained. ``doing`` names the operation."""
     try:
         yield
     except DRIVER_ERRORS as error:

@@ -1,4 +1,4 @@
-"""Held messages: listed, found by their ids or by a filter, and exported."""
+"""Held messages: listed, found by id or filter, and exported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WHOLE: Final = f"SELECT {COLUMNS.format(body='body')}, {_STATE}, token FROM hel
 
 
 class HeldState(NamedTuple):
-    """Why a message is held (core/hold.py), and when the daemon retries it (epoch ms; None: a person decides)."""
+    """Why a message is held (core/hold.py), and when the daemon retries it (epoch ms; None: an operator decides)."""
 
     kind: str
     reason: str
@@ -39,15 +39,12 @@ class HeldState(NamedTuple):
 
 
 class HeldEntry(NamedTuple):
-    """A held message, and why it is held."""
-
     entry: Entry
     held: HeldState
 
 
 class HeldPage(NamedTuple):
-    """``after``: the id behind which the next page begins; None where nothing is left. ``bounded``: reading ended at
-    its limit, before the page was full."""
+    """``after``: the id after which the next page begins; None at the end. ``bounded``: reading hit its limit."""
 
     messages: Sequence[HeldEntry]
     after: int | None
@@ -61,9 +58,7 @@ def _held_of(row: asyncpg.Record) -> HeldEntry:
 async def find(
     connection: Connection, wanted: Filter, test: Test | None, limit: int, after: int = 0, *, scan: int = 20_000
 ) -> HeldPage:
-    """The next ``limit`` held messages of ``wanted``, in the order of their arrival.
-
-    It reads ``scan`` held messages at most. Raises the driver's errors."""
+    """The next ``limit`` held messages of ``wanted`` by arrival; reads at most ``scan``. Raises the driver's errors."""
     found: list[HeldEntry] = []
     read = 0
     while read < scan:
@@ -82,12 +77,12 @@ async def find(
 
 
 async def named(connection: Connection, ids: Collection[int], most_body: int = 0) -> list[HeldEntry]:
-    """The held messages among these ids, with ``most_body`` bytes of each body. Raises the driver's errors."""
+    """The held messages among these ids, with up to ``most_body`` bytes of each body. Raises the driver's errors."""
     return [_held_of(row) for row in await connection.fetch(_NAMED, list(ids), most_body)]
 
 
 def dues_of(messages: Sequence[HeldEntry]) -> dict[int, int]:
-    """The due time (epoch ms) of each of these, by id."""
+    """The due times (epoch ms) of these messages, by id."""
     return {one.entry.place.id: one.entry.place.due_ms for one in messages}
 
 
@@ -115,8 +110,7 @@ async def groups(connection: Connection, scan: int = 100_000) -> Sequence[asyncp
 
 
 async def whole(connection: Connection) -> AsyncIterator[Sequence[tuple[HeldEntry, bytes]]]:
-    """All held messages with their bodies, in the order of arrival, each with the ``x-delayer-id`` that it has already,
-    or b"". Raises the driver's errors."""
+    """All held messages with bodies, by arrival, each with its ``x-delayer-id``, or b"". Raises the driver's errors."""
     after = 0
     while rows := await connection.fetch(_WHOLE, after):
         after = rows[-1]["id"]

@@ -1,7 +1,7 @@
 """The id of a store, and whether it has a broker.
 
-A store belongs to one broker and virtual host: the one with the exchange ``delayer.store.<id>``. The first daemon
-declares it. On any other broker, due messages would be delivered to the wrong place.
+A store belongs to one broker and virtual host: the one with the exchange ``delayer.store.<id>``, which the first daemon
+declares. Any other broker would deliver due messages to the wrong place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ACCEPT: Final = "if the broker was rebuilt, run `delayer topology apply --accept
 
 
 class StoreIdentity(NamedTuple):
-    """``has_broker``: a daemon has declared the exchange on some broker. ``daemons``: how many other ones are alive."""
+    """``has_broker``: whether a daemon has declared the exchange on some broker. ``daemons``: other live daemons."""
 
     id: str
     has_broker: bool
@@ -28,11 +28,10 @@ class StoreIdentity(NamedTuple):
 
     @property
     def exchange(self) -> Exchange:
-        """The exchange on the broker that the store belongs to."""
         return Exchange(f"delayer.store.{self.id}", "fanout")
 
     def wrong_broker(self) -> StoreLost:
-        """The error for a broker without the exchange, while the store has a broker."""
+        """The error for a broker without the exchange, while the store has another broker."""
         text = f"this broker has no exchange {self.exchange.name}, so the store belongs to another broker"
         if self.daemons:
             daemons = "1 other daemon works" if self.daemons == 1 else f"{self.daemons} other daemons work"
@@ -47,15 +46,13 @@ SELECT id, has_broker, (SELECT count(*) FROM pg_stat_activity WHERE datname = cu
 
 
 async def read_identity(connection: Connection, presence: int = 0) -> StoreIdentity:
-    """``presence``: the process that serves this daemon's own presence. Raises the driver's errors."""
+    """``presence``: the server process of this daemon's presence. Raises the driver's errors."""
     return StoreIdentity(*await connection.fetchrow(_READ, presence))
 
 
 async def give_broker(connection: Connection, declare: Callable[[], Awaitable[None]]) -> bool:
-    """Declare the exchange, and note that the store has a broker. False if it has one: then nothing is declared.
-
-    Raises what ``declare`` raises, and the driver's errors.
-    """
+    """Declare the exchange and record that the store has a broker; False, without declaring, if it already has one.
+    Raises what ``declare`` raises, and the driver's errors."""
     async with pool.transaction(connection):
         if await connection.fetchval("SELECT has_broker FROM store FOR UPDATE"):
             return False
@@ -65,10 +62,8 @@ async def give_broker(connection: Connection, declare: Callable[[], Awaitable[No
 
 
 async def give_new_broker(connection: Connection, declare: Callable[[StoreIdentity], Awaitable[None]]) -> None:
-    """Give the store a new id, so that the last broker is not its own any more, and declare the exchange of that id.
-
-    Raises what ``declare`` raises, and the driver's errors.
-    """
+    """Give the store a new id, so that it leaves its last broker, and declare the new id's exchange. Raises what
+    ``declare`` raises, and the driver's errors."""
     async with pool.transaction(connection):
         await connection.execute("UPDATE store SET id = replace(gen_random_uuid()::text, '-', ''), has_broker = true")
         await declare(await read_identity(connection))

@@ -1,4 +1,4 @@
-"""Connections to Postgres: their opening, their settings, and the codec of instants."""
+"""Connections to Postgres: opening them, their settings, and the codec of instants."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from delayer.store.errors import DRIVER_ERRORS, BadStoreUrl, lost
 
 CONNECT_SECONDS = 10.0
 STATEMENT_SECONDS = 30.0
-# The server gives up first, with a reason; we only give up on a server that does not answer at all.
+# The server times out first, with a reason. Ours only catches a server that does not answer at all.
 COMMAND_SECONDS = STATEMENT_SECONDS + 5.0
 
 GIVEN_UP = (asyncio.CancelledError, TimeoutError)
-"""The caller waits no longer for the server's answer, neither to the statement nor to its cancellation."""
+"""The caller no longer waits for the server's answer, to the statement or to its cancellation."""
 
-POSTGRES_EPOCH_US = 946_684_800_000_000  # 2000-01-01, the zero of Postgres's instants, in microseconds after 1970.
+POSTGRES_EPOCH_US = 946_684_800_000_000  # 2000-01-01, where Postgres's instants start, in microseconds after 1970.
 _FOREVER_US = (1 << 63) - 1
 BEGINNING_MS = -(1 << 62)
 """Before every instant: ``-infinity`` in Postgres."""
@@ -40,23 +40,23 @@ def _from_wire(wire: tuple[int]) -> int:
 
 
 def _settings(more: Mapping[str, str] | None) -> str:
-    """The statements that give a session its settings, over those of server, database and role. They come after the
-    connection is open, because PgBouncer refuses a connection that opens with settings which it does not know."""
+    """The statements that set a session's settings, overriding those of server, database and role. They run after the
+    connection is open, because PgBouncer rejects connections that open with unknown settings."""
     settings = {
         "timezone": "UTC",
-        "jit": "off",  # Its compilation costs more than any of our statements.
+        "jit": "off",  # Compilation costs more than any of our statements.
         "statement_timeout": f"{STATEMENT_SECONDS:.0f}s",
         "synchronous_commit": "on",  # Promise G1 needs it.
         # The fences and the cancels read rows that were just committed.
         "default_transaction_isolation": "read committed",
         "default_transaction_read_only": "off",
-        "plan_cache_mode": "force_custom_plan",  # A generic plan prunes no partition.
-        # A cable that was cut, seen from the server: it ends the session, and with it the locks.
+        "plan_cache_mode": "force_custom_plan",  # A generic plan does not prune partitions.
+        # If a cable is cut, the server ends the session, and with it the locks.
         "tcp_keepalives_idle": "5",
         "tcp_keepalives_interval": "2",
         "tcp_keepalives_count": "3",
-        # The same while the server sends to a client that no longer reads, frozen or gone. Neither keepalives nor
-        # any of the server's timeouts act then: a lane was kept for a quarter of an hour.
+        # Likewise if the server sends to a client that no longer reads, frozen or gone. Neither keepalives nor any of
+        # the server's timeouts apply then: a lane was kept for a quarter of an hour.
         "tcp_user_timeout": "10s",
         **(more or {}),
     }
@@ -81,7 +81,7 @@ async def connect_plain(
     *,
     command_seconds: float | None = COMMAND_SECONDS,
 ) -> Connection:
-    """Open one connection whose types are asyncpg's own. Raises StoreLost, BadStoreUrl."""
+    """Open one connection with asyncpg's own types. Raises StoreLost, BadStoreUrl."""
     with opening():
         connection = await asyncpg.connect(
             url,
@@ -99,7 +99,7 @@ async def connect_plain(
 
 @contextmanager
 def opening() -> Iterator[None]:
-    """Turn the errors of an opening connection into StoreLost, BadStoreUrl."""
+    """Turn the errors of opening a connection into StoreLost, BadStoreUrl."""
     unread = "store.url cannot be read: expected postgresql://user@host:port/database"
     try:
         yield
@@ -108,7 +108,7 @@ def opening() -> Iterator[None]:
     except DRIVER_ERRORS as error:
         raise lost("connect", error) from error
     except ValueError:
-        # The parser's text quotes the part that it could not read: perhaps a piece of the password.
+        # The parser's message quotes what it could not read, perhaps a piece of the password.
         raise BadStoreUrl(unread) from None
 
 
@@ -127,18 +127,16 @@ async def open_pool(url: str, application: str, size: int, more: Mapping[str, st
             timeout=CONNECT_SECONDS,
             command_timeout=COMMAND_SECONDS,
             init=prepared,
-            reset=_nothing,  # Our transactions leave nothing behind, and the default costs a round trip for each park.
+            reset=_nothing,  # Our transactions leave nothing behind, and the default costs a round trip per park.
             server_settings={"application_name": application},
         )
 
 
 @asynccontextmanager
 async def borrowed(pool: asyncpg.Pool) -> AsyncIterator[Connection]:
-    """A connection of the pool, which ends with a caller that is cancelled.
-
-    The pool would first wait until the server has confirmed the cancellation of the statement. A hanging server kept a
-    stopping daemon that way. The same holds for a statement that timed out. Raises the driver's errors.
-    """
+    """A connection of the pool, cut if the caller is cancelled or a statement times out. Otherwise the pool would wait
+    for the server to confirm the cancellation. A hanging server kept daemons from stopping that way. Raises the
+    driver's errors."""
     async with pool.acquire() as connection:
         try:
             yield connection
@@ -149,7 +147,7 @@ async def borrowed(pool: asyncpg.Pool) -> AsyncIterator[Connection]:
 
 @asynccontextmanager
 async def transaction(connection: Connection) -> AsyncIterator[None]:
-    """The driver's transaction, without its wait for a rollback after a cancellation: see :func:`borrowed`."""
+    """The driver's transaction, without waiting for a rollback after a cancellation: see :func:`borrowed`."""
     started = connection.transaction()
     await started.start()
     try:
@@ -165,23 +163,21 @@ async def transaction(connection: Connection) -> AsyncIterator[None]:
 
 
 def end(connection: Connection) -> None:
-    """Cut it, if it is not gone from its pool already."""
+    """Cut the connection, unless it has already left its pool."""
     with suppress(asyncpg.InterfaceError):
         connection.terminate()
 
 
 async def prepare(connection: Connection) -> None:
-    """Let ``timestamptz`` travel as epoch milliseconds, which is what everything here counts in.
-
-    Reading rounds down, so a row that SQL gave microseconds is never behind a watermark taken from it.
-    """
+    """Convert ``timestamptz`` to epoch milliseconds, the unit used everywhere here. Reading rounds down, so a row to
+    which SQL gave microseconds is never behind a watermark taken from it."""
     await connection.set_type_codec(
         "timestamptz", schema="pg_catalog", encoder=_to_wire, decoder=_from_wire, format="tuple"
     )
 
 
 async def sample(connection: Connection, clock: StoreClock, timeout: float | None = None) -> None:
-    """Ask the server for its time. Raises the driver's errors."""
+    """Query the server's time. Raises the driver's errors."""
     before = clock.monotonic()
     server_ms = await connection.fetchval(
         "SELECT (extract(epoch FROM clock_timestamp()) * 1000)::float8", timeout=timeout
@@ -190,7 +186,7 @@ async def sample(connection: Connection, clock: StoreClock, timeout: float | Non
 
 
 async def close(connection: Connection) -> None:
-    """Close politely, so that the server has let go of the locks when this returns; else at once. Never raises."""
+    """Close gracefully, so that the locks are released on return; abort if that fails. Never raises."""
     try:
         await connection.close(timeout=2.0)
     except DRIVER_ERRORS:

@@ -41,8 +41,7 @@ from delayer.store.statements import Changes
 ATTEMPTS: Final = 3
 """Maximum number of attempts of a park that loses against another transaction."""
 IDLE_SECONDS: Final = 4.0
-"""Connections are fed every second (lane.py), and each process polls once a second, so the lanes of a process that
-hangs are taken over in about 5 seconds."""
+"""Connections are fed, and the store is polled, each second. A hanging process loses its lanes in about 5 seconds."""
 CLOSE_SECONDS: Final = 5.0
 PARKERS: Final = 3
 """Parallel parks and restores of one process, each on a connection."""
@@ -86,7 +85,7 @@ class PostgresStore:
 
         ``owner`` names this process in the table of lanes (default: host and process id). After ``idle_timeout``
         seconds the server frees the lanes of a hanging process. After ``transaction_timeout`` seconds, longer than any
-        publish, it ends a release and rolls back a silent park. ``parkers``: number of parallel parks and restores.
+        publish, it ends a release and rolls back a silent park. ``parkers``: parallel parks and restores.
         ``history_days``: how long to keep history; 0 means none. Raises StoreUnfit, StoreLost, BadStoreUrl,
         SchemaOutdated.
         """
@@ -146,7 +145,7 @@ class PostgresStore:
 
     async def apply(self, lane: PostgresLane, batch: Fold, far: int, term: Term | None) -> Applied:
         """Commit the rest of a batch, then wake ``lane``. Messages due soon go into ``lane``, later ones into lane
-        ``far``, and those of a limited route into its lane. Raises LaneLost, with nothing committed, if this process no
+        ``far``, those of a limited route into its own. Raises LaneLost, with nothing committed, if this process no
         longer owns ``lane``; Rejected; and StoreLost, even for a batch with keys if another process has begun a term
         since ``term``."""
         routes, far_ms = self._routes, self._clock.now_lower_ms() + FAR_MS

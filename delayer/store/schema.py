@@ -1,5 +1,5 @@
-"""The schema of a store, and the one that this program needs, without Alembic. Without that import the daemon starts in
-half the time and with a third less memory."""
+"""The store's schema and the revision needed here, without Alembic: daemons start in half the time, with a third less
+memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from delayer.store.errors import SchemaOutdated
 
 VERSION_TABLE: Final = "delayer_schema_version"
 HEAD: Final = "0001"
-"""The revision that this program works with: the newest of migrations/."""
+"""The revision this program works with: the newest of migrations/."""
 
-# Storage options of everything that messages pass through; the reasons stand in migrations/versions/0001.
+# Storage options of all tables that messages pass through. For the reasons see migrations/versions/0001.
 CHURN_OPTIONS = "autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 50000, vacuum_truncate = off"
 
 
 async def current_of(connection: Connection) -> str | None:
-    """The revision of the store behind ``connection``. Raises the driver's errors."""
+    """The revision of the store of ``connection``. Raises the driver's errors."""
     if not await connection.fetchval("SELECT to_regclass($1)", VERSION_TABLE):
         return None
     revision: str | None = await connection.fetchval(f"SELECT version_num FROM {VERSION_TABLE}")
@@ -32,7 +32,7 @@ async def check(connection: Connection) -> None:
 
 
 def outdated(found: str | None) -> SchemaOutdated | None:
-    """The error for a store of this revision, with the next step; None if it is ours."""
+    """The error for a store of this revision, with the next step; None if the revision is ours."""
     if found == HEAD:
         return None
     return SchemaOutdated(found, HEAD, newer=found is not None)

@@ -1,11 +1,10 @@
-"""The check for servers that cannot hold a lane, and for databases that cannot hold every text.
+"""Rejects servers that cannot hold a lane, and databases that cannot hold every text.
 
 A lane is a lock of one session, and its owner writes rows. A hold reason contains the names of exchanges and queues, in
-any script: only the encoding UTF8 has all of them.
-
-PgBouncer's transaction and statement modes give the statements of one client to several sessions, and one session to
-several clients. CockroachDB's advisory locks lock nothing. YugabyteDB has no LOCK TABLE, and its newest releases, which
-have advisory locks, were not tried. A standby takes no writes, until it is promoted.
+any script, and only the encoding UTF8 covers all of them. PgBouncer's transaction and statement modes spread one
+client's statements over several sessions, and share sessions between clients. CockroachDB's advisory locks lock
+nothing. YugabyteDB has no LOCK TABLE; its newest releases, with advisory locks, were not tried. A standby rejects
+writes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from delayer.store import pool
 from delayer.store.errors import StoreUnfit, translated
 
 _OTHER_DATABASES: Final = {"CockroachDB": "CockroachDB", "-YB-": "YugabyteDB"}
-"""The names of databases that speak PostgreSQL's protocol, by a part of their version's text."""
+"""Other databases that speak PostgreSQL's protocol, by a part of their version's text."""
 _IDENTITY: Final = "SELECT pg_backend_pid(), version(), pg_is_in_recovery(), current_setting('server_encoding')"
 
 
@@ -40,14 +39,14 @@ async def check(url: str) -> None:
         if encoding != "UTF8":
             advice = "as Postgres's superuser: createdb -E UTF8 -T template0 --locale C -O ROLE DATABASE"
             raise _unfit(url, "a database with the encoding UTF8", encoding, advice)
-        if pid != str(first.get_server_pid()):  # A pooler answered the login, with a number of its own.
+        if pid != str(first.get_server_pid()):  # A pooler answered the login, with its own number.
             async with _session(url) as second:
                 await _check_pooler(url, pid, first, second)
 
 
 async def _check_pooler(url: str, pid: str, first: Connection, second: Connection) -> None:
-    """Raises StoreUnfit if two clients share sessions. If a pooler gives out the latest idle session, both clients get
-    one session; if it gives them out in turn, one client gets several. Other clients may hide this once."""
+    """Raise StoreUnfit if two clients share sessions. If a pooler hands out the latest idle session, both clients get
+    one session; if it rotates, one client gets several. Other clients may hide this in one round."""
     for _ in range(3):
         of_second = {(await _identity(second))[0] for _ in range(2)}
         of_first = {pid, (await _identity(first))[0]}
@@ -63,7 +62,7 @@ def _unfit(url: str, expected: str, found: str, advice: str) -> StoreUnfit:
 
 @asynccontextmanager
 async def _session(url: str) -> AsyncIterator[Connection]:
-    """A connection without settings: other clients of a pooler would get them too."""
+    """A connection without settings, because other clients of a pooler would get them too."""
     with pool.opening():
         connection = await asyncpg.connect(url, timeout=pool.CONNECT_SECONDS, command_timeout=pool.CONNECT_SECONDS)
     try:

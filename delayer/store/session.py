@@ -1,4 +1,4 @@
-"""Connections of commands, and of the page, to a store whose schema is ours."""
+"""Connections of commands, and of the page, to a store with our schema."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from delayer.store import pool, schema
 from delayer.store.errors import translated
 
 LONG_SECONDS: Final = 3_600.0
-"""For statements over the whole store that have no statement_timeout. For the driver, None means COMMAND_SECONDS."""
+"""For statements over the whole store, without statement_timeout. To the driver, None means COMMAND_SECONDS."""
 SETTINGS: Final = {
-    # Plans must be ranges of the primary key, also with wrong statistics of a partition that was just filled.
+    # Plans must be ranges of the primary key, even with wrong statistics of a partition that was just filled.
     "enable_seqscan": "off",
     "enable_bitmapscan": "off",
     "enable_hashjoin": "off",
@@ -26,7 +26,7 @@ SETTINGS: Final = {
 async def opened(
     url: str, application: str, doing: str, more: Mapping[str, str] | None = None
 ) -> AsyncIterator[Connection]:
-    """A connection of :func:`pool.connect` for one block. Errors say ``doing``. Raises StoreLost, BadStoreUrl."""
+    """A connection of :func:`pool.connect` for one block. Errors name ``doing``. Raises StoreLost, BadStoreUrl."""
     connection = await pool.connect(url, application, more)
     try:
         with translated(doing):
@@ -39,7 +39,7 @@ async def opened(
 async def looking(
     url: str, doing: str, application: str = "delayer look", settings: Mapping[str, str] = SETTINGS
 ) -> AsyncIterator[Connection]:
-    """A connection to look at the store with. Errors say ``doing``. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
+    """A connection for queries of the store. Errors name ``doing``. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
     async with opened(url, application, doing, settings) as connection:
         await schema.check(connection)
         yield connection

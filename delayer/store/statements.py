@@ -1,5 +1,5 @@
-"""The statements of the hot paths, one a file under sql/, as they stand for EXPLAIN. Only commands read
-the statements that have no constant here."""
+"""The statements of the hot paths, one per file under sql/, ready for EXPLAIN. Only commands use those without a
+constant."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEXT_DUE = read("next_due")
 NEXT_RETRY = read("next_retry")
 COUNT = read("count")
 Changes = Counter[tuple[int, str]]
-"""The changes of the counters in a transaction, by lane and kind: COUNT adds them."""
+"""The changes of the counters in a transaction, by lane and kind. COUNT adds them."""
 COUNT_PARKED = read("count_parked")
 HOLD_AGAIN = read("hold_again")
 NEXT_SEGMENT = read("next_segment")

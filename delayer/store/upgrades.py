@@ -1,5 +1,5 @@
-"""Upgrades of the store's schema by Alembic (`delayer db upgrade`). The scripts in migrations/ define the tables, and
-say what each table is for. The wheel has them in delayer/store/migrations. schema.py tells which schema a store has."""
+"""Upgrades of the store's schema by Alembic (`delayer db upgrade`). The scripts in migrations/ define and explain the
+tables. The wheel has them in delayer/store/migrations. schema.py finds out which schema a store has."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def _config() -> Config:
 
 
 async def upgrade(url: str, lanes: int = 4) -> None:
-    """Bring the schema up to schema.HEAD, in one transaction; then make ``lanes`` lanes, if there are less. Raises
-    StoreLost, BadStoreUrl."""
+    """Upgrade to schema.HEAD in one transaction, then add lanes until there are ``lanes``. Raises StoreLost,
+    BadStoreUrl."""
 
     async def connect() -> asyncpg.Connection:
-        # An upgrade of a large store takes as long as it takes.
+        # Upgrading a large store takes its time.
         return await pool.connect_plain(url, "delayer schema", {"statement_timeout": "0"}, command_seconds=None)
 
     def run(connection: Connection) -> None:

@@ -1,11 +1,9 @@
 """The read model: waiting messages in the order of (due instant, id), as rows of all lanes and in segments.
 
-A page is of one snapshot and begins behind the last place of the one before. The primary key of the few partitions that
-it touches finds that place, so a page costs the same with ten million rows as with ten. No index knows route,
-destination and headers. The page reads on to find them, up to a bound. A page that ends before it is full says so, and
-the next one goes on there.
-
-The functions ``named`` and ``called`` find single messages, by id and by the other names of a message.
+A page is of one snapshot, and begins where the last one ended. The primary keys of the few partitions it touches find
+that place, so a page costs the same with ten million rows as with ten. Route, destination and headers have no index, so
+the page reads on to find them, up to a bound. A page that ends early says so, and the next one continues there.
+``named`` and ``called`` find single messages, by id and by the other names of a message.
 """
 
 from __future__ import annotations
@@ -29,19 +27,19 @@ from delayer.store.segments import catalog
 from delayer.store.session import LONG_SECONDS
 
 Test = Callable[[bytes], bool]
-"""Whether a message is meant, by its properties: what SQL cannot read."""
+"""Whether a message matches, by its properties, which SQL cannot read."""
 Position = tuple[int, int]
-"""A due instant in microseconds, and an id: where a page begins or ends."""
+"""A due instant in microseconds and an id, where a page begins or ends."""
 BEGINNING: Final[Position] = (-(1 << 53), -1)
 AT_ONCE: Final = 16
-"""Rows of each lane that the first statement of a page reads at least. The next one reads four times as many."""
+"""Minimum number of rows per lane that a page's first statement reads. Each further one reads four times as many."""
 SCAN: Final = 10_000
-"""Rows that one page reads at most, of all lanes together, to find those that match."""
+"""Maximum number of rows that one page reads, of all lanes together, to find those that match."""
 SEGMENTS: Final = 4
-"""Segments that begin behind a page's first place and that the page unpacks at most: some 50 ms each. A page also
-unpacks every segment that reaches over its first place: one more for each compaction of the same days."""
+"""Maximum number of segments that begin after a page's first place and that the page unpacks, at about 50 ms each. A
+page also unpacks every segment across its first place: one more for each compaction of the same days."""
 NAMED: Final = 10
-"""The messages that :func:`called` finds for one name at most."""
+"""Maximum number of messages that :func:`called` finds for one name."""
 COLUMNS: Final = """
 lane, (extract(epoch FROM due_at) * 1000000)::bigint AS due_us, id, parked_at, route, exchange, routing_key,
 to_exchange, to_key, key, octet_length(body) AS size, properties, checksum, format, {body} AS body
@@ -54,9 +52,8 @@ _LANES: Final = (
     "SELECT lane FROM counter GROUP BY lane"
     " HAVING sum(CASE WHEN kind IN ('parked', 'restored') THEN n ELSE -n END) > 0 ORDER BY lane"
 )
-# $1: lanes. $2, $3: bounds of due_at, which prune partitions while planning. $4 (microseconds), $5 (id): the place
-# behind which to begin. $6: rows of each lane at most. The last row of each lane is always there: it says how many rows
-# were read.
+# $1: lanes. $2, $3: bounds of due_at, to prune partitions while planning. $4 (microseconds), $5 (id): the place after
+# which to begin. $6: maximum rows per lane. The last row of each lane is always returned, with the number of rows read.
 _NEXT: Final = f"""
 SELECT next.*
 FROM unnest($1::smallint[]) AS l (number)
@@ -86,7 +83,7 @@ _HELD_OF: Final = f"SELECT '{OWN}'::bytea || token, due_at, id FROM held WHERE '
 
 
 class Entry(NamedTuple):
-    """A message of the store. ``body``: as much of it as was read; ``size``: the bytes of all of it."""
+    """A message of the store. ``body``: the part that was read; ``size``: bytes of the whole body."""
 
     place: Place
     parked_ms: int
@@ -104,8 +101,8 @@ class Entry(NamedTuple):
 
     @property
     def sound(self) -> bool | None:
-        """Whether its format and checksum fit, else the daemon will hold it. None: unknown, as only a part of the body
-        was read."""
+        """Whether format and checksum match; if not, the daemon will hold it. None: unknown, because the body is
+        partial."""
         if len(self.body) < self.size:
             return None
         found = envelope.checksum(self.exchange, self.routing_key, self.properties, self.body)
@@ -119,11 +116,8 @@ class Entry(NamedTuple):
 
 
 class FoundPage(NamedTuple):
-    """The next messages that match. ``after`` is where to go on, None where nothing is left.
-
-    ``bounded``: reading ended at its limit, before enough were found. ``broken``: segments that do not read back and
-    may hold messages that match.
-    """
+    """The next messages that match. ``after``: where to continue; None at the end. ``bounded``: reading hit its limit
+    before enough were found. ``broken``: unreadable segments that may contain more."""
 
     messages: Sequence[Entry]
     after: Position | None
@@ -132,7 +126,7 @@ class FoundPage(NamedTuple):
 
 
 class CountedMessages(NamedTuple):
-    """How many messages match. ``broken``: segments that do not read back and may hold more."""
+    """How many messages match. ``broken``: unreadable segments that may contain more."""
 
     messages: int
     broken: int
@@ -148,9 +142,9 @@ async def find(
     scan: int = SCAN,
     bodies: bool = False,
 ) -> FoundPage:
-    """The next ``limit`` messages of ``wanted`` that wait behind ``after``, on one snapshot. ``test`` stands for the
-    headers and the message_id of ``wanted``. ``scan``: the rows to read at most. ``bodies``: read the bodies of
-    messages in segments, which are unpacked anyway. Raises the driver's errors."""
+    """The next ``limit`` messages of ``wanted`` after ``after``, on one snapshot. ``test`` checks the headers and
+    message_id of ``wanted``. ``scan``: maximum rows to read. ``bodies``: whether to read the bodies of messages in
+    segments, which are unpacked anyway. Raises the driver's errors."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         if wanted.key is not None:
             return await _find_keyed(connection, wanted, test, after)
@@ -169,8 +163,7 @@ async def find(
 async def pages(
     connection: Connection, wanted: Filter, test: Test | None, limit: int, *, bodies: bool = False
 ) -> AsyncIterator[FoundPage]:
-    """All that :func:`find` finds, page by page; its transaction is over between two of them. Raises the driver's
-    errors."""
+    """All that :func:`find` finds, page by page, each in its own transaction. Raises the driver's errors."""
     after: Position | None = BEGINNING
     while after is not None:
         found = await find(connection, wanted, test, limit, after, scan=10 * SCAN, bodies=bodies)
@@ -179,8 +172,8 @@ async def pages(
 
 
 async def with_bodies(connection: Connection, messages: Sequence[Entry]) -> list[Entry]:
-    """These messages of :func:`find`, which read the ``bodies`` of those in segments, with the bodies of rows too. All
-    must still be there, on the snapshot of the open transaction. Raises the driver's errors."""
+    """Add the bodies of rows to these messages of :func:`find`, called with ``bodies``. All must still be there, on the
+    snapshot of the open transaction. Raises the driver's errors."""
     rows = dict(await connection.fetch(_BODIES, *Places.of(one.place for one in messages)))
     return [one if one.place.segment is not None else one._replace(body=rows[one.place.id]) for one in messages]
 
@@ -188,12 +181,9 @@ async def with_bodies(connection: Connection, messages: Sequence[Entry]) -> list
 async def _in_rows(
     connection: Connection, wanted: Filter, test: Test | None, *, limit: int, after: Position, scan: int
 ) -> tuple[list[Entry], Position | None]:
-    """The first matching rows behind ``after``, more than ``limit`` if there are as many. Also the position up to which
-    these are all; None if it read to the end.
-
-    It reads window by window: of the days ahead one, then two, then four. One statement over all partitions would open
-    hundreds of them to read the first page of one.
-    """
+    """The first matching rows after ``after``, more than ``limit`` if there are that many. Also the position up to
+    which these are complete; None if it read to the end. Reads windows of one day ahead, then two, then four, because a
+    statement over all partitions would open hundreds of them for the first page of one."""
     lanes = [lane for (lane,) in await connection.fetch(_LANES)]
     now_ms = await connection.fetchval("SELECT now()")
     first_ms, last_ms = _bounds(wanted)
@@ -206,11 +196,11 @@ async def _in_rows(
     while lanes and low_ms < last_ms and len(found) <= limit and scan > 0:
         high_ms = min(max(low_ms, now_ms) + width, last_ms)
         if high_ms > now_ms + 1000 * DAY_MS:
-            high_ms = last_ms  # Behind every partition of a day.
+            high_ms = last_ms  # After every day's partition.
         most = min(each, max(scan // len(lanes), 1) if wanted.narrow else limit + 1)
         rows = await connection.fetch(statement, lanes, low_ms, high_ms, *after, most, *given)
         lasts = [row for row in rows if row["nth"] == row["read"]]
-        # Up to here every lane was read; None: to the end of the window.
+        # Every lane was read up to here; None: to the end of the window.
         end = min(((row["due_us"], row["id"]) for row in lasts if row["read"] == most), default=None)
         messages = [entry_of(row) for row in rows if row["meant"]]
         found += [
@@ -227,7 +217,7 @@ async def _in_rows(
 
 
 def _conditions(wanted: Filter, first: int) -> tuple[str, list[bytes]]:
-    """The filters without an index, as SQL with parameters from ``first`` on, and these parameters."""
+    """The filters without an index, as SQL with parameters numbered from ``first``, and their values."""
     asked = {"route": wanted.route, "to_exchange": wanted.to_exchange, "to_key": wanted.to_key}
     given = {column: value for column, value in asked.items() if value is not None}
     terms = [f"{column} = ${number}" for number, column in enumerate(given, first)]
@@ -245,7 +235,7 @@ async def _in_segments(
     bodies: bool,
 ) -> tuple[list[Entry], Position | None, list[int]]:
     """The first ``limit`` matching messages in segments between two positions; the position up to which segments were
-    read, None for all of them; and segments that do not read back. In memory are ``limit`` messages and one segment."""
+    read, None for all; and unreadable segments. Keeps ``limit`` messages and one segment in memory."""
     first_ms, before_ms = _bounds(wanted)
     before_ms = before_ms if end is None else min(before_ms, end[0] // 1000 + 1)
     rows = await connection.fetch(_OVERLAPPING, max(first_ms, after[0] // 1000), before_ms)
@@ -253,7 +243,7 @@ async def _in_segments(
     broken: list[int] = []
     last: Position | None = None
     for number, (segment, first_due_ms, *_) in enumerate(rows):
-        # The last position before the first millisecond of this segment. The segments after it begin no earlier.
+        # The last position before this segment's first millisecond. Later segments begin no earlier.
         before = (first_due_ms * 1000 - 1, MAX_ID)
         if last is not None and before >= last:
             break
@@ -277,14 +267,13 @@ def _bounds(wanted: Filter) -> tuple[int, int]:
 
 
 async def segments(connection: Connection) -> AsyncIterator[tuple[int, list[Entry] | None]]:
-    """Each segment, and its messages as :func:`unpack` finds them. Raises the driver's errors."""
+    """Each segment, and its messages as found by :func:`unpack`. Raises the driver's errors."""
     for segment in await catalog.listed(connection):
         yield segment.id, await unpack(connection, segment.id)
 
 
 async def unpack(connection: Connection, segment: int, *, bodies: bool = False) -> list[Entry] | None:
-    """The live messages of a segment; None where it does not read back. Threads unpack it. Raises the driver's
-    errors."""
+    """The live messages of a segment, unpacked in a thread; None if it is unreadable. Raises the driver's errors."""
     try:
         found = await catalog.read(connection, segment)
     except SegmentBroken:
@@ -314,22 +303,22 @@ async def _find_keyed(connection: Connection, wanted: Filter, test: Test | None,
 
 
 def meant(entry: Entry, wanted: Filter, test: Test | None) -> bool:
-    """Whether ``wanted`` means this message. Pure."""
+    """Whether the message matches ``wanted``. Pure."""
     asked = ((wanted.route, entry.route), (wanted.to_exchange, entry.to_exchange), (wanted.to_key, entry.to_key))
     same = all(want is None or want == found for want, found in (*asked, (wanted.key, entry.key)))
     return same and wanted.in_range(entry.place.due_ms) and (test is None or test(entry.properties))
 
 
 def entry_of(row: asyncpg.Record) -> Entry:
-    """The message of a row that begins with COLUMNS."""
+    """Parse a row that begins with COLUMNS."""
     return Entry(Place(row["due_us"], row["id"], row["lane"]), *row[3:15])
 
 
 async def named(
     connection: Connection, tokens: Iterable[Token], most_body: int = 0
 ) -> tuple[list[Entry], dict[int, list[int]]]:
-    """The waiting messages with these ids; and the ids of those in segments that do not read back, by segment. It reads
-    ``most_body`` bytes of each body. Raises the driver's errors."""
+    """Find waiting messages by id, with up to ``most_body`` bytes of each body. Also returns ids in unreadable
+    segments, by segment. Raises the driver's errors."""
     ids = {token.id for token in tokens}
     dues = {token.id: token.due_ms for token in tokens if token.due_ms is not None}
     broken: dict[int, list[int]] = {}
@@ -348,12 +337,12 @@ async def named(
 async def called(
     connection: Connection, names: Sequence[bytes], message_id: Callable[[bytes], bytes | None], *, packed: bool
 ) -> dict[bytes, list[Token]]:
-    """The ids of the waiting and held messages that have one of these message_ids, or of the held ones with that
-    ``x-delayer-id`` after ``id:``. ``message_id`` reads the message_id from properties. To find one, it reads every
-    row; with ``packed`` every segment too, as long as it takes. Raises the driver's errors."""
+    """The ids of waiting and held messages with one of these message_ids, or of held messages with that
+    ``x-delayer-id`` after ``id:``. ``message_id`` reads the message_id from properties. Reads every row, and if
+    ``packed`` every segment, however long it takes. Raises the driver's errors."""
     found: dict[bytes, list[Token]] = {name: [] for name in names}
     published = {name for name in names if not name.startswith(OWN.encode())}
-    # As properties hold them: a byte of length, then the text.
+    # As in properties: a length byte, then the text.
     short = [bytes([min(len(name), SHORT_STRING)]) + name for name in published]
 
     def add(due_us: int, number: int, properties: bytes) -> None:
@@ -369,7 +358,7 @@ async def called(
         patient = "; SET LOCAL statement_timeout = 0" if packed else ""
         await connection.execute(f"SET LOCAL enable_seqscan = on{patient}")
         async for row in connection.cursor(_CALLED, short, prefetch=100, timeout=LONG_SECONDS):
-            add(*row)  # A header's text may be in every row.
+            add(*row)  # A header in any row may contain the text.
         if packed:
             async for _, inside in segments(connection):
                 for one in inside or ():
@@ -378,8 +367,7 @@ async def called(
 
 
 async def count(connection: Connection, wanted: Filter, test: Test | None) -> CountedMessages:
-    """Count the messages that match: on one snapshot, unless the filter names a key or a header. Raises the driver's
-    errors."""
+    """Count matching messages, on one snapshot unless the filter names a key or header. Raises the driver's errors."""
     messages = 0
     broken: set[int] = set()
     if wanted.key is not None or test is not None:
@@ -391,7 +379,7 @@ async def count(connection: Connection, wanted: Filter, test: Test | None) -> Co
     terms, given = _conditions(wanted, first=3)
     statement = f"SELECT count(*) FROM message WHERE due_at >= $1 AND due_at < $2 AND {terms}"
     async with connection.transaction(isolation="repeatable_read", readonly=True):
-        # The statement may read ten million rows, so it takes any plan and any time.
+        # The statement may read ten million rows, so allow any plan and any time.
         await connection.execute("SET LOCAL statement_timeout = 0; SET LOCAL enable_seqscan = on")
         messages = await connection.fetchval(statement, *bounds, *given, timeout=LONG_SECONDS)
         for segment, _, inside, whole in await connection.fetch(_OVERLAPPING, *bounds):

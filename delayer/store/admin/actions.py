@@ -1,17 +1,13 @@
 """Cancels and reschedules by hand: of waiting and held messages by id, and of all messages that match a filter.
 
-A message in a segment is restored first, with all messages of the segment, in a transaction of its own. Then it is a
-row like others.
-
-A message is in one place at any moment, but may move between two of our statements: it may be compacted, restored,
-held, or moved to another partition. The process that moves it holds a lock on its row or its segment. So a message that
-we locked stays. After a wait for a lock, or a change in the list of segments, we look again for messages that slipped
-away. We wait for a message that is being released: then it is gone, or ours.
+A message in a segment becomes an ordinary row first: a separate transaction restores the whole segment. A message is
+always in one place, but it may be compacted, restored, held, or moved to another partition between two of our
+statements. The process that moves it locks its row or its segment, so a message we locked stays. After waiting for a
+lock, or if the list of segments changed, we look again for messages that slipped away. We wait for a message that is
+being released; then it is gone, or ours.
 
 Locks are taken in the order of keys.py: keys' advisory locks, messages' rows, held rows, rows of message_key, the
-counters.
-
-Many messages are changed in portions. Each portion is one transaction with its share in the audit log, so an
+counters. Many messages are changed in portions, each in one transaction with its share of the audit log, so an
 interruption leaves whole portions.
 """
 
@@ -44,11 +40,11 @@ from delayer.store.statements import Changes
 from delayer.store.waiting import Test
 
 LOOKS: Final = 10
-"""How often everything is looked through for messages that slip away. Twice is rare."""
+"""Maximum number of passes to find messages that slip away. Two are rare."""
 
 
 def met(found: Mapping[int, FoundIn] | Counter[FoundIn]) -> int:
-    """The number of messages that were met, so cancelled or moved.
+    """The number of messages found, and so cancelled or moved.
 
     >>> met({1: FoundIn.HELD, 2: FoundIn.NOWHERE}), met(Counter({FoundIn.WAITING: 4, FoundIn.UNREADABLE: 2}))
     (1, 4)
@@ -60,11 +56,11 @@ def met(found: Mapping[int, FoundIn] | Counter[FoundIn]) -> int:
 PAST: Final = {
     "cancel": "Cancelled", "reschedule": "Rescheduled", "retry": "To be tried again now", "drop": "Dropped",
 }  # fmt: skip
-"""The beginning of the answer to a change, by its verb."""
+"""The first words of the answer to a change, by verb."""
 
 
 def unmet(found: Counter[FoundIn]) -> list[str]:
-    """The messages that a filter matched and that were not changed, in sentences. Pure."""
+    """Describe the messages that a filter matched but that were not changed, in sentences. Pure."""
     said = {
         FoundIn.NOWHERE: "were delivered or moved meanwhile",
         FoundIn.UNREADABLE: "were delivered, or are in a segment that does not read back",
@@ -75,25 +71,22 @@ def unmet(found: Counter[FoundIn]) -> list[str]:
 async def cancel(
     connection: Connection, ids: Collection[int], dues: Dues = NO_DUES, log_id: int | None = None
 ) -> dict[int, FoundIn]:
-    """Cancel messages by id. Returns the place where each was met.
-
-    Finding a row by its id alone reads the ids of every segment. So ask for many at once, or give their due instants in
-    ``dues``. The cancel waits for a message that is being released, and then finds
-    it NOWHERE, or waiting again. ``log_id``: the entry of the audit log (audit_log.py). Raises the driver's errors;
-    messages cancelled by then are in the audit log.
-    """
+    """Cancel messages by id. Returns where each was found. Finding a row by id alone reads the ids of every segment, so
+    pass many ids at once, or their due instants in ``dues``. Waits for a message that is being released, and then finds
+    it NOWHERE, or waiting again. ``log_id``: the audit log entry. Raises the driver's errors; messages cancelled by
+    then are in the audit log."""
     return await _until_quiet(connection, ids, dues, log_id, partial(_cancel_rows, dues=dues))
 
 
 Work = Callable[..., Awaitable[tuple[dict[int, FoundIn], Changes, bool]]]
-"""Changes the rows of some ids in an open transaction. Returns the places of the messages, the changes of the counters,
-and whether every row was still there when it was locked."""
+"""Changes the rows of some ids in an open transaction. Returns where the messages were, the counters' changes, and
+whether every row was still there once locked."""
 
 
 async def _until_quiet(
     connection: Connection, ids: Collection[int], dues: Dues, log_id: int | None, work: Work
 ) -> dict[int, FoundIn]:
-    """Apply ``work`` to ``ids``. Repeat until no message moved between two looks."""
+    """Apply ``work`` to ``ids``, and repeat until no message moved between two passes."""
     found = dict.fromkeys(ids, FoundIn.NOWHERE)
     for _ in range(LOOKS):
         missing = [number for number, where in found.items() if where in ABSENT]
@@ -113,7 +106,7 @@ async def _until_quiet(
 async def _do(
     connection: Connection, ids: Sequence[int], log_id: int | None, work: Work
 ) -> tuple[dict[int, FoundIn], bool]:
-    """Do it to the rows, in one transaction."""
+    """Apply ``work`` to the rows, in one transaction."""
     async with pool.transaction(connection):
         met, changes, quiet = await work(connection, ids)
         if log_id is not None:
@@ -125,7 +118,7 @@ async def _do(
 async def _in_segments(
     connection: Connection, ids: Sequence[int], dues: Dues, log_id: int | None, work: Work
 ) -> dict[int, FoundIn]:
-    """Do it to those of ``ids`` that stand in segments: one segment after the other."""
+    """Apply ``work`` to those of ``ids`` in segments, one segment after another."""
     found: dict[int, FoundIn] = {}
     for segment, inside in (await catalog.holding(connection, ids, dues)).items():
         check_arrow()
@@ -141,7 +134,7 @@ async def _in_segments(
 
 
 async def _make_days(connection: Connection, segment: int) -> None:
-    """Make the partitions that the messages of a segment go back into. Raises the driver's errors."""
+    """Create the partitions to which a segment's messages return. Raises the driver's errors."""
     row = await connection.fetchrow("SELECT first_due, last_due FROM segment WHERE id = $1", segment)
     if row is not None:
         days = range(row["first_due"] // DAY_MS, row["last_due"] // DAY_MS + 1)
@@ -151,20 +144,20 @@ async def _make_days(connection: Connection, segment: int) -> None:
 async def make_missing(
     connection: Connection, wanted: Collection[int], seconds: float, days: Days | None = None, pause: float = 0.0
 ) -> None:
-    """:meth:`Days.ensure` for a process that parks only now. Raises the driver's errors."""
+    """Call :meth:`Days.ensure` for a process that has not parked before. Raises the driver's errors."""
     today = await connection.fetchval("SELECT statement_timestamp()") // DAY_MS
     days = days or Days(await existing(connection))
     await days.ensure(connection, wanted, today, time.monotonic(), seconds, most=len(wanted), pause=pause)
 
 
 async def write_counters(connection: Connection, changes: Changes) -> None:
-    """Add to the counters: the last statement before the commit."""
+    """Add to the counters, as the last statement before the commit."""
     if changed := sorted((lane, kind, n) for (lane, kind), n in changes.items() if n):
         await connection.execute(statements.COUNT, *map(list, zip(*changed, strict=True)))
 
 
 async def lock_keys_of(connection: Connection, places: Places, more: Sequence[bytes] = ()) -> None:
-    """Take turns with all other transactions on the keys of these rows, and on ``more``. Raises the driver's errors."""
+    """Lock the keys of these rows, and ``more``, against all other transactions. Raises the driver's errors."""
     rows = await connection.fetch(statements.read("keys_of_rows"), *places)
     if keys := [*more, *(key for (key,) in rows)]:
         await lock_keys(connection, keys)
@@ -194,8 +187,8 @@ async def _cancel_rows(
     return {number: where for number, _, _, where in gone}, changes, quiet
 
 
-# An imported message may be held before it is due. Then the new instant is its due instant as well. A message that
-# waits for an operator has no retry_at. There "later by" counts from now, or from a later due instant.
+# An imported message may be held before it is due. Then the new instant is also its due instant. A message that waits
+# for an operator has no retry_at. For it, "later by" is measured from now, or from a later due instant.
 _MOVE_HELD = (
     "UPDATE held SET retry_at = coalesce($2::timestamptz, coalesce(retry_at, greatest(due_at, statement_timestamp()))"
     " + $3::bigint * interval '1 millisecond'),"
@@ -206,8 +199,8 @@ _MOVE_HELD = (
 
 
 class NewDue(NamedTuple):
-    """The new instant: ``at_ms`` (epoch ms), or ``by_ms`` later than before (negative: earlier). An instant in the past
-    becomes now."""
+    """The new instant: ``at_ms`` (epoch ms), or ``by_ms`` later than before, or earlier if negative. The past means
+    now."""
 
     at_ms: int | None = None
     by_ms: int = 0
@@ -216,7 +209,7 @@ class NewDue(NamedTuple):
 async def reschedule(
     connection: Connection, ids: Collection[int], dues: Dues = NO_DUES, log_id: int | None = None, *, when: NewDue
 ) -> dict[int, FoundIn]:
-    """Give messages another due instant. Returns the place where each was met. ``dues`` and ``log_id`` as in cancel.
+    """Change the due instant of messages. Returns where each was found. For ``dues`` and ``log_id`` see :func:`cancel`.
     Raises the driver's errors; messages moved by then are in the audit log."""
     return await _until_quiet(connection, ids, dues, log_id, partial(_move_rows, when=when, dues=dues))
 
@@ -239,7 +232,7 @@ async def _move_rows(
 
 
 async def _point(connection: Connection, keyed: Sequence[tuple[bytes, int, int]]) -> None:
-    """Keys that stand for moved messages say where these are now."""
+    """Update the due instants of the moved messages' keys."""
     keys, ids, dues = map(list, zip(*keyed, strict=True))
     await lock_pointers(connection, keys)
     await connection.execute(
@@ -261,10 +254,8 @@ Do = Callable[[Connection, Collection[int], Dues, int], Awaitable[dict[int, Foun
 
 @asynccontextmanager
 async def acting(url: str, doing: str) -> AsyncIterator[Connection]:
-    """A connection to change the store with. Raises StoreLost, BadStoreUrl, SchemaOutdated.
-
-    A command that is stopped in the middle of a transaction (Ctrl-Z) keeps its locks for ten seconds at most.
-    """
+    """A connection for changes of the store. Raises StoreLost, BadStoreUrl, SchemaOutdated. A command stopped in the
+    middle of a transaction (Ctrl-Z) keeps its locks for at most ten seconds."""
     settings = {**SETTINGS, "idle_in_transaction_session_timeout": "10s"}
     async with looking(url, doing, "delayer act", settings) as connection:
         yield connection
@@ -272,13 +263,13 @@ async def acting(url: str, doing: str) -> AsyncIterator[Connection]:
 
 @asynccontextmanager
 async def recorded(url: str, who: str, verb: str, asked: Mapping[str, Any]) -> AsyncIterator[tuple[Connection, int]]:
-    """The same with a new entry of the audit log, and its id. Raises as :func:`acting`."""
+    """Like :func:`acting`, with a new audit log entry and its id."""
     async with acting(url, verb) as connection:
         yield connection, await audit_log.begin(connection, who, verb, asked)
 
 
 async def named(connection: Connection, do: Do, tokens: Sequence[Token], log_id: int) -> dict[int, FoundIn]:
-    """Do it to the messages of these names. Raises the driver's errors."""
+    """Apply ``do`` to the messages of these names. Raises the driver's errors."""
     found: dict[int, FoundIn] = {}
     for start in range(0, len(tokens), PORTION):
         some = tokens[start : start + PORTION]
@@ -289,7 +280,7 @@ async def named(connection: Connection, do: Do, tokens: Sequence[Token], log_id:
 
 
 async def whereabouts(connection: Connection, tokens: Sequence[Token]) -> dict[int, FoundIn]:
-    """The places where :func:`named` would meet them, without changing them. Raises the driver's errors."""
+    """Where :func:`named` would find the messages now. Raises the driver's errors."""
     ids = [token.id for token in tokens]
     found = dict.fromkeys(ids, FoundIn.NOWHERE)
     there, broken = await waiting.named(connection, tokens)
@@ -302,12 +293,9 @@ async def whereabouts(connection: Connection, tokens: Sequence[Token]) -> dict[i
 async def every(
     connection: Connection, do: Do, wanted: Filter, test: Test | None, *, log_id: int, say: Callable[[int], None]
 ) -> Counter[FoundIn]:
-    """Do it to every waiting message of ``wanted``. ``say`` hears how many it were so far.
-
-    Raises the driver's errors.
-    """
+    """Apply ``do`` to all waiting messages of ``wanted``; ``say`` gets running totals. Raises the driver's errors."""
     done: Counter[FoundIn] = Counter()
-    # The loop meets a message again that it moved to a later instant.
+    # A message moved to a later instant turns up again in this loop.
     seen = IdBitset()
     async for page in waiting.pages(connection, wanted, test, PORTION):
         dues = {one.place.id: one.place.due_ms for one in page.messages if one.place.id not in seen}
@@ -320,7 +308,7 @@ async def every(
 
 
 async def patiently(work: Callable[[], Awaitable[T]], attempts: int = 20) -> T:
-    """Try a portion again that lost against another transaction: a release, or a park that replaces several keys."""
+    """Retry a portion that lost against another transaction: a release, or a park that replaces several keys."""
     for _ in range(attempts - 1):
         try:
             return await work()
@@ -330,11 +318,11 @@ async def patiently(work: Callable[[], Awaitable[T]], attempts: int = 20) -> T:
 
 
 PART: Final = 4096
-"""Ids of one integer: half a kilobyte, so few that lie far apart cost little, and ten million in a row 1.4 MB."""
+"""Ids per integer: half a kilobyte, so a few scattered ids cost little, and ten million in a row 1.4 MB."""
 
 
 class IdBitset:
-    """A set of ids from 0 on: a bit for each id, against some 80 bytes in a set. The ids of one command mostly lie
+    """A set of ids from 0 on, with one bit per id instead of about 80 bytes in a set. The ids of one command are mostly
     close together.
 
     >>> seen = IdBitset()
@@ -354,7 +342,7 @@ class IdBitset:
         return bool(self._parts[number // PART] >> number % PART & 1)
 
 
-# The pauses begin anew: if a circuit breaker is still open, the message is held again, and retried soon.
+# The pauses start over. If a circuit breaker is still open, the message is held again, and retried soon.
 _RETRY: Final = (
     "UPDATE held SET retry_at = greatest(due_at, statement_timestamp()), attempts = 1"
     " WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE) RETURNING lane, retry_at"
@@ -362,8 +350,8 @@ _RETRY: Final = (
 
 
 async def retry_held(connection: Connection, ids: Collection[int], log_id: int) -> int:
-    """Retry these now, or when they are due. Returns their number. Waits for a message that is being released.
-    Raises the driver's errors; then nothing is changed."""
+    """Retry messages now, or when due. Returns their number. Waits for a message that is being released. Raises the
+    driver's errors; then nothing is changed."""
     async with pool.transaction(connection):
         rows = await connection.fetch(_RETRY, list(ids))
         await audit_log.add(connection, log_id, len(rows))
@@ -372,7 +360,7 @@ async def retry_held(connection: Connection, ids: Collection[int], log_id: int) 
 
 
 async def change_held(connection: Connection, verb: str, dues: Dues, log_id: int) -> int:
-    """Retry or drop these, as far as they are still held, in portions. Returns their number."""
+    """Retry or drop those of these messages that are still held, in portions. Returns their number."""
     done, items = 0, list(dues.items())
     change = retry_held if verb == "retry" else drop_held
     for start in range(0, len(items), PORTION):
@@ -381,5 +369,5 @@ async def change_held(connection: Connection, verb: str, dues: Dues, log_id: int
 
 
 async def drop_held(connection: Connection, dues: Dues, log_id: int) -> int:
-    """Cancel these. How many there were; one that was delivered meanwhile is none. Raises the driver's errors."""
+    """Cancel these messages. Returns their number, without those delivered since. Raises the driver's errors."""
     return met(await cancel(connection, list(dues), dues, log_id))

@@ -1,8 +1,5 @@
-"""The audit log: messages that people changed by hand.
-
-An entry is written when the change begins, with 0 messages. Its number grows in the transactions that change them, so
-it is exact after a crash as well.
-"""
+"""The audit log: messages changed by hand. An entry is written when the change begins, with 0 messages. The
+transactions that change messages also raise this number, so it is exact even after a crash."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from asyncpg import Connection
 
 LONGEST: Final = 2_000
-"""Characters of a request that are kept. Thousands of ids appear only as their number in ``messages``."""
+"""Maximum number of characters kept of a request. Thousands of ids appear only as their number in ``messages``."""
 
 
 class AuditEntry(NamedTuple):
@@ -28,7 +25,7 @@ class AuditEntry(NamedTuple):
 
 
 async def begin(connection: Connection, who: str, verb: str, asked: Mapping[str, Any]) -> int:
-    """Write down that ``who`` begins to do ``verb``. Returns the entry's id; raises the driver's errors."""
+    """Record that ``who`` begins to do ``verb``. Returns the entry's id. Raises the driver's errors."""
     text = json.dumps(asked or {"all": True}, ensure_ascii=True)
     if len(text) > LONGEST:
         text = json.dumps({"cut": text[:LONGEST]})
@@ -39,13 +36,13 @@ async def begin(connection: Connection, who: str, verb: str, asked: Mapping[str,
 
 
 async def add(connection: Connection, log_id: int, messages: int) -> None:
-    """Count so many more messages, in the open transaction. Raises the driver's errors."""
+    """Add to the entry's count, in the open transaction. Raises the driver's errors."""
     if messages:
         await connection.execute("UPDATE audit_log SET messages = messages + $2 WHERE id = $1", log_id, messages)
 
 
 async def listed(connection: Connection, limit: int, before: int | None = None) -> Sequence[AuditEntry]:
-    """The latest entries first, those before the entry ``before``. Raises the driver's errors."""
+    """The latest entries before the entry ``before``, newest first. Raises the driver's errors."""
     rows = await connection.fetch(
         "SELECT id, at, who, verb, messages, asked FROM audit_log WHERE $2::bigint IS NULL OR id < $2"
         " ORDER BY id DESC LIMIT $1",

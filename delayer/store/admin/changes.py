@@ -1,6 +1,4 @@
-"""Changes that an operator orders, on the command line, on the page or by a program: which messages a change meets, the
-work, and the sentences about the outcome.
-"""
+"""Changes by an operator, on the command line, the page or by a program, and sentences about their outcome."""
 
 from __future__ import annotations
 
@@ -19,15 +17,15 @@ from delayer.store.admin.detail import ABSENT, FoundIn, absent
 from delayer.store.waiting import Test
 
 MATCHED: Final = "Matched"
-"""The beginning of the answer to a count."""
+"""The first word of the answer to a count."""
 OF_HELD: Final = ("retry", "drop")
-"""The verbs for held messages; the others are for all messages in the store."""
+"""The verbs for held messages only. All other verbs apply to any message in the store."""
 
 
 class ChangeResult(NamedTuple):
-    """The messages that a change met, or would meet. ``past``: what happened to them. ``of``: how many were named, or
-    are in their queue. ``lines``: about the rest. ``found``: the place of each message that was named. ``complete``:
-    whether the change met every message that was asked for."""
+    """The messages that a change affected, or would. ``past``: what happened to them. ``of``: how many were named, or
+    are in their queue. ``lines``: about the rest. ``found``: where each named message was. ``complete``: whether it got
+    them all."""
 
     past: str
     messages: int
@@ -43,19 +41,19 @@ class ChangeResult(NamedTuple):
 
     @property
     def heading(self) -> str:
-        """The outcome, without the end of its sentence."""
+        """The outcome, as an unfinished sentence."""
         return f"{self.past}: {self.number}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """The result for programs."""
         count = "matched" if self.past == MATCHED else "done"
         return {"heading": self.heading, count: self.messages, "lines": list(self.lines), "found": dict(self.found)}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredChange:
-    """The ``verb`` for messages with these ``names``, as the operator gave them (None for a name without a message), or
-    for all that match ``wanted`` and ``test``. Its methods raise StoreLost, BadStoreUrl, SchemaOutdated."""
+    """The change ``verb`` of all messages that match ``wanted`` and ``test``, or of those with ``names``, as the
+    operator gave them (None for a name without a message). Its methods raise StoreLost, BadStoreUrl, SchemaOutdated."""
 
     url: str
     verb: str
@@ -65,7 +63,7 @@ class StoredChange:
     when: NewDue | None = None
 
     async def count(self) -> ChangeResult:
-        """Count the messages that it would meet."""
+        """Count the messages that the change would affect."""
         async with actions.acting(self.url, f"count for {self.verb}") as connection:
             if self.verb in OF_HELD:
                 return self._result(MATCHED, dict.fromkeys(await self._held(connection), FoundIn.HELD))
@@ -78,8 +76,8 @@ class StoredChange:
     async def carry_out(
         self, who: str, _counted: ChangeResult | None = None, say: Callable[[int], None] = lambda _done: None
     ) -> ChangeResult:
-        """Change them, and record it in the audit log. A filter is applied again, whatever was counted. ``say`` gets
-        the number of messages changed so far."""
+        """Change the messages, and record it in the audit log. A filter is applied again. ``say`` gets the running
+        total."""
         past, verb = PAST[self.verb], f"held {self.verb}" if self.verb in OF_HELD else self.verb
         async with actions.recorded(self.url, who, verb, self._asked) as (connection, log_id):
             if self.verb in OF_HELD:
@@ -98,7 +96,7 @@ class StoredChange:
 
     @property
     def _asked(self) -> dict[str, Any]:
-        """For the audit log."""
+        """The request for the audit log."""
         asked = self.wanted.as_dict()
         if self.names is not None:
             asked["ids"] = [

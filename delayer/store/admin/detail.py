@@ -1,4 +1,4 @@
-"""One message for people: wherever it is, with all that the store knows of it."""
+"""One message for humans: wherever it is, with everything the store knows about it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from delayer.store.waiting import Entry
 
 
 class FoundIn(Enum):
-    """The place where a message was found."""
-
     WAITING = "waiting"
     HELD = "held"
     SEGMENT = "segment"
     NOWHERE = "nowhere"
     UNREADABLE = "unreadable"
-    """In a segment that does not read back."""
+    """In an unreadable segment."""
 
 
 ABSENT: Final = (FoundIn.NOWHERE, FoundIn.UNREADABLE)
@@ -44,13 +42,13 @@ def absent(name: Token | str, found: FoundIn) -> str:
 
 
 class FullMessage(NamedTuple):
-    """A message with its body, or the beginning of it."""
+    """A message with its body, or the beginning of that."""
 
     where: FoundIn
     entry: Entry
     held: HeldState | None
     owner: str
-    """The owner of the lane, or its last one."""
+    """The lane's owner, or its last one."""
     owned: bool
 
 
@@ -65,8 +63,8 @@ SELECT owner, EXISTS (
 
 
 async def show(connection: Connection, token: Token, most: int = (1 << 31) - 1) -> FullMessage | FoundIn:
-    """The message of this name, on one snapshot; NOWHERE, or UNREADABLE if its segment does not read back. A body
-    larger than ``most`` bytes is cut. Raises the driver's errors."""
+    """Find the message of this name, on one snapshot. NOWHERE if there is none, UNREADABLE if its segment is. Truncates
+    the body to ``most`` bytes. Raises the driver's errors."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         if held := await held_messages.named(connection, [token.id], most):
             return await _with_owner(connection, FoundIn.HELD, *held[0])
@@ -85,11 +83,8 @@ async def _with_owner(
 
 
 def fate(found: FullMessage, to: str, owner: str, instant: Callable[[int], str]) -> str:
-    """The future of a message, as a sentence without its capital and its end. Pure.
-
-    ``to``: its destination, ``owner``: the owner of its lane, as the caller shows them. ``instant`` shows epoch
-    milliseconds.
-    """
+    """Predict what happens to a message, as a sentence without its capital and full stop. Pure. ``to``: its
+    destination, ``owner``: the owner of its lane, as the caller shows them. ``instant`` formats epoch milliseconds."""
     if found.entry.sound is False:
         return "it is held when it is due: its bytes do not match their checksum, or their format is of a newer delayer"
     if found.held is not None and found.held.retry_ms is None:

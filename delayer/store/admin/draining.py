@@ -1,4 +1,4 @@
-"""The store's part of a drain: rows are deleted in a transaction that commits only after their publish succeeded."""
+"""The store's part of a drain, which deletes rows in a transaction that commits only after their publish succeeded."""
 
 from __future__ import annotations
 
@@ -31,11 +31,9 @@ FOR UPDATE OF m
 
 
 class DrainBacklog(NamedTuple):
-    """How many messages a drain can move, and how many it leaves and why.
-
-    ``keyed`` and ``soon`` are parts of ``rows`` without overlap, unless rows with a key are drained too. ``soon``
-    counts at most SOON_MOST rows of each lane. ``packed`` are messages in segments, ``broken`` in damaged ones.
-    """
+    """How many messages a drain can move, and how many it leaves and why. ``keyed`` and ``soon`` are disjoint parts of
+    ``rows``, unless rows with a key are drained too. ``soon`` counts at most SOON_MOST rows per lane. ``packed``:
+    messages in segments, ``broken``: in damaged ones."""
 
     rows: int
     keyed: int
@@ -73,8 +71,8 @@ async def standing(connection: Connection, soon_ms: int, *, keys_too: bool = Fal
 
 
 class LockedRows(NamedTuple):
-    """The rows that a portion of a drain has locked. ``unsound`` must not be sent and stay: their checksum is wrong,
-    their format is unknown here, or their properties do not fit in an envelope."""
+    """The rows locked by a portion of a drain. ``unsound`` rows stay and must not be sent: their checksum is wrong,
+    their format unknown here, or their properties do not fit in an envelope."""
 
     sound: Sequence[Due]
     unsound: int
@@ -84,9 +82,9 @@ class LockedRows(NamedTuple):
 async def taken(
     connection: Connection, places: Sequence[Place], log_id: int, max_properties: int, *, keys_too: bool = False
 ) -> AsyncIterator[LockedRows]:
-    """Yields the messages that are still at these places; those with a key only if ``keys_too``. The sound ones are
-    deleted, and count as released, if the block ends well; otherwise they stay. Properties of more than
-    ``max_properties`` bytes are unsound. Raises the driver's errors."""
+    """Yield the messages still at these places; those with a key only if ``keys_too``. If the block succeeds, sound
+    messages are deleted and count as released; otherwise they stay. More than ``max_properties`` bytes of properties
+    are unsound. Raises the driver's errors."""
     async with pool.transaction(connection):
         rows = await connection.fetch(_LOCK, *Places.of(places), keys_too)
         found = [envelope.read(row) for row in rows]

@@ -1,8 +1,5 @@
-"""Every message of one snapshot of a store, for `delayer export` and `delayer backlog export`.
-
-It reads page by page, as lists do, in one transaction. So a compaction, restore, reschedule or release beside it
-changes nothing in the file.
-"""
+"""Every message of one snapshot of a store, for `delayer export` and `delayer backlog export`. It reads page by page,
+as lists do, but in one transaction. So concurrent compactions, restores, reschedules and releases do not matter."""
 
 from __future__ import annotations
 
@@ -19,17 +16,16 @@ from delayer.store.waiting import Entry, Test
 
 PAGE: Final = 1_000
 PAGE_BYTES: Final = 16 << 20
-"""Bodies and properties that are read at once."""
+"""Maximum bytes of bodies and properties read at once."""
 _DAY_US: Final = 86_400_000_000
-# The sum does not depend on the order of messages, and is the same for rows and for messages in segments. Messages keep
-# their id and checksum there.
+# The sum does not depend on the order of messages, nor on whether they are rows or in segments.
 _DIGESTS: Final = f"""
 SELECT floor(due_us / {_DAY_US}.0)::bigint, route, count(*), sum(id * (due_us # (checksum << 16))::numeric)
 FROM (SELECT id, (extract(epoch FROM due_at) * 1000000)::bigint AS due_us, checksum, route FROM message) AS waiting
 GROUP BY 1, 2
 """
-# The first query after this takes the snapshot. A snapshot does not cover the catalog. The lock on the parent prevents
-# that a partition is dropped. The lock on the default partition prevents that one is attached after its rows moved.
+# The first query after this takes the snapshot, which does not cover the catalog. So lock the parent, so that no
+# partition is dropped, and the default partition, so that none is attached after its rows moved.
 _KEEP_PARTITIONS: Final = "LOCK TABLE ONLY message, ONLY message_default IN ACCESS SHARE MODE"
 _NO_TIMEOUTS: Final = """
 SELECT set_config(name, '0', false) FROM pg_settings
@@ -38,7 +34,7 @@ WHERE name IN ('idle_in_transaction_session_timeout', 'transaction_timeout')
 
 
 class BrokenSegments(Exception):
-    """Some segments do not read back: their messages are not exported, all others are."""
+    """Some segments are unreadable. All messages except theirs are exported."""
 
     def __init__(self, segments: Sequence[int]) -> None:
         super().__init__(f"segments {', '.join(map(str, segments))} do not read back: see docs/backlog.md")
@@ -46,10 +42,7 @@ class BrokenSegments(Exception):
 
 @asynccontextmanager
 async def snapshot(url: str) -> AsyncIterator[Connection]:
-    """A connection whose transaction reads one snapshot to the end, however slowly the file is written.
-
-    Raises StoreLost, BadStoreUrl, SchemaOutdated.
-    """
+    """A connection that reads one snapshot, however slowly. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
     async with looking(url, "export") as connection:
         await connection.execute(_NO_TIMEOUTS)
         async with connection.transaction(isolation="repeatable_read", readonly=True):
@@ -60,7 +53,7 @@ async def snapshot(url: str) -> AsyncIterator[Connection]:
 async def read(
     connection: Connection, wanted: Filter, test: Test | None, page_bytes: int = PAGE_BYTES, *, bodies: bool = True
 ) -> AsyncIterator[Sequence[Entry]]:
-    """Waiting messages of the snapshot, by portions, with empty bodies unless ``bodies``. Raises the driver's errors;
+    """Waiting messages of the snapshot, in portions, with empty bodies unless ``bodies``. Raises the driver's errors;
     at the end BrokenSegments, if any."""
     broken: set[int] = set()
     async for page in waiting.pages(connection, wanted, test, PAGE, bodies=bodies):
@@ -75,7 +68,7 @@ async def read(
 
 
 def _portions(messages: Sequence[Entry], page_bytes: int) -> list[list[Entry]]:
-    """``messages`` in runs whose bodies and properties fit ``page_bytes``, one at least."""
+    """Split ``messages`` into runs of bodies and properties within ``page_bytes``, or of one message."""
     portions: list[list[Entry]] = []
     room = 0
     for one in messages:
@@ -89,7 +82,7 @@ def _portions(messages: Sequence[Entry], page_bytes: int) -> list[list[Entry]]:
 
 
 class Digest(NamedTuple):
-    """The number of some messages, and a sum over them: it changes with their ids, instants and checksums."""
+    """A number of messages, and a sum over them that changes with their ids, instants and checksums."""
 
     messages: int
     total: int
@@ -99,8 +92,8 @@ class Digest(NamedTuple):
 
 
 async def digests(connection: Connection) -> tuple[dict[tuple[int, bytes], Digest], list[int]]:
-    """A digest of the waiting messages of each due day (since 1970) and route, and the segments that do not read back.
-    It reads every row once. Raises the driver's errors."""
+    """A digest of the waiting messages of each due day (since 1970) and route, and the unreadable segments. Reads every
+    row once. Raises the driver's errors."""
     await connection.execute("SET LOCAL statement_timeout = 0; SET LOCAL enable_seqscan = on")
     rows = await connection.fetch(_DIGESTS, timeout=LONG_SECONDS)
     await connection.execute("SET LOCAL enable_seqscan = off")

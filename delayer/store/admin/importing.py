@@ -1,10 +1,9 @@
 """Imports in the store: the state of a run, the records of its file, and batches committed with both.
 
-Each batch goes to the next lane, and messages of limited routes to the lanes of their routes. The owners are notified:
-they release messages that are due soon on time, while the import still runs. Without a daemon the messages wait.
-
-A message that waits under a key stays: an imported one with that key is older, or as old. It is not parked but counted
-as superseded, and the audit log names its key.
+Each batch goes to the next lane, and messages of limited routes to their lanes. The owners are notified, so they
+release messages due soon on time, even during the import. Without a daemon the messages wait. A message that waits
+under a key stays, because an imported one with that key is no newer. The imported message is not parked but counted as
+superseded, and the audit log names its key.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from delayer.store.session import LONG_SECONDS
 
 _LOCK: Final = "pg_try_advisory_lock('import_run'::regclass::oid::int, 1)"
 _TOKEN: Final = "token"
-"""These stand among the parameters in the table, and nowhere else: no source has any of these names."""
+"""Stored among the parameters in the table only. No source has a parameter of any of these names."""
 _COLUMNS: Final = "id, source, parameters, phase, who, began_at, staged, parked, held, superseded, progress"
 _COMMIT: Final = (
     "UPDATE import_run SET parked = parked + $2, held = held + $3, superseded = superseded + $4, progress = $5"
@@ -49,21 +48,19 @@ SELECT key FROM message_key AS k WHERE key = ANY($1) AND (
 )
 """
 SUPERSEDED: Final = "import superseded"
-"""The verb in the audit log of messages that were not imported, as others wait under their keys."""
+"""The audit log verb for messages not imported because others wait under their keys."""
 NAMED: Final = 50
-"""Keys that one entry of the audit log names."""
+"""Maximum number of keys named by one audit log entry."""
 
 
 class ImportBusy(Exception):
-    """Another import is at work in this store, at this moment."""
+    """Another import is running in this store."""
 
 
 class ImportStore:
-    """The state of imports over one connection, which holds the lock of imports. Made by :meth:`open`.
-
-    Every method may raise StoreLost. Then its work is not committed. If the connection broke at the commit, the next
-    :meth:`unfinished` tells.
-    """
+    """The state of imports over one connection, which holds the lock of imports. Created by :meth:`open`. Each method
+    may raise StoreLost, without committing. If the connection broke at the commit, :meth:`unfinished` shows what
+    happened."""
 
     def __init__(self, connection: Connection, days: Days) -> None:
         self._connection = connection
@@ -92,13 +89,13 @@ class ImportStore:
         return now
 
     async def unfinished(self) -> Run | None:
-        """The run that is not done, if there is one."""
+        """The unfinished run, if any."""
         with translated("import"):
             row = await self._connection.fetchrow(f"SELECT {_COLUMNS} FROM import_run WHERE ended_at IS NULL")
         return None if row is None else _run(row)
 
     async def begin(self, source: str, parameters: Mapping[str, object], who: str) -> Run:
-        """Write down that a run begins, with a new token. There must be none that is unfinished."""
+        """Record the start of a run, with a new token. No run may be unfinished."""
         text = json.dumps({**parameters, _TOKEN: uuid.uuid4().hex[:12]}, sort_keys=True, ensure_ascii=True)
         with translated("import"):
             row = await self._connection.fetchrow(
@@ -111,7 +108,7 @@ class ImportStore:
         return _run(row)
 
     async def staged(self, run: Run, messages: int | None) -> Run:
-        """Staging is over: so many are to come; None where the source cannot know."""
+        """Record the end of staging. ``messages``: how many are to come; None if the source cannot know."""
         with translated("import"):
             await self._connection.execute(
                 "UPDATE import_run SET phase = 'running', staged = $2 WHERE id = $1", run.id, messages
@@ -119,7 +116,7 @@ class ImportStore:
         return replace(run, phase=Phase.RUNNING, staged=messages)
 
     async def commit(self, run: Run, batch: ImportBatch) -> tuple[Run, Sequence[ImportItem]]:
-        """Park and hold the batch, with its progress: all of it, or nothing. Returns the messages that it put in."""
+        """Park and hold the whole batch, with its progress, or nothing. Returns the messages added."""
         days = {item.parcel.due_ms // DAY_MS for item in batch.items if item.hold is None}
         with translated("make partitions"):
             await make_missing(self._connection, days, partitions.MAINTAIN_SECONDS, self._days)
@@ -129,7 +126,7 @@ class ImportStore:
         return replace(run, parked=parked, held=held, superseded=superseded, progress=batch.progress), items
 
     async def finish(self, run: Run, phase: Phase) -> Run:
-        """It is done, or aborted."""
+        """Record that the run is done or aborted."""
         with translated("import"):
             async with pool.transaction(self._connection):
                 await self._connection.execute("TRUNCATE import_item")  # No other run is open.
@@ -139,10 +136,8 @@ class ImportStore:
         return replace(run, phase=phase)
 
     async def _transact(self, run: Run, batch: ImportBatch) -> tuple[tuple[int, int, int], Sequence[ImportItem]]:
-        """One transaction. How many messages the run has parked, held and superseded by now, and those it put in.
-
-        Raises StoreLost, the driver's errors.
-        """
+        """Commit one transaction. Returns how many messages the run has parked, held and superseded so far, and those
+        added. Raises StoreLost, the driver's errors."""
         self._turn += 1
         place = await anywhere(self._connection, self._turn)
         async with pool.transaction(self._connection):
@@ -165,8 +160,8 @@ class ImportStore:
         return tuple(row), items
 
     async def _not_waiting(self, items: Sequence[ImportItem]) -> tuple[list[ImportItem], list[bytes]]:
-        """The messages to park or hold, and the keys of all others. A message waits or is held under each of those
-        keys, or is one of the former. Locks the keys: no other transaction parks under them before this one ends."""
+        """The messages to park or hold, and the keys of the rest: a message waits or is held under each of these keys,
+        or is among the former. Locks the keys, so that no other transaction parks under them before this one ends."""
         keyed = {item.parcel.key for item in items if item.parcel.key is not None}
         if not keyed:
             return list(items), []
@@ -185,19 +180,18 @@ class ImportStore:
         return kept, superseded
 
     async def brought(self, source: str, sha256: str) -> list[tuple[int, int]]:
-        """Imports of the same bytes that are over: the number of each, and how many messages it brought."""
+        """Finished imports of the same bytes: the number of each, and how many messages it added."""
         with translated("import"):
             rows = await self._connection.fetch(
                 "SELECT id, parked + held AS messages FROM import_run WHERE ended_at IS NOT NULL AND source = $1"
                 " AND parked + held > 0 AND strpos(parameters, $2) > 0 ORDER BY id",
                 source,
-                f'"sha256": "{sha256}"',  # begin() writes it so. The name of a file may not be valid in jsonb.
+                f'"sha256": "{sha256}"',  # As written by begin(). A file name may not be valid in jsonb.
             )
         return [(row["id"], row["messages"]) for row in rows]
 
     async def write_items(self, run: Run, items: Iterable[tuple[int, int, int]]) -> int:
-        """Note the records to read, (due instant, offset, length), in place of all earlier notes. Returns their
-        number."""
+        """Store the records to read, (due instant, offset, length), replacing earlier ones. Returns their number."""
         with translated("import"):
             async with pool.transaction(self._connection):
                 await self._connection.execute("TRUNCATE import_item; SET LOCAL statement_timeout = 0")
@@ -210,7 +204,7 @@ class ImportStore:
         return int(status.removeprefix("COPY "))
 
     async def read_items(self, run: Run, after: tuple[int, int], limit: int) -> list[tuple[int, int, int]]:
-        """The next of them behind ``after`` (due instant, position), soonest due first."""
+        """The next records after ``after`` (due instant, position), soonest due first."""
         with translated("import"):
             rows = await self._connection.fetch(
                 "SELECT due_ms, position, size FROM import_item WHERE run = $1 AND (due_ms, position) > ($2, $3)"
@@ -237,8 +231,8 @@ async def waiting_under(connection: Connection, keys: Collection[bytes]) -> set[
 
 
 async def anywhere(connection: Connection, turn: int) -> Placement:
-    """The next of the lanes without a route, and the lanes of routes, for a process that owns none. Raises StoreLost,
-    the driver's errors."""
+    """The next lane without a route, and the lanes of routes, for a process without lanes. Raises StoreLost, driver's
+    errors."""
     rows = await connection.fetch("SELECT number, route FROM lane ORDER BY number")
     numbers = [number for number, route in rows if route is None]
     if not numbers:

@@ -1,9 +1,8 @@
-"""Settings of a store beside its tables. They are the number of lanes, skipped ids, the server's lock table, and
-the owner of the tables.
+"""Settings of a store apart from its tables: the number of lanes, skipped ids, the server's lock table, and the tables'
+owner. One role may upgrade the store and another run the daemon (docs/security.md).
 
-One role may upgrade the store and another one run the daemon (docs/security.md). Postgres keeps the locks of a whole
-cluster in one table of fixed size: max_locks_per_transaction for each connection or process of the server. When it is
-full, a transaction of any database may fail with "out of shared memory".
+Postgres keeps the locks of a whole cluster in one table of fixed size: max_locks_per_transaction for each connection or
+process of the server. When it is full, a transaction of any database may fail with "out of shared memory".
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from delayer.store.session import opened
 
 
 async def schema_of(url: str) -> str | None:
-    """The schema's revision; None if the store has no schema of ours. Raises StoreLost, BadStoreUrl."""
+    """The schema's revision; None if the store does not have our schema. Raises StoreLost, BadStoreUrl."""
     async with opened(url, "delayer schema", "read the schema's version") as connection:
         return await current_of(connection)
 
@@ -39,8 +38,7 @@ _ORDINARY: Final = "SELECT count(*) FROM lane WHERE route IS NULL"
 
 
 async def raise_lanes(url: str, wanted: int) -> int:
-    """Make lanes until there are ``wanted`` without a route; how many there are. Raises StoreLost, BadStoreUrl,
-    SchemaOutdated."""
+    """Create lanes until ``wanted`` have no route. Returns the total. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
     async with opened(url, "delayer schema", "make lanes") as connection, pool.transaction(connection):
         await check(connection)
         await connection.execute("LOCK TABLE lane IN SHARE ROW EXCLUSIVE MODE")
@@ -54,13 +52,13 @@ TRIES: Final = 10
 PAUSE_SECONDS: Final = 2.0
 IN_THE_WAY: Final = (asyncpg.LockNotAvailableError, *WORTH_REPEATING)
 FAR: Final = 1_000_000_000
-"""More than any store gives while a backup or a standby is behind, and nothing beside the 2^63 that there are."""
+"""More than any store issues while a backup or a standby is behind, and negligible out of 2^63."""
 
 LOCK_SECONDS: Final = 0.5
-"""Seconds that we wait for the numbers. Parks that need one wait behind us."""
+"""How long to wait for the sequence. Parks that need an id wait behind us."""
 
-# This changes nothing, but its lock keeps all others from taking numbers until the commit. Numbers taken between the
-# reading and the setting would be given twice. There is no LOCK for sequences.
+# A no-op whose lock blocks nextval() elsewhere until the commit: an id drawn between nextval() and setval() would be
+# issued twice. LOCK does not work on sequences.
 _ALONE: Final = "ALTER SEQUENCE message_id NO CYCLE"
 _WAY_OUT: Final = (
     "run this again when what takes ids in long transactions (an import?) is over, or stop daemons and imports first; "
@@ -69,8 +67,8 @@ _WAY_OUT: Final = (
 
 
 async def skip_ids(url: str, by: int, *, tries: int = TRIES, pause: float = PAUSE_SECONDS) -> int:
-    """Leave out ``by`` numbers; the number that the next message gets at the least. Safe beside daemons, and to repeat.
-    ``tries``: attempts at its lock. ``pause``: seconds between two. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
+    """Skip ``by`` ids. Returns the minimum for the next message's id. Safe while daemons run, and to repeat. ``tries``:
+    attempts to lock the sequence, ``pause`` seconds apart. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
     try:
         async with opened(url, "delayer skip-ids", "move the ids on") as connection:
             await check(connection)
@@ -86,9 +84,9 @@ async def skip_ids(url: str, by: int, *, tries: int = TRIES, pause: float = PAUS
 
 
 async def _skip(connection: Connection, by: int) -> int:
-    """It waits only a moment for its lock, because the traffic waits behind it. Raises the driver's errors."""
+    """Wait for the lock only briefly, because the traffic waits behind us. Raises the driver's errors."""
     async with pool.transaction(connection):
-        # A transaction that took numbers holds their lock until the commit, and an import's commit may take long.
+        # A transaction that drew ids keeps the lock until its commit, and an import's commit may take long.
         await connection.execute(f"SET LOCAL lock_timeout = {LOCK_SECONDS * 1000:.0f}")
         await connection.execute(_ALONE)
         last: int = await connection.fetchval("SELECT setval('message_id', nextval('message_id') + $1)", by)
@@ -104,7 +102,7 @@ async def identity(url: str) -> StoreIdentity:
 
 async def accept_broker(url: str, declare: Callable[[StoreIdentity], Awaitable[None]]) -> None:
     """Let the store belong to the broker on which ``declare`` declares its exchange. Raises what ``declare`` raises,
-    StoreLost, BadStoreUrl, SchemaOutdated."""
+    and StoreLost, BadStoreUrl, SchemaOutdated."""
     async with opened(url, "delayer topology", "note the broker") as connection:
         await check(connection)
         await give_new_broker(connection, declare)
@@ -121,7 +119,7 @@ SELECT current_setting('max_locks_per_transaction')::int,
 
 class LockNeed(NamedTuple):
     """``allowed``: max_locks_per_transaction, for each of ``connections``. At most ``lanes`` processes work at once;
-    the lanes of ``limited`` routes are not among these."""
+    lanes of ``limited`` routes come on top."""
 
     allowed: int
     connections: int
@@ -130,27 +128,25 @@ class LockNeed(NamedTuple):
     limited: int = 0
     history_days: int = 0
     parks: int = 3
-    """Parks of one process at once."""
+    """Parallel parks of one process."""
 
     @property
     def of_history(self) -> int:
-        """Partitions of the history, once it has run for ``history_days``."""
+        """The history's partitions once it has run for ``history_days``."""
         return self.history_days + history.DAYS_AHEAD + 2 if self.history_days else 0  # Today's, and the default one.
 
     @property
     def needed(self) -> int:
-        """The max_locks_per_transaction for the worst case: every park has keys, and messages of every day.
-
-        Postgres keeps one entry for each locked object, and twice as many for each holder of one.
-        """
-        # Locks of a transaction on other tables and indexes: lane, counter, message_key, held, segment, history.
+        """The max_locks_per_transaction for the worst case, when every park has keys, and messages of every day.
+        Postgres has one entry for each locked object, and twice as many for each holder of one."""
+        # A transaction's locks on other tables and indexes: lane, counter, message_key, held, segment, history.
         beside = 16
         of_days = 5 * self.partitions + beside  # A table with two indexes, and one of out-of-line bodies with one.
-        of_history = 3 * self.of_history  # Table, and out-of-line values with their index. Only readers lock all.
+        of_history = 3 * self.of_history  # Table, out-of-line values and their index. Only readers lock all.
         things = of_days + of_history + LOCKS + self.lanes + self.limited
         readers = 2 * (of_days + of_history)  # A dump or an export, and a command.
         holders = self.lanes * (self.parks * (LOCKS + of_days) + of_days) + readers
-        usual = 64  # Postgres's default
+        usual = 64  # Postgres's default.
         return max(usual, math.ceil(max(things, holders / 2) / self.connections))
 
     @property
@@ -159,8 +155,7 @@ class LockNeed(NamedTuple):
 
 
 async def lock_need(url: str, history_days: int = 0) -> LockNeed:
-    """Return the size of the lock table, and the size that it needs with a history of so many days. Raises StoreLost,
-    BadStoreUrl."""
+    """Query the size of the lock table, and what it needs, given ``history_days``. Raises StoreLost, BadStoreUrl."""
     async with opened(url, "delayer check", "look at the locks") as connection:
         return LockNeed(*await connection.fetchrow(_LOCK_TABLE))._replace(history_days=history_days)
 
@@ -174,8 +169,8 @@ SELECT current_setting('max_connections')::int - current_setting('superuser_rese
 
 
 class ConnectionNeed(NamedTuple):
-    """``allowed``: the connections of ordinary roles to the server. ``lanes``: without those of ``limited`` routes.
-    ``daemons``: those at work."""
+    """``allowed``: the server's connections for ordinary roles. ``lanes``: without ``limited`` routes. ``daemons``:
+    running."""
 
     allowed: int
     lanes: int
@@ -184,14 +179,14 @@ class ConnectionNeed(NamedTuple):
 
     @property
     def needed(self) -> int:
-        """The most connections of all daemons together: two for each lane, and for each daemon its presence, parks,
-        and the sessions that limited routes share."""
+        """Connections of all daemons: two per lane, and per daemon its presence, parks, and shared sessions of limited
+        routes."""
         each = 1 + PARKERS + (LIMITED_SESSIONS if self.limited else 0)
         return 2 * self.lanes + max(self.daemons, 1) * each
 
 
 async def connection_need(url: str) -> ConnectionNeed:
-    """Return the connections that the server allows, and what they are needed for. Raises StoreLost, BadStoreUrl."""
+    """Query the connections that the server allows, and their uses. Raises StoreLost, BadStoreUrl."""
     async with opened(url, "delayer check", "look at the connections") as connection:
         return ConnectionNeed(*await connection.fetchrow(_CONNECTIONS))
 
@@ -206,15 +201,15 @@ WHERE c.oid = 'lane'::regclass AND d.datname = current_database() AND tables.oid
 
 
 class OwnerMismatch(NamedTuple):
-    """The role that owns the tables, and the one that should."""
+    """The role that owns the tables, and the role that should."""
 
     tables: str
     database: str
 
 
 async def mistaken(url: str) -> OwnerMismatch | None:
-    """Both, where the daemon's role upgraded a store that has an owner: that of the database, a member of the other and
-    no superuser. None where all is well. Raises StoreLost, BadStoreUrl."""
+    """Both owners, if they differ because the daemon's role upgraded the store: the database's owner is a member of
+    that role and no superuser. None if all is well. Raises StoreLost, BadStoreUrl."""
     async with opened(url, "delayer check", "look at the owner") as connection:
         row = await connection.fetchrow(_OWNERS)
     return None if row is None else OwnerMismatch(*row)

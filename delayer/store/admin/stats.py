@@ -1,9 +1,9 @@
 """Statistics of the store: its lanes and counters, and a census by route and due time.
 
 - overview: exact and cheap, from the counters and the ends of the indexes.
-- take_census: for metrics and the page, at a bounded price. It counts messages due within the hour by the index while
-  they are few. It counts a large store by a sample of its pages, whose sum is that of the counters. It reads some
-  hundred megabytes at most. With ten million rows the figures of large days are right to about a percent.
+- take_census: for metrics and the page, at a bounded cost. Counts messages due within the hour by the index, if they
+  are few. Samples the pages of a large store, scaled to the counters' sum, and reads at most some hundred megabytes.
+  With ten million rows the figures of large days are right to about a percent.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from delayer.store.session import opened
 
 LANE_KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
 RESTORED_MS = HOUR_MS
-"""The time before its first due instant by which a segment should have been restored. Daemons begin a day before, and
-take seconds for a million messages."""
+"""Time before its first due instant to have a segment restored. Daemons begin a day before; a million messages take
+seconds."""
 STUCK_MS: Final = 30_000
-"""A lane may have due messages for so long, and settle no claim: a claim takes ten seconds at most."""
+"""A lane may have due messages for this long without settling a claim. A claim takes at most ten seconds."""
 NO_SEGMENTS = segments.SegmentTotals(segments=0, messages=0, broken=0, broken_messages=0, next_due_ms=None)
 
 
-# Few, by the index; those that do not read back are counted as such.
+# Few, found by the index. Unreadable segments are counted separately.
 _LATE_SEGMENTS = """
 SELECT count(*), coalesce(sum(messages), 0)::bigint, min(first_due)
 FROM segment WHERE first_due < $1 AND broken_at IS NULL
@@ -49,7 +49,7 @@ NOT_LATE = OverdueSegments(0, 0, None)
 
 
 class FirstRow(NamedTuple):
-    """The soonest waiting row of a lane; epoch milliseconds."""
+    """The soonest waiting row of a lane, in epoch milliseconds."""
 
     due_ms: int
     parked_ms: int
@@ -57,7 +57,7 @@ class FirstRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LaneOverview:
-    """One lane. ``next_due_ms`` (epoch ms) is None when nothing waits; it may be in the past."""
+    """One lane. ``next_due_ms`` (epoch ms): None if nothing waits; may be in the past."""
 
     number: int
     owner: str
@@ -66,11 +66,11 @@ class LaneOverview:
     next_due_ms: int | None
     next_retry_ms: int | None
     route: bytes | None = None
-    """The limited route whose messages it is for."""
+    """The limited route of this lane."""
     behind_ms: int = 0
-    """How long its first message has been due, and in the store; 0 unless that is too long (STUCK_MS)."""
+    """How long its first message has been due and in the store; 0 unless that is too long (STUCK_MS)."""
     stuck_ms: int = 0
-    """The same, but counted from the last settled claim of the lane if that was later."""
+    """Like ``behind_ms``, but measured from the lane's last settled claim if that was later."""
 
     @property
     def held(self) -> int:
@@ -81,13 +81,13 @@ class LaneOverview:
         return waiting(self.counters)
 
     def overdue_ms(self, now_ms: int) -> int:
-        """How long its first message is due; 0 if none is."""
+        """How long its first message has been due; 0 if none is."""
         return 0 if self.next_due_ms is None else max(now_ms - self.next_due_ms, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StoreOverview:
-    """The whole store. Without a schema of ours (``schema_found`` is None or another) there are no lanes in it."""
+    """The whole store. Without our schema (``schema_found`` is None or another) ``lanes`` is empty."""
 
     schema_found: str | None
     schema_expected: str
@@ -102,7 +102,7 @@ class StoreOverview:
 
     @property
     def counters(self) -> dict[str, int]:
-        """The sums of all lanes; every kind is present."""
+        """The sums over all lanes, with every kind."""
         return {kind: sum(lane.counters[kind] for lane in self.lanes) for kind in LANE_KINDS}
 
     @property
@@ -119,22 +119,21 @@ class StoreOverview:
 
 
 def waiting(counters: Mapping[str, int]) -> int:
-    """The rows of ``message`` in a lane, by the law of conservation: parked + restored = released + cancelled +
-    compacted + held + waiting."""
+    """The rows of ``message`` in a lane: parked + restored = released + cancelled + compacted + held + waiting."""
     out = sum(counters[kind] for kind in ("released", "cancelled", "compacted", "held"))
     return counters["parked"] + counters["restored"] - out
 
 
 def restored_ms(restore_ahead_ms: int) -> int:
-    """RESTORED_MS, or less where daemons begin so late that segments may be there as late by right."""
+    """RESTORED_MS, or less if daemons begin so late that segments may rightly be there."""
     return min(RESTORED_MS, restore_ahead_ms // 2)
 
 
 async def overview(url: str, restore_ahead_ms: int = DAY_MS) -> StoreOverview:
-    """Look at the store behind ``url``. Raises StoreLost, BadStoreUrl; an outdated schema is part of the answer."""
+    """Query the store at ``url``. An outdated schema is part of the answer. Raises StoreLost, BadStoreUrl."""
     async with (
         opened(url, "delayer status", "status") as connection,
-        # One snapshot, so that the figures fit each other while daemons work.
+        # One snapshot, so that the figures agree while daemons work.
         connection.transaction(isolation="repeatable_read", readonly=True),
     ):
         found, now_ms = await schema.current_of(connection), await connection.fetchval("SELECT clock_timestamp()")
@@ -169,7 +168,7 @@ async def _lanes(connection: Connection, now_ms: int) -> list[LaneOverview]:
 
 
 def _too_long(now_ms: int, first: FirstRow | None, advanced_ms: int = 0) -> int:
-    """How long ago all of these were, in milliseconds, if more than STUCK_MS."""
+    """How long ago all of these were, in milliseconds, if more than STUCK_MS; else 0."""
     waited_ms = 0 if first is None else now_ms - max(*first, advanced_ms)
     return waited_ms if waited_ms > STUCK_MS else 0
 
@@ -185,8 +184,8 @@ CROSS JOIN LATERAL (
 
 
 async def _first_rows(connection: Connection, lanes: Sequence[int], now_ms: int) -> dict[int, FirstRow]:
-    """The soonest row of each lane. It looks one day ahead, then two, then four. One statement over all partitions
-    would open hundreds to read one entry."""
+    """The soonest row of each lane. Looks one day ahead, then two, then four: all partitions are too many to open at
+    once."""
     found: dict[int, FirstRow] = {}
     low_ms, days = pool.BEGINNING_MS, 1
     while (left := [number for number in lanes if number not in found]) and low_ms < segments.FOREVER_MS:
@@ -198,18 +197,18 @@ async def _first_rows(connection: Connection, lanes: Sequence[int], now_ms: int)
 
 
 PAGES: Final = 20_000
-"""Pages (8 KB) that one census reads at most, more or less."""
+"""Approximate maximum number of pages (8 KB) read by one census."""
 NEAR: Final = 20_000
-"""Rows due within the hour that are counted one by one, of each lane."""
+"""Maximum number of rows per lane, due within the hour, that are counted one by one."""
 COMPACTED: Final = b"(compacted)"
-"""Stands for the routes of messages in segments: those are not unpacked for being counted."""
+"""Replaces the routes of messages in segments, which are not unpacked to be counted."""
 _SIZE: Final = (
     "SELECT coalesce(sum(pg_relation_size(inhrelid)), 0)::bigint / 8192 FROM pg_inherits"
     " WHERE inhparent = 'message'::regclass"
 )
 MOST: Final = 200
-"""The largest destinations of waiting rows, of the coming hour and of held messages that a census tells apart."""
-# The counts of ``counted`` rows: by route and bucket, and by destination with the first due instant. $1 bounds.
+"""Maximum number of destinations in a census: the largest of waiting rows, of the coming hour, and of held messages."""
+# Counts the ``counted`` rows by route and bucket, and by destination with the first due instant. $1 bounds.
 _GROUPED: Final = f"""
 SELECT route, bucket, to_exchange, to_key, n, due, rows FROM (
     SELECT route, bucket, to_exchange, to_key, count(*) AS n, min(due_at) AS due, max(rows) AS rows,
@@ -224,7 +223,7 @@ WHERE to_key IS NULL OR rank <= {MOST}
 _SAMPLE: Final = _GROUPED.format(
     "SELECT route, to_exchange, to_key, due_at, 0 AS rows FROM message TABLESAMPLE SYSTEM ({})"
 )
-# $1 bounds, $2 end of the hour, $3 rows of each lane. From a little before the watermark on: behind it are the dead.
+# $1 bounds, $2 end of the hour, $3 rows per lane. Starts just before the watermark, to skip dead rows.
 NEAR_ROWS: Final = _GROUPED.format("""
 SELECT near.*
 FROM lane AS l
@@ -248,15 +247,15 @@ DestinationAddress = tuple[bytes, bytes]
 
 
 class DestinationCount(NamedTuple):
-    """The messages of one exchange and routing key. ``next_due_ms``: the first of those that were read; in a sample of
-    a large backlog there may be an earlier one."""
+    """The messages of one exchange and routing key. ``next_due_ms``: the first of those read; a sample may miss an
+    earlier one."""
 
     waiting: float = 0.0
     next_due_ms: int | None = None
     held: int = 0
 
     def and_waiting(self, messages: float, due_ms: int | None) -> DestinationCount:
-        """With these messages too."""
+        """A copy with these messages added."""
         first_ms = min((one for one in (self.next_due_ms, due_ms) if one is not None), default=None)
         return self._replace(waiting=self.waiting + messages, next_due_ms=first_ms)
 
@@ -266,8 +265,8 @@ NONE_THERE: Final = DestinationCount()
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """``counts`` by route and bucket (core/horizon.py), ``held`` by route, and the largest destinations. ``exact``: no
-    count of them is estimated. Messages in segments are in no destination."""
+    """``counts`` by route and bucket (core/horizon.py), ``held`` by route, and the largest destinations. ``exact``:
+    whether no count is estimated. Destinations do not include messages in segments."""
 
     taken_ms: int
     counts: Mapping[tuple[bytes, int], float]
@@ -276,14 +275,14 @@ class Census:
     destinations: Mapping[DestinationAddress, DestinationCount] = field(default_factory=dict)
 
     def by_route(self) -> dict[bytes, dict[int, float]]:
-        """The same, route by route."""
+        """The counts by route, then by bucket."""
         found: dict[bytes, dict[int, float]] = {}
         for (route, bucket), count in self.counts.items():
             found.setdefault(route, {})[bucket] = count
         return found
 
     def together(self) -> dict[int, float]:
-        """Of all routes."""
+        """The counts of all routes by bucket."""
         found: dict[int, float] = {}
         for (_, bucket), count in self.counts.items():
             found[bucket] = found.get(bucket, 0.0) + count
@@ -291,7 +290,7 @@ class Census:
 
 
 async def take_census(connection: Connection, most_pages: int = PAGES) -> Census:
-    """Count, on one snapshot, from a sample of ``most_pages`` pages (8 KB) at most. Raises the driver's errors."""
+    """Count, on one snapshot, from a sample of at most ``most_pages`` pages (8 KB). Raises the driver's errors."""
     tally = _Tally()
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         now_ms = await connection.fetchval("SELECT now()")
@@ -315,7 +314,7 @@ async def take_census(connection: Connection, most_pages: int = PAGES) -> Census
 
 
 class _Tally:
-    """The counts of a census, and its largest destinations, while they add up."""
+    """Adds up the counts and the largest destinations of a census."""
 
     def __init__(self) -> None:
         self.counts: defaultdict[tuple[bytes, int], float] = defaultdict(float)
@@ -325,7 +324,7 @@ class _Tally:
         return self.destinations.get((exchange, key), NONE_THERE)
 
     def add(self, rows: Iterable[Mapping[str, Any]], weight: float) -> None:
-        """Add rows of _GROUPED. Each message that was read stands for ``weight`` messages."""
+        """Add rows of _GROUPED, each message read counting as ``weight`` messages."""
         for row in rows:
             messages, to = row["n"] * weight, (row["to_exchange"], row["to_key"])
             if row["to_key"] is None:
@@ -334,8 +333,8 @@ class _Tally:
                 self.destinations[to] = self.of(*to).and_waiting(messages, row["due"])
 
     def add_near(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Let rows of NEAR_ROWS replace what samples say of the coming hour, if they are all of it. A sample may also
-        have missed messages of their destinations."""
+        """Replace the sample's figures of the coming hour by rows of NEAR_ROWS, if these are complete. In any case add
+        messages that the sample missed to their destinations."""
         near = _Tally()
         near.add(rows, 1.0)
         if all(row["rows"] < NEAR for row in rows):
@@ -347,6 +346,6 @@ class _Tally:
 
 
 async def counters(connection: Connection) -> dict[str, int]:
-    """The counters of all lanes together; every kind is present. Raises the driver's errors."""
+    """The sums of all lanes' counters, with every kind. Raises the driver's errors."""
     kinds = dict(await connection.fetch("SELECT kind, sum(n)::bigint FROM counter GROUP BY kind"))
     return dict.fromkeys(LANE_KINDS, 0) | kinds

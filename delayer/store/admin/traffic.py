@@ -1,4 +1,4 @@
-"""Whether there is traffic that a job gives way to; and whose turn it is beside it."""
+"""Whether there is traffic to which a job should give way, and which job may run during traffic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TURN = "('segment'::regclass::oid::int, 1)"
 
 
 class Traffic:
-    """Daemons at work, as one process of a job sees them. ``busy`` until a look says otherwise."""
+    """The daemons at work, as seen by one process of a job. ``busy`` until :meth:`look` finds otherwise."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.busy = True
@@ -22,7 +22,7 @@ class Traffic:
         self._passed: int | None = None
 
     async def look(self, connection: Connection) -> bool:
-        """Once a second at most: are lanes owned, and do 50 messages a second pass? Raises the driver's errors."""
+        """Check, at most once a second, whether lanes are owned and 50 messages/s pass. Raises the driver's errors."""
         now = self._clock()
         if self._passed is not None and now - self._at < 1.0:
             return self.busy
@@ -33,10 +33,10 @@ class Traffic:
 
 
 async def take_turn(connection: Connection) -> bool:
-    """Whether it is this session's turn now, until :func:`end_turn` or its own end. Raises the driver's errors."""
+    """Whether this session may work now, until :func:`end_turn` or its own end. Raises the driver's errors."""
     return bool(await connection.fetchval(f"SELECT pg_try_advisory_lock{_TURN}"))
 
 
 async def end_turn(connection: Connection) -> None:
-    """Let others have theirs. Raises the driver's errors."""
+    """Let other sessions work. Raises the driver's errors."""
     await connection.fetchval(f"SELECT pg_advisory_unlock{_TURN}")

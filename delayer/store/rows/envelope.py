@@ -38,7 +38,7 @@ _LENGTHS = Struct(">IIII")
 
 def checksum(exchange: bytes, routing_key: bytes, properties: bytes, body: bytes) -> int:
     """CRC-32 over the four lengths (4 bytes each, big endian), then the four byte strings in this order. The lengths
-    reveal bytes that moved from one column to the next."""
+    reveal bytes moved between columns."""
     lengths = _LENGTHS.pack(len(exchange), len(routing_key), len(properties), len(body))
     return crc32(body, crc32(properties, crc32(routing_key, crc32(exchange, crc32(lengths)))))
 
@@ -63,8 +63,8 @@ def row(parcel: Parcel, lane: int) -> StoredRow:
 
 
 def row_again(due: Due, lane: int) -> StoredRow:
-    """The values of :data:`COLUMNS` for a row that is moved. An unsound row gets a wrong checksum again, so that moving
-    it does not make it sound."""
+    """The values of :data:`COLUMNS` for a row that is moved. An unsound row stays unsound: it gets a wrong checksum
+    again."""
     values = row(due.parcel, lane)
     if due.sound:
         return values

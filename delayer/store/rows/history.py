@@ -39,8 +39,8 @@ OF_HELD: Final = (
     "route, to_exchange, to_key, due_at, NULL::timestamptz AS parked_at,"
     " octet_length(body) + octet_length(properties) AS size"
 )
-"""The columns of a row of ``held`` for :func:`of_row`, after its id. Its ``parked_at`` is when it was held.
-delete_rows.sql returns those of a waiting row."""
+"""The columns of a row of ``held`` for :func:`of_row`, after its id. Its ``parked_at`` is when it was held. For a
+waiting row, delete_rows.sql returns them."""
 
 
 class HistoryEntry(NamedTuple):
@@ -88,8 +88,8 @@ async def kept(connection: Connection) -> bool:
 
 
 async def keep_up(connection: Connection, today: int, days: int) -> None:
-    """Create partitions from ``today`` on (days since 1970), and drop those older than ``days``; all if 0. Raises the
-    driver's errors if they end the connection."""
+    """Create partitions from ``today`` on (days since 1970), and drop those older than ``days``, or all if 0. Raises
+    the driver's errors if they end the connection."""
     existing = {name for (name,) in await connection.fetch(_PARTITIONS)} - {"history_default"}
     if not days and not existing:
         return  # The role needs no rights for a history that is off.

@@ -215,7 +215,7 @@ async def leave_segment(connection: Connection, segment: int, keys: Collection[b
 async def point(
     connection: Connection, cancelled: Collection[bytes], parked: Sequence[tuple[bytes, int, int, int]]
 ) -> None:
-    """Point the keys of ``parked`` (key, lane, due_ms, id) at these messages; delete all other ``cancelled`` keys. Step
+    """Point the keys of ``parked`` (key, lane, due_ms, id) at these messages; delete the ``cancelled`` ones left. Step
     4."""
     ordered = sorted(parked)
     if cancelled:

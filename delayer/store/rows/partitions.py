@@ -1,12 +1,12 @@
 """Partitions by due day, created ahead of need and dropped once past and empty. One daemon at a time does the upkeep.
 
-No step may stop the traffic, and DDL takes strong locks for a moment. So each step has a short lock timeout, and if it
-does not get its locks, it is left for next time. Rows of a day without a partition go to the default one. Claims find
-them there, but the day cannot be dropped at once.
+DDL takes strong locks for a moment, but must not stop the traffic. So each step has a short lock timeout, and is left
+for next time if it fails. Rows of a day without a partition go to the default one. Claims find them there, but the day
+cannot be dropped at once.
 
 Attaching reads the whole default partition under a lock: 0.35 s with 2 M rows. An index on due_at does not help. A
-CHECK excluding the day would (2 ms), but it would refuse that day's messages until the attaching. So first read without
-the lock, then with it for a limited time.
+CHECK excluding the day would (2 ms), but until then it would refuse that day's messages. So the default partition is
+first read without the lock, to see whether it is small enough, and then under it with a time limit.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ MOVED_AT_MOST = 30_000
 """Rows that a new partition may take over from the default one, under its lock: 70 k/s of 0.5 KB, 10 k/s of 4 KB."""
 READ_SECONDS = 1.0
 """Limit for reading the default partition without the lock: 4 M small rows. If it takes longer, no partition is
-created, because attaching reads all rows under the lock. Messages are parked and released all the same, but VACUUM has
-to remove their rows."""
+created, because attaching reads all rows locked. Messages are still parked and released, but VACUUM must remove their
+rows."""
 HELD_SECONDS = 2.0
 """Maximum time to hold the lock, for reading the default partition twice and moving rows out of it."""
 MADE_AT_ONCE = 16
@@ -104,8 +104,6 @@ async def existing(connection: Connection) -> set[int]:
 
 
 class PartitionResult(Enum):
-    """The result of an attempt to create a partition."""
-
     DONE = "done"
     NOT_NOW = "not now"
     LOCKED = "locked"
@@ -221,7 +219,7 @@ class Days:
         self._said = False
 
     def missing(self, days: Collection[int], today: int, at: float) -> list[int]:
-        """The days to create a partition for: unknown, not past, not too far ahead, and not just tried in vain. ``at``:
+        """The days to create a partition for: unknown, not past, not too far ahead, not just tried in vain. ``at``:
         monotonic seconds, as everywhere here."""
         if at < self._not_before.get(None, at):
             return []
@@ -243,9 +241,9 @@ class Days:
         most: int = MADE_AT_ONCE,
         pause: float = 0.0,
     ) -> None:
-        """Create up to ``most`` missing partitions of these days, pausing ``pause`` seconds after each. Starts none
-        after ``seconds``, nor after an obstacle common to all days. Rows of a day without a partition wait in the
-        default one. Raises the driver's errors."""
+        """Create up to ``most`` missing partitions of these days, pausing ``pause`` seconds after each. Start none
+        after ``seconds``, nor after an obstacle common to all days; rows then wait in the default one. Raises the
+        driver's errors."""
         end, missing = time.monotonic() + seconds, self.missing(days, today, at)
         for position, day in enumerate(missing):
             if position == most or time.monotonic() > end:

@@ -71,8 +71,8 @@ def unpack(packed: bytes, format: int, messages: int, digest: bytes, gone: bytes
 
 
 def records(table: Any, lane: int, portion_bytes: int) -> Iterator[list[tuple[Any, ...]]]:
-    """``table`` (:data:`SCHEMA`) as rows of :data:`COPIED`, generated in portions of about ``portion_bytes`` bytes of
-    bodies and properties."""
+    """Yield ``table`` (:data:`SCHEMA`) as rows of :data:`COPIED`, in portions of about ``portion_bytes`` of their
+    content."""
     start, size = 0, 0
     sizes = pc.add(*(pc.cast(pc.binary_length(table[name]), pa.int64()) for name in ("properties", "body")))
     for end, more in enumerate(sizes.to_pylist(), 1):

@@ -32,8 +32,7 @@ ROWS: Final = 10_000
 FEWEST: Final = 300
 """Minimum number of messages, unless the segment is full by bytes. Segments of 5 needed more room than their rows."""
 BYTES: Final = 8 << 20
-"""Maximum bytes of bodies and properties in a segment. The daemon that restores it briefly has several copies in
-memory."""
+"""Maximum bytes of bodies and properties in a segment, because a restore briefly needs several copies in memory."""
 LARGEST: Final = 1 << 20
 """A message with more bytes of body and properties stays a row. Postgres stores it out of line, compressed, and
 restoring it from a segment would take a daemon twenty times its size in memory."""
@@ -65,8 +64,7 @@ class CompactionWindow(NamedTuple):
 
 
 class Compacted(NamedTuple):
-    """A committed segment. ``last_due_ms``: of its last message. ``more``: whether the window may have rows after that,
-    because a limit was met."""
+    """A committed segment. ``last_due_ms``: of its last message. ``more``: a limit was met, so rows may be left."""
 
     segment: int
     messages: int
@@ -103,8 +101,8 @@ ORDER BY due_at, id LIMIT $5
 
 
 async def packed_share(connection: Connection, window: CompactionWindow, rows: int) -> float:
-    """Estimate a segment's size as a share of its bodies and properties, from at most ``rows`` messages of ``window``.
-    Writes nothing. Raises the driver's errors."""
+    """Estimate a segment's size as a share of its bodies and properties, from at most ``rows`` messages. Raises the
+    driver's errors."""
     from delayer.store.segments import packing  # noqa: PLC0415 - pyarrow
 
     async with connection.transaction(readonly=True):
@@ -127,7 +125,7 @@ async def compact_one(
     portion: int | None = None,
     pause: float = 0.0,
 ) -> Compacted | None:
-    """Pack the first rows of ``window`` into a segment, in one transaction; None if none or less than ``fewest`` are
+    """Pack the first rows of ``window`` into a segment in one transaction; None if less than ``fewest``, or none, are
     left.
 
     Call it again while ``more``, from the last due instant on. Locked rows, and rows of more than LARGEST bytes, stay
@@ -224,16 +222,16 @@ LONGEST_LOCK_SECONDS = 0.05
 """How long it may wait while a drop scans the pages of an empty partition that has not been vacuumed."""
 TRIES = 5
 PAUSE_SECONDS = 0.25
-"""Pause between drops under load, and before a retry. Some milliseconds of lateness, four times a second, affect less
-than one message in a hundred."""
+"""Pause between drops under load, and before a retry. It keeps the drops' delay, some milliseconds, to less than one
+message in a hundred."""
 VACUUM_LOCK_MS = 5_000
 """Milliseconds that VACUUM waits for another one, while traffic continues. Postgres ends its own autovacuum for a
 waiter after deadlock_timeout (1 s). Without the wait, a job on five million rows left a partition of 80 MB."""
 COST_DELAY_MS = 2.0
 """VACUUM's pauses under load, as in autovacuum; otherwise it does not pause."""
 DEAD_ROWS = 1_000
-"""A partition with more dead rows is vacuumed. An earlier job may have died, or an older snapshot kept its rows. Fewer
-come from traffic since."""
+"""A partition with more dead rows is vacuumed: an earlier job may have died, or an older snapshot kept them. Fewer come
+from traffic since."""
 _DEAD = """
 SELECT s.relname::text, n_dead_tup FROM pg_inherits AS i JOIN pg_stat_all_tables AS s ON s.relid = i.inhrelid
 WHERE i.inhparent = 'message'::regclass AND n_dead_tup > $1
@@ -262,8 +260,8 @@ async def shrink(
     url: str, touched: Collection[int], today: int, say: Callable[[int, int], None], lock_ms: int = VACUUM_LOCK_MS
 ) -> ShrinkResult:
     """Vacuum the partitions of the days ``touched`` (since 1970), and later ones with many dead rows. Drop all empty
-    ones past the days that upkeep creates ahead of ``today``. ``say`` gets the number of finished partitions, and of
-    all. ``lock_ms``: lock timeout of each VACUUM. Raises StoreLost."""
+    ones past the days that upkeep creates ahead of ``today``. ``say`` gets the numbers of finished and of all
+    partitions. ``lock_ms``: lock timeout of each VACUUM. Raises StoreLost."""
     connection = await pool.connect_plain(url, "delayer shrink", {"statement_timeout": "0"}, command_seconds=None)
     try:
         with translated("shrink"):
@@ -289,8 +287,8 @@ async def _shrink(
     for done, name in enumerate(work):
         say(done, len(work))
         busy = await seen.look(connection)
-        # The check for emptiness has loaded the partition's pages. The second one, under the lock, then takes 20 ms for
-        # a day with 80,000 dead rows, and saves the VACUUM.
+        # The check for emptiness loaded its pages, so the second, locked one takes 20 ms for a day with 80,000 dead
+        # rows and saves the VACUUM.
         if name in empty and not busy and await _drop(connection, name, 1):
             dropped.append(name)
             continue

@@ -37,12 +37,11 @@ _LOCK_ONE: Final = _LOCK.format("id = $1")
 async def restore_one(
     connection: Connection, horizon_ms: int, *, portion_bytes: int = PORTION_BYTES, pause: float = 0.0
 ) -> Restored | Broken | None:
-    """Restore the soonest segment that is due by ``horizon_ms`` and not locked, in one transaction.
+    """Restore the soonest segment that is due by ``horizon_ms`` and not locked, in one transaction; None if none is.
 
     The rows return to their lane, whose owner is notified, in portions of about ``portion_bytes``, pausing ``pause``
-    seconds after each. A thread decodes and encodes. None: there is no such segment. Broken: it was unreadable and got
-    marked; others come first then, until an operator runs :func:`restore`. Raises the driver's errors; then nothing is
-    committed.
+    seconds after each. A thread decodes and encodes. An unreadable segment is marked Broken; others come first then,
+    until an operator runs :func:`restore`. Raises the driver's errors; then nothing is committed.
     """
     return await _restore(connection, (_LOCK_SOONEST, horizon_ms), portion_bytes, pause)
 
@@ -50,8 +49,7 @@ async def restore_one(
 async def restore(
     connection: Connection, segment: int, *, portion_bytes: int = PORTION_BYTES, pause: float = 0.0
 ) -> Restored | Broken | None:
-    """Restore the segment of this id like :func:`restore_one`, even a broken one; None if it is gone. Waits for another
-    session that has it locked."""
+    """Restore a segment by id like :func:`restore_one`, even a broken one, waiting for its lock; None if it is gone."""
     return await _restore(connection, (_LOCK_ONE, segment), portion_bytes, pause)
 
 
@@ -105,9 +103,9 @@ async def _records(table: Any, lane: int, portion_bytes: int, pause: float) -> A
 
 
 async def live(connection: Connection, segment: asyncpg.Record) -> Any:
-    """Decode the messages of a row of ``segment`` to a table of codec.SCHEMA sorted by (due_at, id). A thread does it,
-    because the daemon behind the page is releasing messages. Raises SegmentBroken, even if the store itself cannot read
-    the bytes, and the driver's errors."""
+    """Decode a row of ``segment`` to a table of codec.SCHEMA sorted by (due_at, id). A thread does it, so that the
+    daemon behind the page can release. Raises SegmentBroken, even if the store cannot read the bytes, and the driver's
+    errors."""
     try:
         async with pool.transaction(connection):  # A savepoint confines the damage to the statements inside.
             packed = await connection.fetchval("SELECT packed FROM segment WHERE id = $1", segment["id"])

@@ -1,5 +1,5 @@
--- What is wrong with segments by their headers: the subject, its fault, messages, first due instant and the lowest ids. $1: segments
--- due before it should be rows; $2: the newest format; $3: the texts of the five faults.
+-- Find faults of segments by their headers: the subject, its fault, messages, first due instant and the lowest ids. $1:
+-- segments due before it should be rows; $2: the newest format; $3: the texts of the five faults.
 SELECT concat('lane ', lane, ': ', fault), fault, sum(messages)::bigint, min(first_due), (array_agg(id ORDER BY id))[:5]
 FROM segment CROSS JOIN unnest(ARRAY[
     CASE WHEN broken_at IS NOT NULL THEN ($3::text[])[1] WHEN first_due < $1 THEN ($3::text[])[2] END,

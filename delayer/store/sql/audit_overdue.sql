@@ -1,5 +1,5 @@
--- Messages due, or to be tried again, at $1 or before, by lane, and their age at $2. Those in lanes of the limited routes
--- $3 are of a kind of their own.
+-- Messages due, or to be retried, at $1 or before, by lane, and their age at $2. Those in lanes of the limited routes
+-- $3 are reported separately.
 SELECT lane, kind, route, messages, first_due AS first_due_ms, (extract(epoch FROM $2 - since) * 1000)::bigint AS late_ms
 FROM (
     SELECT m.lane, CASE WHEN l.route = ANY ($3::bytea[]) THEN 'paced' ELSE 'waiting' END AS kind, l.route,

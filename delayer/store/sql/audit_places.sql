@@ -1,5 +1,5 @@
--- All messages but none of their bytes: waiting rows by lane (start_ms is null) and by hour (lane is null), and by lane
--- held rows and messages in segments. Of rows it reads indexes only.
+-- All messages without their bytes: waiting rows by lane (start_ms is null) and by hour (lane is null), and held rows
+-- and messages in segments by lane. Reads only the indexes of rows.
 SELECT lane, 'waiting' AS kind, start_ms, sum(messages)::bigint AS messages, 0::bigint AS size, 0 AS keyed,
        min(first_due) AS first_due_ms, max(last_due) AS last_due_ms
 FROM (

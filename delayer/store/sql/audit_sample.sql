@@ -1,5 +1,5 @@
--- Messages by destination, and all of them (to_key is null), from a share $1 of the pages of waiting rows, and a share $2
--- of those of held rows. A row counts for those of its kind that were not read.
+-- Messages by destination, and all of them (to_key is null), from a share $1 of the pages of waiting rows, and a share
+-- $2 of those of held rows. Each row also stands for the unread rows of its kind.
 SELECT to_exchange, to_key, sum(weight) AS messages, coalesce(sum(weight) FILTER (WHERE waits), 0) AS waiting,
        coalesce(sum(weight) FILTER (WHERE key IS NOT NULL), 0) AS keyed, coalesce(sum(weight * size), 0) AS size,
        min(due_at) AS due_ms, min(due_at) FILTER (WHERE waits) AS first_due_ms,

@@ -1,12 +1,12 @@
--- Take the rows of one lane that are due within the window, soonest first, bounded by count and bytes.
+-- Take the rows of one lane due within the window, soonest first, bounded by count and bytes.
 --
--- $1 lane, $2 and $3 the place (due instant, id) after which to look, $4 horizon (the store's now by our estimate, and a
--- minute: only there to prune partitions while planning), $5 ids that another open claim has: this claim would wait
--- for it. $6 window in milliseconds, $7 rows, $8 bytes. statement_timestamp() is the judge of what is due.
+-- $1 lane, $2 and $3 the place (due instant, id) after which to look, $4 horizon (our estimate of the store's now plus
+-- a minute, only to prune partitions while planning), $5 ids that another open claim has locked, so that this claim
+-- does not wait for them. $6 window in milliseconds, $7 rows, $8 bytes. statement_timestamp() decides what is due.
 --
--- The rows are deleted by their place (tableoid, ctid), which the inner select has at hand: 4.0 ms for 1,000 rows with
+-- The rows are deleted by their place (tableoid, ctid), which the inner select already has: 4.0 ms for 1,000 rows with
 -- 1 M waiting, against 7.0 ms when each is looked up in the index again. The conditions are repeated outside for two
--- reasons: they prune the outer partitions, and a row that was changed meanwhile is checked against them again.
+-- reasons: they prune the outer partitions, and recheck a row that has changed since.
 DELETE FROM message AS m
 USING (
     SELECT part, place

@@ -1,6 +1,6 @@
--- Take the held rows of one lane whose retry is due. They stay in the table, locked, until they are settled. Rows that
--- another transaction has locked (a cancel, an operator's retry) are left for the next claim: a claim that waited for
--- them would form a deadlock with a transaction that locks many held rows in another order.
+-- Take the held rows of one lane whose retry is due. They stay in the table, locked, until they are settled. Rows
+-- locked by another transaction (a cancel, an operator's retry) are left for the next claim. Waiting for them could
+-- deadlock with a transaction that locks many held rows in another order.
 --
 -- $1 lane, $2 rows, $3 bytes, $4 ids that the lane skips.
 SELECT h.id, h.due_at, h.checksum, h.format, h.route, h.exchange, h.routing_key,

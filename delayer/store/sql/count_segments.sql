@@ -1,5 +1,4 @@
--- All segments: how many, the messages in them, the same of the broken ones, and of the others the
--- next due instant.
+-- Count all segments and their messages, and the broken ones and theirs. Also returns the next due instant of the rest.
 SELECT count(*), coalesce(sum(messages), 0)::bigint, count(*) FILTER (WHERE broken_at IS NOT NULL),
        coalesce(sum(messages) FILTER (WHERE broken_at IS NOT NULL), 0)::bigint,
        min(first_due) FILTER (WHERE broken_at IS NULL)

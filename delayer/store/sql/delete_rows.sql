@@ -1,5 +1,5 @@
--- Delete the waiting messages at the places ($1 lanes, $2 due instants to the millisecond, $3 ids), in their order, which
--- is that of a release; $4 and $5 are bounds of all of $2, which prune partitions while planning.
+-- Delete the waiting messages at the places ($1 lanes, $2 due instants to the millisecond, $3 ids), in the order in
+-- which a release locks them. $4 and $5 bound all of $2, to prune partitions while planning.
 DELETE FROM message AS m
 USING unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS w (lane, due, id)
 WHERE m.lane = w.lane AND m.due_at >= w.due AND m.due_at < w.due + interval '1 millisecond' AND m.id = w.id

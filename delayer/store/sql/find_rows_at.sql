@@ -1,6 +1,6 @@
--- Where the waiting messages $1 are, each known to be due in the millisecond that begins at its instant in $2: as
--- find_rows.sql says it, but by the primary key. $3 and $4 are bounds of all of these, which prune partitions while
--- planning; $5 every lane.
+-- Find the waiting messages $1, each due in the millisecond that begins at its instant in $2. Returns the same as
+-- find_rows.sql, but uses the primary key. $3 and $4 bound all of $2, to prune partitions while planning; $5 every
+-- lane.
 SELECT m.lane, m.due_at, m.id
 FROM unnest($1::bigint[], $2::timestamptz[]) AS w (id, due)
 CROSS JOIN LATERAL (

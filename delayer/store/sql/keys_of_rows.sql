@@ -1,4 +1,4 @@
--- The keys of the waiting messages at these places; the parameters as in delete_rows.sql.
+-- The keys of the waiting messages at these places, with parameters as in delete_rows.sql.
 SELECT m.key
 FROM message AS m
 JOIN unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS w (lane, due, id)

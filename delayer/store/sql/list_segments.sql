@@ -1,4 +1,4 @@
--- The segments whose first message is due before $1, soonest first, $2 at most (null: all). No segment is read.
+-- The segments whose first message is due before $1, soonest first, at most $2 (null: all). Reads no segment.
 SELECT id, lane, first_due, last_due, messages, raw_bytes, octet_length(packed), broken
 FROM segment
 WHERE first_due < $1

@@ -1,10 +1,10 @@
--- Lock the first rows of a window and give them back: codec.SCHEMA with instants in microseconds, then their bytes before
--- each, and how many are locked.
+-- Lock the first rows of a window. Returns codec.SCHEMA with instants in microseconds, the bytes before each row, and
+-- how many rows are locked.
 --
--- $1 lane; due from $2 to before $3, which prune partitions; from ($4 microseconds, $5) on in the order of (due_at, id);
--- $6 rows; $7 bytes of bodies and properties, but one row at least. Rows of more than $8 bytes stay rows, because they
--- gain nothing in a segment. Rows that another session has locked (a cancel, another compaction) are left to it. Rows
--- that are locked here and do not fit $7 are left, too.
+-- $1 lane; due from $2 to before $3, to prune partitions; starts at ($4 microseconds, $5) in the order of (due_at, id);
+-- $6 rows; $7 bytes of bodies and properties, but at least one row. Rows of more than $8 bytes stay rows, because they
+-- gain nothing in a segment. So do rows locked by another session (a cancel, another compaction), and rows locked here
+-- that exceed $7.
 SELECT *
 FROM (
     SELECT *, sum(octet_length(body) + octet_length(properties)) OVER (ROWS UNBOUNDED PRECEDING)

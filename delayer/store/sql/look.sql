@@ -1,5 +1,5 @@
--- Every lane with its owner's lock, and the backends of all live processes (they share the lock of table lane, 0). One row
--- at least, with a null number where there is no lane.
+-- Every lane with its owner's lock, and the backends of all live processes (they share the lock of table lane, 0).
+-- Returns at least one row, with a null number if there is no lane.
 WITH locks AS MATERIALIZED (
     SELECT k.objid::bigint AS number, k.pid
     FROM pg_locks AS k

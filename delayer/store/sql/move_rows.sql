@@ -1,10 +1,9 @@
--- Give the waiting messages at the places ($1 lanes, $2 due instants to the millisecond, $3 ids) another due instant: $4,
--- or if that is null, $5 milliseconds more. $6 and $7 are bounds of all of $2, which prune partitions while planning.
--- An instant in the past becomes now, so that late_limit does not hold the message. A message that was due already keeps
--- its instant.
+-- Move the waiting messages at the places ($1 lanes, $2 due instants to the millisecond, $3 ids) to due instant $4, or
+-- if that is null, by $5 milliseconds. $6 and $7 bound all of $2, to prune partitions while planning. An instant in the
+-- past becomes now, so that late_limit does not hold the message. A message already due keeps its instant.
 --
--- The rows are deleted and inserted again. An UPDATE into another partition makes each transaction that waits for the row
--- fail; after a DELETE such a transaction finds no row. Id and instant of parking stay.
+-- The rows are deleted and inserted again, with their id and instant of parking. An UPDATE into another partition makes
+-- waiting transactions fail; after a DELETE they find no row.
 WITH moved AS (
     DELETE FROM message AS m
     USING unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS w (lane, due, id)

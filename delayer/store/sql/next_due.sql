@@ -1,4 +1,4 @@
--- When the next row of one lane is due, and the server's time. One index entry is read.
+-- When the next row of one lane is due, and the server's time. Reads one index entry.
 --
 -- $1 lane, $2 and $3 the place (due instant, id) after which to look, $4 horizon, $5 ids that open claims have.
 SELECT (

@@ -1,4 +1,4 @@
--- Every lane with its owner, whether the owner is alive, and its counters. A few rows; no message is read.
+-- Every lane with its owner, whether the owner is alive, and its counters. Reads a few rows, and no messages.
 SELECT l.number, l.owner, l.route,
        EXISTS (
            SELECT FROM pg_locks AS k

@@ -1,4 +1,4 @@
--- What daemons do now: the lanes that they own, and how much they have parked and released so far.
+-- The daemons' activity: the lanes they own, and how much they have parked and released so far.
 SELECT (extract(epoch FROM clock_timestamp()) * 1000)::float8,
        (SELECT coalesce(array_agg(l.number), '{}')
         FROM lane AS l
