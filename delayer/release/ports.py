@@ -16,9 +16,9 @@ class Claimer(Protocol):
     """A claimer of a lane: an open transaction with the rows it took."""
 
     async def claim(self, limit: int, max_bytes: int) -> list[Due]:
-        """Begin a transaction and take up to ``limit`` rows due within the window. By the store's clock, the soonest
-        come first, then the first to arrive. Stops after ``max_bytes`` of bodies, but takes at least one row. After it
-        returns rows, call :meth:`settle` or :meth:`give_up`. Raises LaneLost, StoreLost."""
+        """Begin a transaction and take up to ``limit`` rows due within the window by the store's clock, by due instant,
+        then by arrival. Stops after ``max_bytes`` of bodies, but takes at least one row. After it returns rows, call
+        :meth:`settle` or :meth:`give_up`. Raises LaneLost, StoreLost."""
 
     async def settle(
         self,
@@ -56,8 +56,8 @@ class Lane(Protocol):
         """Set ``leaving`` and end :meth:`wait`."""
 
     def sleep_hint(self) -> float:
-        """Seconds until the next claim, 0.0 to 60: just before a row is due, or when a held row is retried. Raises
-        LaneLost."""
+        """Seconds until the next claim, 0.0 to 60. It begins a little before a row is due, or when a held row is
+        retried. Raises LaneLost."""
 
     async def wait(self, seconds: float) -> None:
         """Sleep for ``seconds``, or until a newly parked row is to be claimed or the lane to be left."""
@@ -80,12 +80,10 @@ class Segments(Protocol):
         """Wait until the store is usable."""
 
     async def restore(self, ahead_ms: int) -> Restoration:
-        """Restore the segment due first into its lane; None if no first message is due within ``ahead_ms``.
-
-        Skips broken segments and those others are restoring. One transaction restores the segment and notifies the
-        lane's owner, without blocking the event loop. An unreadable segment is marked, and returned only this once.
-        Raises StoreLost; nothing is changed then.
-        """
+        """Restore the segment due first into its lane; None if no first message is due within ``ahead_ms``. Skips
+        broken segments and those others are restoring. One transaction restores the segment and notifies the lane's
+        owner, without blocking the event loop. An unreadable segment is marked, and returned only this once. Raises
+        StoreLost; then nothing is changed."""
 
     def now_upper_ms(self) -> int | None:
         """An upper bound of the store's clock, epoch milliseconds; None before the store was first reached."""
