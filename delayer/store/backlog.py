@@ -38,7 +38,7 @@ UPKEEP_LOOKS: Final = 60
 BULK_MESSAGES: Final = 400
 BULK_BYTES: Final = 1 << 20
 """From this size on, each write goes to the process's next lane, so that its lanes release in parallel. One lane
-releases a fifth less in bulk. Smaller writes stay in one lane, so that messages due together share claim, publish and
+releases a fifth less in bulk. Smaller writes stay in one lane, where messages due together share claim, publish and
 commit."""
 SMALL_BATCH_LANE_SECONDS: Final = 300.0
 """After this time small writes go to the next lane, so all lanes share messages parked over hours for one instant."""
@@ -47,8 +47,7 @@ Connect = Callable[[], Awaitable[PostgresStore]]
 
 
 class PostgresBacklog:
-    """Implements the ports of intake and release: Backlog, Releases, Segments. Works before a store is configured or
-    reached."""
+    """Implements the ports of intake and release: Backlog, Releases, Segments. Works even before a store is reached."""
 
     def __init__(
         self,
@@ -135,7 +134,7 @@ class PostgresBacklog:
 
     async def wait_known(self, seconds: float) -> None:
         """Wait up to ``seconds`` until there is a lane or the store is unreachable. Raises StoreLost if the store is
-        reachable but this process has no share of its lanes."""
+        reachable but gives this process no share of its lanes."""
         if not self.configured:
             return
         await first_set(self._ownership.usable, self.out_of_reach, self.spare, seconds=seconds)

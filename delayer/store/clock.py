@@ -22,8 +22,7 @@ DRIFT = 500e-6
 """Seconds that two clocks may drift apart per second: ntpd slews a clock by at most that much. The daemon takes a
 sample about every second, so the drift widens the estimate by half a millisecond. chrony may slew faster, by up to
 83,333 ppm (``maxslewrate``), while it corrects a large offset. A sample that contradicts the last one by that much
-counts as a step (:func:`better`). So for a second the estimate may be wrong by at worst 83 ms, as docs/guarantees.md
-says."""
+counts as a step (:func:`better`). So for a second the estimate may be wrong by up to 83 ms (docs/guarantees.md)."""
 
 
 class Sample(NamedTuple):

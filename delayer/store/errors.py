@@ -105,8 +105,8 @@ def plain_reason(error: object) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """The first line of a driver's error, without the details that may quote data. For other errors, put the class
-    first."""
+    """The first line of a driver's error, without details that may quote data. Other errors are preceded by their
+    class."""
     text = errors.ERRNO.sub("", str(error).strip().split("\n", 1)[0])
     if text and isinstance(error, DRIVER_ERRORS):
         return text

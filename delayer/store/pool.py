@@ -134,9 +134,9 @@ async def open_pool(url: str, application: str, size: int, more: Mapping[str, st
 
 @asynccontextmanager
 async def borrowed(pool: asyncpg.Pool) -> AsyncIterator[Connection]:
-    """A connection of the pool, cut if the caller is cancelled or a statement times out. Otherwise the pool would wait
-    for the server to confirm the cancellation. A hanging server kept daemons from stopping that way. Raises the
-    driver's errors."""
+    """A connection of the pool, cut if the caller is cancelled or a statement times out. Else the pool would wait for
+    the server to confirm the cancellation, which let a hanging server block a daemon's stop. Raises the driver's
+    errors."""
     async with pool.acquire() as connection:
         try:
             yield connection

@@ -86,7 +86,7 @@ class PostgresStore:
         ``owner`` names this process in the table of lanes (default: host and process id). After ``idle_timeout``
         seconds the server frees the lanes of a hanging process. After ``transaction_timeout`` seconds, longer than any
         publish, it ends a release and rolls back a silent park. ``parkers``: parallel parks and restores.
-        ``history_days``: how long to keep history; 0 means none. Raises StoreUnfit, StoreLost, BadStoreUrl,
+        ``history_days``: age limit of the history, 0 for none. Raises StoreUnfit, StoreLost, BadStoreUrl,
         SchemaOutdated.
         """
         await servers.check(url)
@@ -145,9 +145,9 @@ class PostgresStore:
 
     async def apply(self, lane: PostgresLane, batch: Fold, far: int, term: Term | None) -> Applied:
         """Commit the rest of a batch, then wake ``lane``. Messages due soon go into ``lane``, later ones into lane
-        ``far``, those of a limited route into its own. Raises LaneLost, with nothing committed, if this process no
-        longer owns ``lane``; Rejected; and StoreLost, even for a batch with keys if another process has begun a term
-        since ``term``."""
+        ``far``, those of a limited route into its own. Raises LaneLost, with nothing committed, if this process has
+        lost ``lane``; Rejected; and StoreLost, even for a batch with keys if another process has begun a term since
+        ``term``."""
         routes, far_ms = self._routes, self._clock.now_lower_ms() + FAR_MS
         place = Placement(lane.number, routes, lane.epoch, far, far_ms, self._history_days > 0)
         await self._ensure_days({parcel.due_ms // DAY_MS for parcel in batch.kept})

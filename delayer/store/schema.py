@@ -1,4 +1,4 @@
-"""The store's schema and the revision needed here, without Alembic: daemons start in half the time, with a third less
+"""The store's schema and the revision needed, without Alembic: a daemon starts in half the time with a third less
 memory."""
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Rejects servers that cannot hold a lane, and databases that cannot hold every text.
 
 A lane is a lock of one session, and its owner writes rows. A hold reason contains the names of exchanges and queues, in
-any script, and only the encoding UTF8 covers all of them. PgBouncer's transaction and statement modes spread one
-client's statements over several sessions, and share sessions between clients. CockroachDB's advisory locks lock
-nothing. YugabyteDB has no LOCK TABLE; its newest releases, with advisory locks, were not tried. A standby rejects
-writes.
+any script, and only the encoding UTF8 covers all of them. PgBouncer's transaction and statement modes spread a client's
+statements over several sessions, and share sessions between clients. CockroachDB's advisory locks lock nothing.
+YugabyteDB has no LOCK TABLE; its newest releases, with advisory locks, were not tried. A standby rejects writes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The statements of the hot paths, one per file under sql/, ready for EXPLAIN. Only commands use those without a
-constant."""
+"""The statements of the hot paths, one per file under sql/, ready for EXPLAIN. Only commands use those without
+constants."""
 
 from __future__ import annotations
 

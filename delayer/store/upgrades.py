@@ -27,7 +27,7 @@ def _config() -> Config:
 
 
 async def upgrade(url: str, lanes: int = 4) -> None:
-    """Upgrade to schema.HEAD in one transaction, then add lanes until there are ``lanes``. Raises StoreLost,
+    """Upgrade to schema.HEAD in one transaction, then create missing lanes up to ``lanes``. Raises StoreLost,
     BadStoreUrl."""
 
     async def connect() -> asyncpg.Connection:

@@ -101,15 +101,14 @@ class Entry(NamedTuple):
 
     @property
     def sound(self) -> bool | None:
-        """Whether format and checksum match; if not, the daemon will hold it. None: unknown, because the body is
-        partial."""
+        """Whether format and checksum match; if not, the daemon will hold it. None: unknown, for lack of the whole
+        body."""
         if len(self.body) < self.size:
             return None
         found = envelope.checksum(self.exchange, self.routing_key, self.properties, self.body)
         return self.checksum == found and self.format == envelope.FORMAT
 
     def parcel(self, token: bytes = b"") -> Parcel:
-        """The message as it was parked."""
         target = Target(self.to_exchange, self.to_key)
         published = self.route, self.exchange, self.routing_key
         return Parcel(self.place.due_ms, *published, target, self.properties, self.body, self.key, token)
@@ -282,7 +281,6 @@ async def unpack(connection: Connection, segment: int, *, bodies: bool = False) 
 
 
 def _entries_in(table: Any, lane: int, segment: int, *, bodies: bool) -> list[Entry]:
-    """The messages of a table of codec.SCHEMA."""
     import pyarrow.compute as pc  # noqa: PLC0415 - pyarrow, once there is a segment to read
 
     from delayer.store.segments.codec import microseconds  # noqa: PLC0415

@@ -106,7 +106,6 @@ async def _until_quiet(
 async def _do(
     connection: Connection, ids: Sequence[int], log_id: int | None, work: Work
 ) -> tuple[dict[int, FoundIn], bool]:
-    """Apply ``work`` to the rows, in one transaction."""
     async with pool.transaction(connection):
         met, changes, quiet = await work(connection, ids)
         if log_id is not None:
@@ -166,7 +165,6 @@ async def lock_keys_of(connection: Connection, places: Places, more: Sequence[by
 async def _cancel_rows(
     connection: Connection, ids: Sequence[int], dues: Dues
 ) -> tuple[dict[int, FoundIn], Changes, bool]:
-    """Cancel the waiting and held rows of these ids."""
     places = await find_rows(connection, ids, dues)
     held = await connection.fetch("SELECT id, key FROM held WHERE id = ANY($1) ORDER BY id", ids)
     keys = [key for _, key in held if key is not None]
@@ -199,7 +197,7 @@ _MOVE_HELD = (
 
 
 class NewDue(NamedTuple):
-    """The new instant: ``at_ms`` (epoch ms), or ``by_ms`` later than before, or earlier if negative. The past means
+    """The new instant: ``at_ms`` (epoch ms), or ``by_ms`` later than before. Negative is earlier, and the past means
     now."""
 
     at_ms: int | None = None
@@ -217,7 +215,6 @@ async def reschedule(
 async def _move_rows(
     connection: Connection, ids: Sequence[int], when: NewDue, dues: Dues
 ) -> tuple[dict[int, FoundIn], Changes, bool]:
-    """Move the waiting and held rows of these ids."""
     places = await find_rows(connection, ids, dues)
     held = [number for (number,) in await connection.fetch("SELECT id FROM held WHERE id = ANY($1) ORDER BY id", ids)]
     await lock_keys_of(connection, places)

@@ -24,7 +24,7 @@ OF_HELD: Final = ("retry", "drop")
 
 class ChangeResult(NamedTuple):
     """The messages that a change affected, or would. ``past``: what happened to them. ``of``: how many were named, or
-    are in their queue. ``lines``: about the rest. ``found``: where each named message was. ``complete``: whether it got
+    are in their queue. ``lines``: about the rest. ``found``: where each named message was. ``complete``: whether it met
     them all."""
 
     past: str
@@ -63,7 +63,6 @@ class StoredChange:
     when: NewDue | None = None
 
     async def count(self) -> ChangeResult:
-        """Count the messages that the change would affect."""
         async with actions.acting(self.url, f"count for {self.verb}") as connection:
             if self.verb in OF_HELD:
                 return self._result(MATCHED, dict.fromkeys(await self._held(connection), FoundIn.HELD))
@@ -76,8 +75,7 @@ class StoredChange:
     async def carry_out(
         self, who: str, _counted: ChangeResult | None = None, say: Callable[[int], None] = lambda _done: None
     ) -> ChangeResult:
-        """Change the messages, and record it in the audit log. A filter is applied again. ``say`` gets the running
-        total."""
+        """Change the messages and record it in the audit log. Reapplies a filter. ``say`` gets the running total."""
         past, verb = PAST[self.verb], f"held {self.verb}" if self.verb in OF_HELD else self.verb
         async with actions.recorded(self.url, who, verb, self._asked) as (connection, log_id):
             if self.verb in OF_HELD:

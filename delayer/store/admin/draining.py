@@ -83,8 +83,8 @@ async def taken(
     connection: Connection, places: Sequence[Place], log_id: int, max_properties: int, *, keys_too: bool = False
 ) -> AsyncIterator[LockedRows]:
     """Yield the messages still at these places; those with a key only if ``keys_too``. If the block succeeds, sound
-    messages are deleted and count as released; otherwise they stay. More than ``max_properties`` bytes of properties
-    are unsound. Raises the driver's errors."""
+    messages are deleted and count as released; else they stay. Properties over ``max_properties`` bytes are unsound.
+    Raises the driver's errors."""
     async with pool.transaction(connection):
         rows = await connection.fetch(_LOCK, *Places.of(places), keys_too)
         found = [envelope.read(row) for row in rows]

@@ -59,8 +59,8 @@ class ImportBusy(Exception):
 
 class ImportStore:
     """The state of imports over one connection, which holds the lock of imports. Created by :meth:`open`. Each method
-    may raise StoreLost, without committing. If the connection broke at the commit, :meth:`unfinished` shows what
-    happened."""
+    may raise StoreLost, without committing. If the connection broke at the commit, :meth:`unfinished` shows the
+    outcome."""
 
     def __init__(self, connection: Connection, days: Days) -> None:
         self._connection = connection
@@ -160,8 +160,9 @@ class ImportStore:
         return tuple(row), items
 
     async def _not_waiting(self, items: Sequence[ImportItem]) -> tuple[list[ImportItem], list[bytes]]:
-        """The messages to park or hold, and the keys of the rest: a message waits or is held under each of these keys,
-        or is among the former. Locks the keys, so that no other transaction parks under them before this one ends."""
+        """Split ``items`` into messages to park or hold, and the keys of the rest. A waiting or held message, or an
+        earlier item, already has each of these keys. Locks the keys against parks by other transactions until this one
+        ends."""
         keyed = {item.parcel.key for item in items if item.parcel.key is not None}
         if not keyed:
             return list(items), []
@@ -231,7 +232,7 @@ async def waiting_under(connection: Connection, keys: Collection[bytes]) -> set[
 
 
 async def anywhere(connection: Connection, turn: int) -> Placement:
-    """The next lane without a route, and the lanes of routes, for a process without lanes. Raises StoreLost, driver's
+    """Pick the next lane without a route, and those with one, for a process without lanes. Raises StoreLost, driver's
     errors."""
     rows = await connection.fetch("SELECT number, route FROM lane ORDER BY number")
     numbers = [number for number, route in rows if route is None]

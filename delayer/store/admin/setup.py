@@ -170,7 +170,7 @@ SELECT current_setting('max_connections')::int - current_setting('superuser_rese
 
 class ConnectionNeed(NamedTuple):
     """``allowed``: the server's connections for ordinary roles. ``lanes``: without ``limited`` routes. ``daemons``:
-    running."""
+    live."""
 
     allowed: int
     lanes: int
@@ -179,7 +179,7 @@ class ConnectionNeed(NamedTuple):
 
     @property
     def needed(self) -> int:
-        """Connections of all daemons: two per lane, and per daemon its presence, parks, and shared sessions of limited
+        """Connections of all daemons: two per lane, and per daemon its presence, parks, and sessions for limited
         routes."""
         each = 1 + PARKERS + (LIMITED_SESSIONS if self.limited else 0)
         return 2 * self.lanes + max(self.daemons, 1) * each

@@ -23,8 +23,8 @@ from delayer.store.session import opened
 
 LANE_KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
 RESTORED_MS = HOUR_MS
-"""Time before its first due instant to have a segment restored. Daemons begin a day before; a million messages take
-seconds."""
+"""Time from a segment's restore to its first due instant, at least. Daemons begin a day before, and take seconds for a
+million messages."""
 STUCK_MS: Final = 30_000
 """A lane may have due messages for this long without settling a claim. A claim takes at most ten seconds."""
 NO_SEGMENTS = segments.SegmentTotals(segments=0, messages=0, broken=0, broken_messages=0, next_due_ms=None)
@@ -184,8 +184,7 @@ CROSS JOIN LATERAL (
 
 
 async def _first_rows(connection: Connection, lanes: Sequence[int], now_ms: int) -> dict[int, FirstRow]:
-    """The soonest row of each lane. Looks one day ahead, then two, then four: all partitions are too many to open at
-    once."""
+    """The soonest row of each lane. Looks one day ahead, then two, then four, to open few of hundreds of partitions."""
     found: dict[int, FirstRow] = {}
     low_ms, days = pool.BEGINNING_MS, 1
     while (left := [number for number in lanes if number not in found]) and low_ms < segments.FOREVER_MS:
@@ -247,8 +246,8 @@ DestinationAddress = tuple[bytes, bytes]
 
 
 class DestinationCount(NamedTuple):
-    """The messages of one exchange and routing key. ``next_due_ms``: the first of those read; a sample may miss an
-    earlier one."""
+    """Messages of one exchange and routing key. ``next_due_ms``: the first of those read. A sample may miss an earlier
+    one."""
 
     waiting: float = 0.0
     next_due_ms: int | None = None

@@ -71,7 +71,6 @@ class ReleaseCursor:
             self.more = True
 
     def claiming(self) -> None:
-        """Start a claim of waiting rows."""
         self.forget_after_step()
         self.noted = NEVER_MS
 

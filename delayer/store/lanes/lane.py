@@ -299,8 +299,7 @@ class PostgresLane:
         history: bool = False,
     ) -> None:
         """``unlock`` frees the lane and unshared connections. ``lock``: the connection with its lock. ``pool``: for
-        scans. ``release_seconds``: how long an open claim is kept from the idle timeout. ``history``: whether to write
-        history."""
+        scans. ``release_seconds``: how long an open claim is kept from the idle timeout."""
         self.number = number
         self.route = route
         self.epoch = epoch
@@ -474,7 +473,7 @@ class PostgresLane:
 
 @dataclass(slots=True)
 class Claim:
-    """The rows taken by an open release transaction."""
+    """The rows taken by an open transaction."""
 
     start: RowPlace
     """Where this claim began. The next claim begins there if this one is rolled back."""

@@ -150,8 +150,7 @@ class LaneLocks:
                         lane = None
                     else:
                         cursor = ReleaseCursor(self._clock)
-                        # Listen before reading, so that each row added by others from now on is either notified or
-                        # seen.
+                        # Listen before reading, so that each row added by others from now on is notified or seen.
                         await listen(lock, number, cursor.notified)
                         await self._open_session(application_of(number), sessions)
                         [lane] = await self._begin(lock, {number: cursor}, lambda _: (sessions, close))

@@ -114,7 +114,6 @@ class Settlement:
 
 
 async def _write_history(connection: Connection, rows: Sequence[Settled]) -> None:
-    """Add released and newly held messages to the history."""
     entries = []
     for due, hold, at_ms in rows:
         what, kind = (history.RELEASED, None) if hold is None else (history.HELD, hold.kind)

@@ -63,8 +63,7 @@ def row(parcel: Parcel, lane: int) -> StoredRow:
 
 
 def row_again(due: Due, lane: int) -> StoredRow:
-    """The values of :data:`COLUMNS` for a row that is moved. An unsound row stays unsound: it gets a wrong checksum
-    again."""
+    """The values of :data:`COLUMNS` for a row that is moved. An unsound row stays unsound, by a wrong checksum."""
     values = row(due.parcel, lane)
     if due.sound:
         return values
@@ -93,7 +92,6 @@ def hold_row(hold: Hold) -> tuple[str, str, bool, bool]:
 
 
 def read_hold(kind: str, reason: str, may_be_delivered: bool, isolated: bool) -> Hold:
-    """The Hold of a held row."""
     return Hold(HoldKind(kind), reason, may_be_delivered, isolated)
 
 

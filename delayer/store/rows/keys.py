@@ -94,7 +94,7 @@ async def lock_keys(connection: Connection, keys: Collection[bytes]) -> None:
 
 async def of_groups(connection: Connection, groups: Sequence[KeyGroup]) -> set[bytes]:
     """The keys in use that begin like one of ``groups``. Runs before step 1 and misses keys that another transaction is
-    parking. In one lane of one process that cannot happen."""
+    parking, which cannot happen in one lane of one process."""
     found: set[bytes] = set()
     for group in groups:
         after = group[:-1] + bytes((group[-1] + 1,)) if group[-1] < 0xFF else group + b"\xff" * 255
@@ -215,8 +215,7 @@ async def leave_segment(connection: Connection, segment: int, keys: Collection[b
 async def point(
     connection: Connection, cancelled: Collection[bytes], parked: Sequence[tuple[bytes, int, int, int]]
 ) -> None:
-    """Point the keys of ``parked`` (key, lane, due_ms, id) at these messages; delete the ``cancelled`` ones left. Step
-    4."""
+    """Point the keys of ``parked`` (key, lane, due_ms, id) at these messages; delete the ``cancelled`` rest. Step 4."""
     ordered = sorted(parked)
     if cancelled:
         await lock_pointers(connection, {*cancelled, *(key for key, *_ in ordered)})

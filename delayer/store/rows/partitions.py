@@ -44,8 +44,8 @@ MOVED_AT_MOST = 30_000
 """Rows that a new partition may take over from the default one, under its lock: 70 k/s of 0.5 KB, 10 k/s of 4 KB."""
 READ_SECONDS = 1.0
 """Limit for reading the default partition without the lock: 4 M small rows. If it takes longer, no partition is
-created, because attaching reads all rows locked. Messages are still parked and released, but VACUUM must remove their
-rows."""
+created, because attaching reads all rows locked. Messages are parked and released all the same, but VACUUM removes
+their rows."""
 HELD_SECONDS = 2.0
 """Maximum time to hold the lock, for reading the default partition twice and moving rows out of it."""
 MADE_AT_ONCE = 16
@@ -147,7 +147,7 @@ async def make_ahead(connection: Connection, today: int, days: Days, at: float) 
 
 
 class _NotNow(Exception):
-    """This day's partition cannot be created at present."""
+    """This day's partition cannot be created now."""
 
 
 async def _attach(connection: Connection, day: int, today: int, read_seconds: float) -> None:
@@ -242,8 +242,8 @@ class Days:
         pause: float = 0.0,
     ) -> None:
         """Create up to ``most`` missing partitions of these days, pausing ``pause`` seconds after each. Start none
-        after ``seconds``, nor after an obstacle common to all days; rows then wait in the default one. Raises the
-        driver's errors."""
+        after ``seconds``, nor after an obstacle to all days; rows then wait in the default one. Raises the driver's
+        errors."""
         end, missing = time.monotonic() + seconds, self.missing(days, today, at)
         for position, day in enumerate(missing):
             if position == most or time.monotonic() > end:

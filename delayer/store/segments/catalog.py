@@ -74,8 +74,7 @@ GROUP BY s.id ORDER BY s.id
 
 async def holding(connection: Connection, ids: Collection[int], dues: Mapping[int, int]) -> dict[int, list[int]]:
     """The segments that contain messages ``ids``, each with the ids in it. Reads the ids of every segment, about 40 KB
-    each, or if ``dues`` (epoch ms by id) has all ids, only of segments around these instants. Raises the driver's
-    errors."""
+    each, or only of those around ``dues`` (epoch ms by id) if it has all ids. Raises the driver's errors."""
     if not ids:
         return {}
     at = [dues[number] for number in ids if number in dues]

@@ -42,7 +42,7 @@ COPIED: Final = (*SCHEMA.names, "lane")
 
 
 def is_complete(table: Any) -> bool:
-    """Whether only ``key`` has nulls."""
+    """Whether no column except ``key`` has nulls."""
     return not any(table[name].null_count for name in SCHEMA.names if name != "key")
 
 
@@ -71,8 +71,8 @@ def unpack(packed: bytes, format: int, messages: int, digest: bytes, gone: bytes
 
 
 def records(table: Any, lane: int, portion_bytes: int) -> Iterator[list[tuple[Any, ...]]]:
-    """Yield ``table`` (:data:`SCHEMA`) as rows of :data:`COPIED`, in portions of about ``portion_bytes`` of their
-    content."""
+    """Yield ``table`` (:data:`SCHEMA`) as rows of :data:`COPIED`, in portions of about ``portion_bytes`` bytes of
+    bodies and properties."""
     start, size = 0, 0
     sizes = pc.add(*(pc.cast(pc.binary_length(table[name]), pa.int64()) for name in ("properties", "body")))
     for end, more in enumerate(sizes.to_pylist(), 1):

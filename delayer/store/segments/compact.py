@@ -76,8 +76,7 @@ class Compacted(NamedTuple):
 
 async def windows(connection: Connection, after_ms: int, rows: int = ROWS, fewest: int = 0) -> list[CompactionWindow]:
     """Cut the messages due after ``after_ms`` (epoch ms) into windows of whole hours, by lane. A window has at most
-    ``rows`` rows, unless one hour has more; windows with less than ``fewest`` are left out. Raises the driver's errors.
-    """
+    ``rows`` rows, unless one hour has more; those below ``fewest`` are left out. Raises the driver's errors."""
     found: list[CompactionWindow] = []
     for lane, hour_ms, count in await connection.fetch(_HOURS, after_ms, timeout=DAY_MS / 1000):
         window = CompactionWindow(lane, max(hour_ms, after_ms + 1), hour_ms + HOUR_MS - 1, count)
@@ -126,12 +125,9 @@ async def compact_one(
     pause: float = 0.0,
 ) -> Compacted | None:
     """Pack the first rows of ``window`` into a segment in one transaction; None if less than ``fewest``, or none, are
-    left.
-
-    Call it again while ``more``, from the last due instant on. Locked rows, and rows of more than LARGEST bytes, stay
-    rows. It locks and reads ``portion`` rows at a time, pausing ``pause`` seconds after each; None means all at once.
-    Raises the driver's errors, and SegmentBroken if the written segment is unreadable; then nothing is committed.
-    """
+    there. Call it again while ``more``, from the last due instant on. Locked rows, and rows of more than LARGEST bytes,
+    stay rows. It locks and reads ``portion`` rows at a time, or all if None, pausing ``pause`` seconds after each.
+    Raises the driver's errors, and SegmentBroken if the written segment is unreadable; then nothing is committed."""
     from delayer.store.segments import packing  # noqa: PLC0415 - pyarrow
 
     async with pool.transaction(connection):
@@ -222,16 +218,16 @@ LONGEST_LOCK_SECONDS = 0.05
 """How long it may wait while a drop scans the pages of an empty partition that has not been vacuumed."""
 TRIES = 5
 PAUSE_SECONDS = 0.25
-"""Pause between drops under load, and before a retry. It keeps the drops' delay, some milliseconds, to less than one
-message in a hundred."""
+"""Pause between drops under load, and before a retry. A drop makes messages some milliseconds late; four a second
+affect less than one message in a hundred."""
 VACUUM_LOCK_MS = 5_000
 """Milliseconds that VACUUM waits for another one, while traffic continues. Postgres ends its own autovacuum for a
 waiter after deadlock_timeout (1 s). Without the wait, a job on five million rows left a partition of 80 MB."""
 COST_DELAY_MS = 2.0
 """VACUUM's pauses under load, as in autovacuum; otherwise it does not pause."""
 DEAD_ROWS = 1_000
-"""A partition with more dead rows is vacuumed: an earlier job may have died, or an older snapshot kept them. Fewer come
-from traffic since."""
+"""A partition with more dead rows is vacuumed: an earlier job died, or an old snapshot kept them. Fewer are from
+traffic."""
 _DEAD = """
 SELECT s.relname::text, n_dead_tup FROM pg_inherits AS i JOIN pg_stat_all_tables AS s ON s.relid = i.inhrelid
 WHERE i.inhparent = 'message'::regclass AND n_dead_tup > $1

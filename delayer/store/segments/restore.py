@@ -103,8 +103,8 @@ async def _records(table: Any, lane: int, portion_bytes: int, pause: float) -> A
 
 
 async def live(connection: Connection, segment: asyncpg.Record) -> Any:
-    """Decode a row of ``segment`` to a table of codec.SCHEMA sorted by (due_at, id). A thread does it, so that the
-    daemon behind the page can release. Raises SegmentBroken, even if the store cannot read the bytes, and the driver's
+    """Decode a row of ``segment`` to a table of codec.SCHEMA sorted by (due_at, id), in a thread, so that a daemon's
+    page does not block its releases. Raises SegmentBroken, even if the store cannot read the bytes, and the driver's
     errors."""
     try:
         async with pool.transaction(connection):  # A savepoint confines the damage to the statements inside.
