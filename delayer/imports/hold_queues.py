@@ -78,8 +78,8 @@ class HoldQueue:
         return min(said, default=None)
 
     def _due_ms(self, properties: Properties | None, wait_ms: int, now_ms: int) -> int:
-        """Return the due instant, epoch ms. Never early: a timestamp counts only if the message is then due within its
-        delay.
+        """Return the due instant, epoch ms. Never early: a timestamp counts only if it gives an instant between now and
+        the whole delay from now.
 
         A message whose time is over by its timestamp would be gone from the queue. So the timestamp must be that of its
         first publish, and the message may have arrived just now.
