@@ -106,8 +106,7 @@ def _with_unread(slots: Iterable[Slot], unread: Mapping[int, int]) -> list[Slot]
 
 
 def _due(store: Extract, width: int, first: int = 0, last: int = -1) -> list[Slot]:
-    """Query the slots of ``width`` ms from ``first`` to ``last`` with messages due, and the ten fullest; fullest
-    first."""
+    """Query the slots of ``width`` ms due from ``first`` to ``last``, and the ten fullest; fullest first."""
     rows = store.rows(f"""
         WITH due AS (
             SELECT due_ms - pmod(due_ms, {width}) AS start_ms, count(*) AS messages, sum(size) AS size

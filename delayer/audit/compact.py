@@ -40,8 +40,8 @@ _traffic = Traffic()
 
 
 class PackedWindow(NamedTuple):
-    """The result of a window; segments committed before remain. ``lost``: why the store was unreachable. ``broken``:
-    why a segment failed verification and was dropped."""
+    """A window's result; segments committed before remain. ``lost``: why the store was unreachable. ``broken``: why a
+    segment failed verification and was dropped."""
 
     window: CompactionWindow
     segments: int = 0
@@ -189,10 +189,8 @@ def check_after(after_ms: int, restore_ahead_ms: int) -> None:
 
 
 async def plan(url: str, after_ms: int, rows: int, fewest: int = 0) -> CompactionPlan:
-    """Cut the messages due more than ``after_ms`` from now into windows, without a JVM.
-
-    Raises BadStoreUrl, SchemaOutdated, and StoreLost, even if this role lacks the rights to compact.
-    """
+    """Cut the messages due more than ``after_ms`` from now into windows, without a JVM. Raises BadStoreUrl,
+    SchemaOutdated, and StoreLost, even if this role lacks the rights to compact."""
     async with looking(url, "plan", "delayer compact plan", _PATIENT) as connection:
         if not await connection.fetchval(_MAY):
             user = await connection.fetchval("SELECT current_user")

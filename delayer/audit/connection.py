@@ -119,8 +119,7 @@ class Reading:
 
 @contextmanager
 def reading(url: SecretUrl, first: str, batch_bytes: int) -> Iterator[Reading]:
-    """Open a connection that reads one snapshot. Raises StoreLost. ``first``: a statement to run before taking it, such
-    as :func:`on_snapshot`."""
+    """Open a connection that reads one snapshot, taken after ``first`` (see :func:`on_snapshot`). Raises StoreLost."""
     with ExitStack() as stack:
         with translated("connect"):
             database = adbc_driver_postgresql.connect(libpq_url(url.reveal(), "delayer audit"))

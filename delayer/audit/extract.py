@@ -170,9 +170,7 @@ def show_empty(spark: SparkSession) -> None:
 @contextmanager
 def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[str]:
     """Create a directory below ``work`` (a path, or a URL of shared storage) for this user only; remove it on exit.
-
-    ``work`` None means the system's temporary directory. A URL needs ``spark``.
-    """
+    ``work`` None means the system's temporary directory. A URL needs ``spark``."""
     if work is None or not urlsplit(work).scheme:
         if work is not None:
             Path(work).mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,5 @@
-"""The faults that an audit finds, and the next step for each. Pure.
-
-If a finding's subject names a fault, the subject ends with the fault's text.
-"""
+"""The faults that an audit finds, and the next step for each. Pure. If a finding's subject names a fault, the subject
+ends with the fault's text."""
 
 from __future__ import annotations
 

@@ -33,8 +33,7 @@ class Gain(NamedTuple):
 
 
 def estimated(messages: int, stored_bytes: int, packed_bytes: int, keyed: int = 0) -> Gain:
-    """Estimate packing ``messages``, ``keyed`` of them with a key, whose bodies and properties take
-    ``stored_bytes``."""
+    """Estimate packing ``messages`` (``keyed`` with a key) whose bodies and properties take ``stored_bytes``."""
     saved = stored_bytes + messages * ROW_BYTES - round(packed_bytes * SEGMENT_SHARE) - keyed * KEY_BYTES
     log = stored_bytes + packed_bytes + messages * LOG_BYTES + keyed * KEY_LOG_BYTES
     pays = LOG_KEPT_MS * 2 * log // saved if saved > 0 else None

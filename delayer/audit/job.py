@@ -87,8 +87,7 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
 def asked(
     report: AuditReport, targets: list[CheckedTarget], options: Options, unseen: Iterable[str] = ()
 ) -> tuple[AuditReport, tuple[str, ...]]:
-    """Add the broker's verdicts to the report. Also returns why verdicts are missing. ``unseen``: not in
-    ``targets``."""
+    """Add the broker's verdicts; also return why some are missing. ``unseen``: destinations not in ``targets``."""
     from delayer.broker import route_check  # noqa: PLC0415 - only with a broker
 
     if options.broker is None:

@@ -150,10 +150,8 @@ async def _misplaced(rows: Any, partitions: Iterable[Any]) -> list[Any]:
 
 
 async def _slots(rows: Any, hours: Mapping[int, int], now_ms: int, rate: float) -> dict[int, Counter[int]]:
-    """Count messages by minute of the near future, and by minute and second of each hour that may have a peak.
-
-    A peak takes over a minute longer than its width (coming.peaks), so an hour that drains within a minute has none.
-    """
+    """Count messages by minute of the near future, and by minute and second of each hour that may have a peak. A peak
+    takes over a minute longer than its width (coming.peaks), so an hour that drains within a minute has none."""
     found: dict[int, Counter[int]] = {1_000: Counter(), MINUTE_MS: Counter()}
     busy = [hour for hour, messages in hours.items() if messages > 60 * rate]
     wanted = [(width, hour, hour + HOUR_MS) for hour in busy for width in found]

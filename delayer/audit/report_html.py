@@ -107,8 +107,7 @@ def _past_charts(past: Past) -> Iterator[Chart]:
 def chart(
     title: str, bars: Sequence[Bar], now_ms: int, room: int = 240, say: Callable[[int], str] = "{:,}".format
 ) -> Chart:
-    """Draw at most ``room`` bars, each as high as its highest slot, so that peaks stay visible. ``say`` formats a
-    value."""
+    """Draw at most ``room`` bars, each as high as its highest slot, so peaks stay visible. ``say`` formats a value."""
     width, start = bars[0].width_ms, bars[0].start_ms
     slots = (bars[-1].start_ms - start) // width + 1
     together = -(-slots // room)

@@ -1,7 +1,5 @@
-"""`delayer restore`: turn segments back into rows, in bulk, without waiting for the daemons to do it.
-
-A few sessions restore segments into the lanes they came from, and notify the lanes' owners.
-"""
+"""`delayer restore`: turn segments back into rows, in bulk, without waiting for the daemons to do it. A few sessions
+restore segments into the lanes they came from, and notify the lanes' owners."""
 
 from __future__ import annotations
 
@@ -61,11 +59,8 @@ async def plan(url: str, within_ms: int | None) -> RestorePlan:
 
 
 async def run(url: str, planned: RestorePlan, say: Say) -> RestoreResult:
-    """Restore the ``planned`` segments until done or the store is lost. ``say`` gets the progress in segments.
-
-    An interruption leaves no segment half restored, because each is one transaction. Raises StoreLost, even without
-    pyarrow.
-    """
+    """Restore the ``planned`` segments, one per transaction, until done or the store is lost. ``say`` gets the progress
+    in segments. Raises StoreLost, even without pyarrow."""
     if planned.segments:
         check_arrow()
     began, done, waiting = time.monotonic(), RestoreResult(), iter(planned.segments)

@@ -110,10 +110,8 @@ def ruled(
 
 
 def figures_of(store: AuditedStore, places: Iterable[Any], packed: Mapping[int, int]) -> list[LaneFigures]:
-    """Build the figures of every lane that the lane table, a counter or a row names.
-
-    ``places``: rows of lane, kind and messages. ``packed``: live messages in each lane's segments.
-    """
+    """Build the figures of every lane that the lane table, a counter or a row names. ``places``: rows of lane, kind and
+    messages. ``packed``: live messages in each lane's segments."""
     known = {lane.number: lane for lane in store.lanes}
     counts = {(place.lane, place.kind): place.messages for place in places}
     numbers = {*known, *packed, *(number for number, _ in store.counters), *(number for number, _ in counts)}
@@ -320,8 +318,7 @@ def late_ones(
 
 def lanes(store: AuditedStore, figures: Iterable[LaneFigures], first_due: Mapping[int, int]) -> list[Finding]:
     """Find lanes without an owner whose messages are due soon (a warning, because a running daemon will acquire them),
-    and lanes missing from the table (a violation, because no daemon will). ``first_due``: by lane, of its waiting
-    rows."""
+    and lanes missing from the table (a violation, because none will). ``first_due``: by lane, of its waiting rows."""
     found = []
     known = {lane.number for lane in store.lanes}
     for lane in figures:

@@ -259,8 +259,7 @@ def plan_splits(heaps: Iterable[HeapTable], *, split_bytes: int = SPLIT_BYTES, s
 
 
 def _pieces(heap: HeapTable, split_bytes: int, sample: float) -> Iterator[tuple[PageRange, float]]:
-    """Cut a table into page ranges, each with its bytes. In a sample, each chunk has the same chance, and a repeated
-    task reads the same pages."""
+    """Cut a table into page ranges with their bytes. A sample gives each chunk the same chance, and is repeatable."""
     if heap.pages == 0:
         return
     chance = random.Random(heap.name)
@@ -325,8 +324,7 @@ class Task(InputPartition):
 
 
 class StoreReader(DataSourceReader):
-    """Plans on the driver, reads on the executors. Options: the relation, the snapshot ("": its own), and those of
-    :func:`plan_splits`."""
+    """Plans on the driver, reads on the executors. Options: relation, snapshot ("": its own), :func:`plan_splits`'."""
 
     def __init__(self, options: Mapping[str, str], url: SecretUrl) -> None:
         self._name = options["relation"]

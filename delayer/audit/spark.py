@@ -59,8 +59,7 @@ def is_local(master: str | None) -> bool:
 
 
 def with_retries(master: str | None) -> str:
-    """Return the master for Spark; None means all local cores. ``local[N]`` gets four attempts per task instead of
-    Spark's one, because a worker may die."""
+    """Return Spark's master (None: all local cores). ``local[N]`` gets four attempts per task, as a worker may die."""
     cores = {None: "*", "local": "1"}.get(master)
     if cores is None and (match := re.fullmatch(r"local\[(\*|\d+)\]", master or "")):
         cores = match[1]
@@ -267,10 +266,8 @@ def _java(environ: Mapping[str, str]) -> str | None:
 
 
 def _point_to_python(master: str | None, more: Mapping[str, str]) -> None:
-    """Make the workers run this interpreter, because the ``python3`` on the path may lack our packages.
-
-    On a cluster the administrator's choice wins, as this path may not exist there. PySpark reads only the environment.
-    """
+    """Make the workers run this interpreter, because the ``python3`` on the path may lack our packages. On a cluster
+    the administrator's choice wins, as this path may not exist there. PySpark reads only the environment."""
     if is_local(master):
         os.environ["PYSPARK_PYTHON"] = sys.executable
     elif "spark.pyspark.python" in more:

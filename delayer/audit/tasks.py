@@ -59,8 +59,8 @@ class StageWatcher:
             with translated(name):
                 yield
         except BaseException:
-            # An interrupted job's tasks hold connections, so cancel them. The thread has its own connection to the JVM,
-            # because ours answers only when the job is done.
+            # An interrupted job's tasks hold connections, so cancel them. Our connection to the JVM answers only when
+            # the job is done; this thread has its own.
             cancelling = threading.Thread(target=self._cancel, args=(name,), daemon=True)
             cancelling.start()
             cancelling.join(5.0)
@@ -181,11 +181,8 @@ R = TypeVar("R")
 def run(
     spark: SparkSession, name: str, tasks: Sequence[Sequence[T]], work: Callable[[Sequence[T]], Iterable[R]], say: Say
 ) -> list[R]:
-    """Run ``work`` on each of ``tasks`` on the executors. Returns all results in the order of the tasks.
-
-    ``say`` gets the number of finished tasks and of all tasks. An interruption cancels the tasks; their commits stay.
-    Raises JobFailed, StoreLost.
-    """
+    """Run ``work`` on each of ``tasks`` on the executors; return all results in the order of the tasks. ``say`` gets
+    the numbers of finished and all tasks. An interruption cancels tasks; commits stay. Raises JobFailed, StoreLost."""
     if not tasks:
         return []
     with StageWatcher(spark, say)(name):

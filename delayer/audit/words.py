@@ -21,7 +21,6 @@ def width(width_ms: int) -> str:
 
 
 def late(ms: float) -> str:
-    """Format a lateness or a delay."""
     return duration(ms / 1000)
 
 

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The result of an export. ``came``, ``left``: messages since the last. ``written``, ``kept``, ``removed``:
-    partitions."""
+    """``came``, ``left``: messages since the last export. ``written``, ``kept``, ``removed``: partitions."""
 
     store_now_ms: int
     messages: int

@@ -148,8 +148,8 @@ NO_STORE = (
 
 
 Make = Callable[[Settings, dict[str, Any], ImportStore], ImportSource]
-"""Creates a source from its options, which include ``meant``, the chosen messages. May raise ImportImpossible,
-SourceLost, ValueError."""
+"""Creates a source from its options, with the chosen messages as ``meant``. May raise ImportImpossible, SourceLost,
+ValueError."""
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 

@@ -1,7 +1,5 @@
-"""The command line: the options before the verb, and the conversion of errors into messages and exit codes.
-
-Verbs load on demand, because all of them together take half a second.
-"""
+"""The command line: the options before the verb, and the conversion of errors into messages and exit codes. Verbs load
+on demand, because all of them together take half a second."""
 
 from __future__ import annotations
 
@@ -175,10 +173,8 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open /dev/null for each standard stream that is closed.
-
-    Otherwise a connection would get the stream's number, and what a library writes to stderr would go to the broker.
-    """
+    """Open /dev/null for each standard stream that is closed. Otherwise a connection would get the stream's number, and
+    what a library writes to stderr would go to the broker."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             number = os.open(os.devnull, os.O_RDWR)  # The lowest free number, which is this stream's.

@@ -212,8 +212,7 @@ conf_option = click.option(
 
 
 def selected(names: Sequence[str], given: dict[str, Any], *, everything: bool) -> Filter:
-    """Return the Filter of a changing command, empty with ``names`` or --all. Raises click.UsageError without any of
-    them."""
+    """Return the Filter of a changing command; empty with ``names`` or --all. Without any, raises click.UsageError."""
     wanted = filter_of(given)
     if names and (everything or not wanted.everything):
         raise click.UsageError("give either ids or a filter")

@@ -29,10 +29,8 @@ def _plain(value: object) -> object:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Collection[int] = ()) -> None:
-    """Print a table on stdout. ``right``: the columns with numbers.
-
-    On a terminal, rich folds wide cells. Otherwise each row is one line, uncut and without trailing blanks.
-    """
+    """Print a table on stdout. ``right``: the columns with numbers. On a terminal, rich folds wide cells. Otherwise
+    each row is one line, uncut and without trailing blanks."""
     texts = [[readable(str(cell)) for cell in row] for row in rows]
     if sys.stdout.isatty():
         _on_terminal(columns, texts, right)
@@ -134,7 +132,6 @@ def print_queues(settings: Settings, seen: CascadeDepths, *, used: bool, every_l
 
 
 def json_of_lane(lane: LaneOverview) -> dict[str, Any]:
-    """Convert a lane for JSON."""
     return {
         "lane": lane.number,
         "route": None if lane.route is None else lane.route.decode(errors="replace"),

@@ -124,7 +124,6 @@ def compact(
 
 
 def _forecast(found: compaction.Numbers) -> str:
-    """Describe the figures of a dry run."""
     gain = found.gain
     text = (
         f"{found.messages:,} messages ({size(found.raw_bytes)}) would go into about {found.segments:,} segments; "

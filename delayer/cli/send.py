@@ -51,8 +51,7 @@ class MessageToSend:
 
 
 async def publish(url: str, message: MessageToSend, message_id: str) -> str | None:
-    """Publish ``message``. Returns None once the broker confirms it, else the reason why not. Raises BrokerUnreachable,
-    BrokerRefused."""
+    """Publish ``message``; None once confirmed, else the reason why not. Raises BrokerUnreachable, BrokerRefused."""
     connection = await AdminConnection.open(url, name="delayer send", patience=30.0)
     try:
         return await connection.call(partial(_publish, message=message, message_id=message_id))
@@ -189,8 +188,8 @@ def _route(settings: Settings, name: str | None) -> RouteTable:
 
 
 def prepared(route: RouteTable, intake: str, key: str, body: bytes, headers: Mapping[str, Scalar]) -> MessageToSend:
-    """Build the message without its delay. Straight to the intake queue, its routing key is that queue's name, and a
-    header has the destination's key."""
+    """Build the message without its delay. Straight to the intake queue, its routing key names that queue, and a header
+    has the destination's key."""
     message = MessageToSend(route.from_, key, body, dict(headers))
     if not route.from_:
         message.routing_key = intake

@@ -94,10 +94,8 @@ class Reload:
 
 
 def live_part(old: Settings, new: Settings) -> Settings:
-    """Return ``old`` with everything from ``new`` that may change while the daemon runs.
-
-    All of ``[store]`` may change while no store is in use. A store in use holds messages, so a change needs a restart.
-    """
+    """Return ``old`` with everything from ``new`` that may change while the daemon runs. All of ``[store]`` may change
+    while no store is in use. A store in use holds messages, so a change needs a restart."""
     live = {"park_beyond_ms": new.store.park_beyond_ms, "restore_ahead_ms": new.store.restore_ahead_ms}
     store = new.store if old.store_url is None else old.store.model_copy(update=live)
     return old.model_copy(
@@ -160,8 +158,7 @@ def run_daemon(load: Callable[[], Settings]) -> NoReturn:
         log.critical("failed", exc_info=True)
         code = 1
     logs.finish()
-    # A normal exit waits for a stuck reader of stderr, and for threads in name look-ups (10 s for a silent name
-    # server).
+    # A normal exit waits for a stuck reader of stderr, and for name look-ups (10 s for a silent name server).
     os._exit(code)
 
 

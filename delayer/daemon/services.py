@@ -43,11 +43,8 @@ class ServiceGroup:
         self._changed.set()
 
     def add(self, name: str, part: Part, *, last: bool = False) -> None:
-        """Start a part, even while others run.
-
-        The other parts need the ``last`` parts to settle. So those stop only when all others have stopped, or used up
-        their share of the grace.
-        """
+        """Start a part, even while others run. The other parts need the ``last`` parts to settle, so those stop only
+        when all others have stopped or used up their share of the grace."""
         task = asyncio.create_task(part(self._stop_last if last else self.stopping), name=name)
         (self._last if last else self._parts).add(task)
         task.add_done_callback(lambda _: self._changed.set())

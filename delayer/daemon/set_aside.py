@@ -46,10 +46,8 @@ def queue_of(settings: Settings, name: SetAsideName, mend: Mend = AS_IT_IS) -> S
 
 
 async def look(settings: Settings, name: SetAsideName, wanted: Selection = ANY, limit: int | None = None) -> Result:
-    """List the matching messages; none in store mode without a strays queue, because the store holds them.
-
-    Raises BrokerLost, BrokerRefused, QueueMissing.
-    """
+    """List the matching messages; none in store mode without a strays queue, because the store holds them. Raises
+    BrokerLost, BrokerRefused, QueueMissing."""
     try:
         return await queue_of(settings, name).look(wanted, limit)
     except QueueMissing:
@@ -68,10 +66,8 @@ def not_seen(name: SetAsideName, seen: Result, *, cut: bool) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class SetAsideChange:
-    """A change of one queue's matching messages: ``verb`` "retry" or "drop". Satisfies OperatorChange.
-
-    Its methods raise as :func:`look`, and TopologyMismatch, StoreLost, BadStoreUrl, SchemaOutdated.
-    """
+    """A change of one queue's matching messages: ``verb`` "retry" or "drop". Satisfies OperatorChange. Its methods
+    raise as :func:`look`, and TopologyMismatch, StoreLost, BadStoreUrl, SchemaOutdated."""
 
     settings: Settings
     name: SetAsideName
@@ -87,10 +83,8 @@ class SetAsideChange:
     async def carry_out(
         self, who: str, counted: ChangeResult | None = None, say: Callable[[int], None] = lambda _done: None
     ) -> ChangeResult:
-        """Change the messages, but not those that came after ``counted``. ``say`` gets the number changed.
-
-        With a store, a change of refused messages gets an audit-log entry; any other change is logged.
-        """
+        """Change the messages, but not those that came after ``counted``. ``say`` gets the number changed. With a
+        store, a change of refused messages gets an audit-log entry; any other change is logged."""
         queue = queue_of(self.settings, self.name, self.mend)
         limit = None if counted is None else counted.of
         if self.name == "strays" and self.verb == "retry":

@@ -23,8 +23,8 @@ class StoreBond:
         self._store: PostgresStore | None = None
 
     async def attach(self, store: PostgresStore, connection: Connection | None) -> None:
-        """Check ``connection``, if open yet, and every later connection. Raises StoreLost if it is not the store's
-        broker, or cannot be asked."""
+        """Check ``connection``, if open yet, and every later connection. Raises StoreLost if its broker is another
+        store's, or cannot be asked."""
         if connection is not None:
             try:
                 await self._check(store, connection)

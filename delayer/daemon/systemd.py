@@ -78,8 +78,7 @@ class Notifier:
             self._send("", self._words)
 
     async def watch(self, look: Callable[[], str], stopping: asyncio.Event, every: float = 1.0) -> None:
-        """Report the daemon's condition when it changes, until ``stopping`` is set. ``every``: seconds between
-        calls."""
+        """Report the daemon's condition whenever it changes, until ``stopping`` is set; check ``every`` seconds."""
         while not stopping.is_set():
             self.condition(look())
             await first_set(stopping, seconds=every)
@@ -120,11 +119,8 @@ def _watchdog_seconds(environ: Mapping[str, str]) -> float | None:
 
 
 class Watchdog:
-    """Feeds the watchdog while every loop of the daemon makes progress. Satisfies ports.Heartbeat.
-
-    A stalled loop stops the feeding. systemd then kills and restarts the daemon; the guarantees hold as after any
-    crash.
-    """
+    """Feeds the watchdog while every loop makes progress. Satisfies ports.Heartbeat. A stalled loop stops the feeding;
+    systemd then kills and restarts the daemon, and the guarantees hold as after any crash."""
 
     def __init__(self, notifier: Notifier, clock: Callable[[], float] = time.monotonic) -> None:
         self._notifier, self._clock = notifier, clock

@@ -127,8 +127,7 @@ class Daemon:
         try:
             await self.services.run()
         finally:
-            # Together and with a limit, because a hanging broker answers no close, and a stop may take at most ten
-            # seconds.
+            # Together and with a limit: a hanging broker answers no close, and a stop may take at most ten seconds.
             closings = self.connections.closings()
             await asyncio.wait([asyncio.create_task(closing) for closing in closings], timeout=1.0)
             log.info("stopped", **self.counters.as_dict())
@@ -232,8 +231,7 @@ class Daemon:
             await self.store.wait_known(5.0)  # Without a lane, native mode refuses every key.
 
     async def _announce(self, stopping: asyncio.Event) -> None:
-        """Report READY to systemd once the daemon consumes. A spare process also reports it, because it has no share of
-        the lanes and waits for one."""
+        """Report READY to systemd once the daemon consumes, or is a spare that waits for a share of the lanes."""
         consuming, spare = self._intake.consuming, self.store.spare
         begun = await first_set(consuming, spare, stopping)
         if spare in begun and consuming not in begun:

@@ -30,8 +30,7 @@ COOKIE: Final = "delayer_session"
 LASTS: Final = 3600.0
 """Seconds until an unused session expires."""
 LONGEST: Final = 12 * 3600.0
-"""Seconds until any session expires. Browsers send a cookie to every port of its host, so other programs there may have
-seen it."""
+"""Seconds until any session expires. Browsers send a cookie to all ports of a host, so other programs may see it."""
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'none'"
@@ -104,8 +103,7 @@ class BrowserSession(NamedTuple):
 
 
 class Sessions:
-    """At most ``most`` sessions, and the token that opens them. Does not throttle attempts, because a token of at least
-    16 characters cannot be guessed."""
+    """At most ``most`` sessions, and their token. Not throttled: nobody can guess a token of 16 or more characters."""
 
     def __init__(
         self, token: Callable[[], Secret | None], clock: Callable[[], float] = monotonic, *, most: int = 1_000
@@ -131,7 +129,6 @@ class Sessions:
         return name
 
     def close(self, request: Request) -> None:
-        """Forget a request's session."""
         self._sessions.pop(_key(request), None)
 
     def session(self, request: Request) -> BrowserSession | None:

@@ -37,7 +37,6 @@ def entry(entry: Entry, *, held: bool = False) -> dict[str, Any]:
 
 
 def held(one: HeldEntry) -> dict[str, Any]:
-    """Convert a held message of a list."""
     return {**entry(one.entry, held=True), "held": one.held._asdict()}
 
 

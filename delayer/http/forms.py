@@ -228,10 +228,8 @@ def mend(form: Mapping[str, Sequence[str]], unread: Mapping[bytes, str]) -> Mend
 
 
 def back(form: Mapping[str, Sequence[str]], list_: str) -> str:
-    """Return the path to show after a form, on this server only; without a valid path, ``list_``.
-
-    Browsers drop tabs and line ends, so "/<TAB>/host" would lead to another server.
-    """
+    """Return the path to show after a form, on this server only; without a valid path, ``list_``. Browsers drop tabs
+    and line ends, so "/<TAB>/host" would lead to another server."""
     wish = form.get("back", [""])[0]
     local = wish.startswith("/") and not wish.startswith(("//", "/\\")) and wish.isprintable()
     return wish if local else list_

@@ -1,7 +1,5 @@
-"""Metrics for Prometheus, as families: this process's counts, and the last query of store and broker. Pure.
-
-METRICS is the complete list; a test compares docs/metrics.md with it.
-"""
+"""Metrics for Prometheus, as families: this process's counts, and the last query of store and broker. Pure. METRICS is
+the complete list; a test compares docs/metrics.md with it."""
 
 from __future__ import annotations
 
@@ -128,8 +126,7 @@ def roles(settings: Settings) -> dict[str, str]:
 
 MetricSample = tuple[str, list[str], Any]
 GO_DOWN: Final = frozenset({"held", "compacted"})
-"""Store counters that a cancel reduces, shown as gauges, because Prometheus would read a reduced counter as a
-restart."""
+"""Store counters that a cancel reduces, shown as gauges, because Prometheus would read a decrease as a restart."""
 
 
 def _all(sight: MetricSources) -> Iterator[MetricSample]:

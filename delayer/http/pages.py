@@ -48,8 +48,7 @@ def by_program(request: Request) -> bool:
 
 
 async def _named(connection: Any, text: str) -> Token | None:
-    """Find the message of this name, by the rule of OWN, among rows and held messages; None if not exactly one
-    matches."""
+    """Find the one message of this name among rows and held messages, by the rule of OWN; None without exactly one."""
     with suppress(ValueError):
         return read_token(text)
     name = reading.raw(text)
@@ -265,8 +264,7 @@ class Pages:
         return Response(body, headers=headers, media_type="application/octet-stream")
 
     async def _one(self, request: Request) -> FullMessage | Response:
-        """Find the message that a path names by its id or a unique message_id, or return the response if none
-        matches."""
+        """Find the message that a path names by id or unique message_id, or return the response if there is none."""
         text = request.path_params["name"]
         found: FullMessage | FoundIn = FoundIn.NOWHERE
         async with looking(self.answers.view.url, "show") as connection:
@@ -313,7 +311,6 @@ class Pages:
         return await self.html(request, f"{name}.html", there=there, queue=self.answers.inside.settings.refused.queue)
 
     async def audit_log(self, request: Request) -> Response:
-        """Show the audit log of operators' changes."""
         before = forms.number(request.query_params.get("before", ""))
         async with looking(self.answers.view.url, "audit-log") as connection:
             rows = await audit_log.listed(connection, ROWS, before)

@@ -41,7 +41,6 @@ def number(value: float | None) -> str:
 
 
 def rate(value: float) -> str:
-    """Format a rate per second."""
     return f"{value:.1f}" if 0 < value < 10 else number(value)
 
 
@@ -90,7 +89,6 @@ ENVIRONMENT.globals["version"] = __version__
 
 
 def html(template: str, status: int = 200, **values: Any) -> HTMLResponse:
-    """Render a page, or a part of one."""
     return HTMLResponse(ENVIRONMENT.get_template(template).render(values), status_code=status)
 
 

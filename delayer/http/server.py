@@ -1,7 +1,5 @@
-"""The HTTP server: its paths, and the service that runs uvicorn in the daemon's own loop.
-
-The service logs its failures, such as a taken port, and retries. It never stops the daemon.
-"""
+"""The HTTP server: its paths, and the service that runs uvicorn in the daemon's own loop. The service logs its
+failures, such as a taken port, and retries. It never stops the daemon."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The daemon as the HTTP server sees it, and cached queries of store and broker that all requests share.
-
-If its page is closed and its metrics are not scraped, the daemon does not query at all.
-"""
+"""The daemon as the HTTP server sees it, and cached queries of store and broker that all requests share. If its page is
+closed and its metrics are not scraped, the daemon does not query at all."""
 
 from __future__ import annotations
 
@@ -105,11 +103,9 @@ class Snapshot(Generic[T]):
 
 @dataclass(eq=False, repr=False)
 class Cached(Generic[T]):
-    """A query, repeated at most every ``seconds``. One that runs for more than ``late`` seconds is an error.
-
-    After a success, it rests for at least ``rest`` times the query's duration. After a failure it retries in
-    ``seconds``, because the server may be back.
-    """
+    """A query, repeated at most every ``seconds``; after ``late`` seconds without an answer it is an error. After
+    success it rests at least ``rest`` times its duration; after failure only ``seconds``, because the server may be
+    back."""
 
     look: Callable[[], Awaitable[T]]
     seconds: float

@@ -62,11 +62,8 @@ class LevelReader:
         )  # fmt: skip
 
     def _inside(self, delivery: Delivery, properties: Properties | None) -> edits.Envelope | None:
-        """Parse the envelope of delayer's own cascade; None if there is none.
-
-        Only a message on its way to the daemon's due queue is an envelope. Any other message is a publisher's, so its
-        headers prove nothing.
-        """
+        """Parse the envelope of delayer's own cascade; None if there is none. Only messages on their way to the
+        daemon's due queue are envelopes. Others are publishers', so their headers prove nothing."""
         ours = self.cascade.kind == "delayer" and leads_to(delivery.routing_key, self.due_queue)
         if properties is None or not ours:
             return None

@@ -26,14 +26,13 @@ from delayer.imports.state_machine import BadSource, ImportImpossible
 
 COPIES: Final = b"CC"
 SENT_AGAIN: Final = re.compile(r"_retry(_\d{4}-\d\d-\d\d)?\Z")
-"""Suffix of Symfony's queues for messages that its workers sent again, with their old timestamp. Symfony 8.1 can create
-one per day."""
+"""Suffix of Symfony's queues for messages that workers sent again, with old timestamps; 8.1 can use one per day."""
 
 
 @dataclass(slots=True)
 class HoldQueue:
     """Satisfies queues.Reader for one queue. ``ttl_ms``: None if only the messages' expiration applies. ``stamped``:
-    whether a message's timestamp is its arrival time."""
+    whether timestamps are arrival times."""
 
     queue: str
     exchange: bytes
@@ -68,8 +67,7 @@ class HoldQueue:
         )  # fmt: skip
 
     def _wait_ms(self, properties: Properties | None) -> int | None:
-        """Return the time from arrival to dead-lettering: the smaller of TTL and expiration, as in the broker. None if
-        the message has neither."""
+        """Return the time to dead-lettering: the smaller of TTL and expiration, as in the broker; None without both."""
         said = [] if self.ttl_ms is None else [self.ttl_ms]
         expiration = None if properties is None else properties.short("expiration")
         if expiration is not None and expiration.isdigit():
@@ -134,8 +132,8 @@ def _dead_lettered(raw: bytes, properties: Properties | None, *, rerouted: bool)
 @dataclass(eq=False, repr=False, kw_only=True)
 class HoldQueues(Queues):
     """Reads the queues that match ``patterns``, shortest TTL first. ``ttl_ms``, ``to_exchange`` and ``to_key`` override
-    arguments and policies. ``believe_timestamps``: whether a message's timestamp is its arrival time. ``own``:
-    delayer's queues, which patterns never match."""
+    arguments and policies. ``believe_timestamps``: timestamps are arrival times. ``own``: delayer's queues, never
+    read."""
 
     name = "hold-queues"
     patterns: Sequence[str]

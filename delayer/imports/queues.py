@@ -372,8 +372,7 @@ class Queues(ABC):
             return (await asked(admin.depths([self._reader.queue])))[self._reader.queue] or 0
 
     async def _leave(self) -> None:
-        """Stop reading; unacknowledged messages return to the queue. Raises SourceLost if acknowledgements may be
-        lost."""
+        """Stop reading, which requeues unacknowledged messages. Raises SourceLost if acknowledgements may be lost."""
         subscription, self._subscription = self._subscription, None
         self._kept = 0
         if subscription is None:

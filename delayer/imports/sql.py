@@ -205,10 +205,7 @@ class SqlTimeouts:
         await self._database.close()
 
     async def _tables(self, connection: AsyncConnection, token: str) -> tuple[list[TimeoutTable], list[str]]:
-        """Return the matching tables as the database defines them, and all table names.
-
-        Raises ImportImpossible if none matches.
-        """
+        """Return the matching tables as defined, and all table names. Raises ImportImpossible if none matches."""
         names = sorted(await connection.run_sync(lambda sync: inspect(sync).get_table_names(schema=self.schema)))
         found = [
             name

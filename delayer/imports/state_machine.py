@@ -40,11 +40,8 @@ class CountMismatch(Exception):
 
 
 class ImportSource(Protocol):
-    """The messages of another system. Every method may raise SourceLost, and ImportImpossible if it says so.
-
-    ``name``: as in `delayer import`. ``parameters``: choose the messages, without passwords; a resumed run needs equal
-    parameters.
-    """
+    """The messages of another system, named ``name`` in `delayer import`. ``parameters`` choose the messages, without
+    passwords; a resumed run needs equal ones. Every method may raise SourceLost, and ImportImpossible if it says so."""
 
     @property
     def name(self) -> str: ...
@@ -61,8 +58,7 @@ class ImportSource(Protocol):
         only the run can tell. Raises ImportImpossible; then no message is staged."""
 
     async def resume(self, run: Run) -> None:
-        """Begin, or continue after ``run.progress``. The source removes committed messages that it still has, now or
-        when it meets them again."""
+        """Begin, or continue after ``run.progress``. Removes committed messages from the source, now or when met."""
 
     async def next_batch(self) -> ImportBatch | None:
         """Return the next messages, soonest first as far as the source can tell; None at the end."""
@@ -162,10 +158,8 @@ async def preview(source: ImportSource, book: ImportStore, judge: Destinations, 
 async def run(
     source: ImportSource, book: ImportStore, judge: Destinations, who: str, say: Say, *, again: bool = False
 ) -> ImportReport:
-    """Begin or continue. ``again``: also import messages that an earlier import brought.
-
-    Raises SourceLost, ImportImpossible, CountMismatch, StoreLost; then run it again.
-    """
+    """Begin or continue. ``again``: also import messages that an earlier import brought. Raises SourceLost,
+    ImportImpossible, CountMismatch, StoreLost; then run it again."""
     began = time.monotonic()
     found = await book.unfinished()
     doubts: list[str] = []

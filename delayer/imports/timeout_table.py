@@ -1,7 +1,5 @@
-"""A table of NServiceBus timeouts and its staging table, as statements for them. Pure.
-
-The statements use SQLAlchemy, except two that it lacks: CREATE TABLE AS, and MySQL's DELETE with a join.
-"""
+"""A table of NServiceBus timeouts and its staging table, as statements for them. Pure. The statements use SQLAlchemy,
+except two that it lacks: CREATE TABLE AS, and MySQL's DELETE with a join."""
 
 from __future__ import annotations
 
@@ -60,8 +58,7 @@ class RowFilter(NamedTuple):
 
 
 class TimeoutTable:
-    """A timeout table and its staging table; methods build statements for them. ``endpoint``: choose only its
-    timeouts."""
+    """A timeout table and its staging table, as statement builders. ``endpoint``: choose only its timeouts."""
 
     def __init__(self, source: sa.Table, token: str, endpoint: str | None = None) -> None:
         """Raises ImportImpossible for a table without the columns of timeouts."""
@@ -104,8 +101,8 @@ class TimeoutTable:
         return sa.insert(self.staged).from_select([column.name for column in self.source.c], rows)
 
     def forget(self, dialect: sa.Dialect) -> str:
-        """Delete the copied rows. Makes MySQL start with the staging table; otherwise it reads the whole table and
-        waits for every locked row."""
+        """Delete the copied rows. Makes MySQL start with the staging table, because otherwise it reads the whole table
+        and waits for every locked row."""
         prepare = dialect.identifier_preparer
         source, staged = prepare.format_table(self.source), prepare.format_table(self.staged)
         id_ = prepare.quote(self._spelled["id"])

@@ -111,8 +111,7 @@ def _due_ms(column_ms: int, headers: Mapping[str, object]) -> int:
 
 
 def _properties(id_: str, headers: Mapping[str, object], raw: bytes, meant: ImportSelection) -> bytes:
-    """Build the properties as NServiceBus's transport for RabbitMQ does: headers as strings, also copied to the AMQP
-    properties that match."""
+    """Build the properties as NServiceBus does: headers as strings, also in the AMQP properties that match."""
     texts = {name: _text(value) for name, value in headers.items()}
     texts.setdefault(RELATED, id_)
     if SAVED_REPLY_TO in texts and (saved := texts.pop(SAVED_REPLY_TO)):
