@@ -14,8 +14,8 @@ from delayer.core.readable import instant
 from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
 
 RELEASE_RATE: Final = 14_000.0
-"""Messages a second: half of what one daemon released on two cores shared with broker and database, 512 bytes each
-(docs/performance.md). ``--release-rate`` replaces it by a measured one."""
+"""Messages per second: half of what one daemon released on two cores shared with broker and database, 512 bytes each
+(docs/performance.md). ``--release-rate`` replaces it with a measured rate."""
 
 
 _UNREAD: Final = """
@@ -25,7 +25,7 @@ WHERE id IN (SELECT segment FROM segment_message WHERE id IS NULL)
 
 
 class Slot(NamedTuple):
-    """The messages due in a time from ``start_ms`` on. ``size``, ``unread``: as in findings.Bar."""
+    """The messages due in a span from ``start_ms`` on. ``size``, ``unread``: as in findings.Bar."""
 
     start_ms: int
     messages: int
@@ -34,7 +34,7 @@ class Slot(NamedTuple):
 
 
 def calendar(store: Extract, release_rate: float) -> Calendar:
-    """The forecast. ``release_rate``: messages a second."""
+    """Build the forecast. ``release_rate``: messages per second."""
     minutes, _ = spans(store.now_ms)
     due = {
         1_000: _due(store, 1_000),
@@ -51,11 +51,11 @@ def calendar(store: Extract, release_rate: float) -> Calendar:
 
 
 ROUTES, DESTINATIONS = 50, 200
-"""The numbers of them that are listed at most, the largest first."""
+"""Maximum number of routes and destinations listed, largest first."""
 
 
 def spans(now_ms: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The spans that minutes and hours are shown of."""
+    """Return the spans for which minutes and hours are shown."""
     minutes = (now_ms - HOUR_MS) // MINUTE_MS * MINUTE_MS, now_ms + DAY_MS
     return minutes, ((now_ms - DAY_MS) // HOUR_MS * HOUR_MS, now_ms + 31 * DAY_MS)
 
@@ -67,8 +67,8 @@ def drawn(
     shares: tuple[Sequence[Share], Sequence[Share]],
     more: tuple[int, int],
 ) -> Calendar:
-    """The forecast from slots (start_ms, messages, size) by their width, the fullest first; all hours are among them.
-    ``shares``: the routes and the destinations to list. ``more``: the numbers of the others."""
+    """Build the forecast from slots (start_ms, messages, size) by width, fullest first, including all hours.
+    ``shares``: the routes and destinations to list. ``more``: how many more of each there are."""
     minutes, hours = spans(now_ms)
     return Calendar(
         release_rate=release_rate,
@@ -84,8 +84,8 @@ def drawn(
 
 
 def spread(segments: Iterable[Any]) -> Counter[int]:
-    """Messages by hour, from the headers of segments: those of a segment are spread evenly over its hours. Two messages
-    may be centuries apart, so at most one hour for each message gets a number."""
+    """Count messages by hour from segment headers, spreading each segment evenly over its hours. Two messages may be
+    centuries apart, so a segment fills at most one hour per message."""
     found: Counter[int] = Counter()
     for one in segments:
         first_ms, last_ms = sorted((one.first_due_ms, one.last_due_ms))  # A header may be wrong.
@@ -97,7 +97,7 @@ def spread(segments: Iterable[Any]) -> Counter[int]:
 
 
 def _with_unread(slots: Iterable[Slot], unread: Mapping[int, int]) -> list[Slot]:
-    """``slots`` with the messages of segments that do not read back; the fullest first."""
+    """Add the messages of unreadable segments to ``slots``; fullest first."""
     found = {slot.start_ms: slot for slot in slots}
     for start_ms, messages in unread.items():
         slot = found.get(start_ms, Slot(start_ms, 0, 0))
@@ -106,8 +106,7 @@ def _with_unread(slots: Iterable[Slot], unread: Mapping[int, int]) -> list[Slot]
 
 
 def _due(store: Extract, width: int, first: int = 0, last: int = -1) -> list[Slot]:
-    """The slots of ``width`` ms in which messages are due, from ``first`` to ``last``, and the ten fullest. The fullest
-    come first."""
+    """Query the slots of ``width`` ms due from ``first`` to ``last``, and the ten fullest; fullest first."""
     rows = store.rows(f"""
         WITH due AS (
             SELECT due_ms - pmod(due_ms, {width}) AS start_ms, count(*) AS messages, sum(size) AS size
@@ -124,7 +123,7 @@ def _bars(rows: Iterable[Any], width: int, first: int, last: int) -> tuple[Bar, 
 
 
 def _days(hours: Iterable[Any], now_ms: int) -> tuple[Bar, ...]:
-    """A bar for each day. The bars at the edges hold everything that is farther away."""
+    """Draw a bar for each day. The bars at the edges include everything farther away."""
     first, last = ((now_ms + days * DAY_MS) // DAY_MS * DAY_MS for days in (-400, 4000))
     found: dict[int, Bar] = {}
     for row in hours:
@@ -137,9 +136,8 @@ def _days(hours: Iterable[Any], now_ms: int) -> tuple[Bar, ...]:
 
 
 def _peaks(rows: Mapping[int, list[Any]], rate: float) -> tuple[Peak, ...]:
-    """The ten fullest seconds, minutes and hours, first the ones that take longest beyond their width. A minute is
-    listed only if it has over twice the messages of each listed second in it. Otherwise each peak would appear three
-    times."""
+    """Pick the ten fullest seconds, minutes and hours, sorted by how far their release exceeds their width. A minute
+    needs over twice the messages of each listed second in it; otherwise each peak would appear three times."""
     found: list[Peak] = []
     for width, most in rows.items():
         for row in most[:10]:
@@ -151,7 +149,7 @@ def _peaks(rows: Mapping[int, list[Any]], rate: float) -> tuple[Peak, ...]:
 
 
 def _groups(store: Extract, by: str, limit: int) -> tuple[list[Any], int]:
-    """The ``limit`` largest groups of waiting messages, and the number of the other groups."""
+    """Return the ``limit`` largest groups of waiting messages, and the number of other groups."""
     of = f"FROM messages WHERE kind <> '{HELD}'"
     rows = store.rows(f"""
         SELECT {by}, count(*) AS messages, sum(size) AS size, min(due_ms) AS first_due_ms, max(due_ms) AS last_due_ms
@@ -167,7 +165,7 @@ def _figures(row: Any) -> tuple[int, int, int, int]:
 
 
 def targets(store: Extract, limit: int) -> list[CheckedTarget]:
-    """The distinct destinations of waiting and held messages, the ``limit`` soonest due of them."""
+    """List the distinct destinations of waiting and held messages: the ``limit`` due soonest."""
     rows = store.rows(f"""
         SELECT to_exchange, to_key, count(*) AS messages, min(due_ms) AS first_due_ms, count_if(kind = '{HELD}') AS held
         FROM messages GROUP BY to_exchange, to_key ORDER BY first_due_ms, to_exchange, to_key LIMIT {limit}""")
@@ -178,7 +176,7 @@ def targets(store: Extract, limit: int) -> list[CheckedTarget]:
 
 
 def peaks(coming: Calendar) -> list[Finding]:
-    """Findings for peaks that take over a minute longer than their width: their last messages are that late."""
+    """Report peaks that take over a minute longer than their width, because their last messages are that late."""
     return [
         Finding(
             "peaks",

@@ -1,8 +1,7 @@
-"""`delayer compact`: rows that are due in the far future become segments.
+"""`delayer compact`: pack rows due in the far future into segments.
 
-The driver cuts the backlog into windows, and executors make segments of them (:func:`work`). At the end the partitions
-that lost their rows give their room back (store/segments/compact.py). The store alone keeps the state, so a killed job
-or task is simply started again.
+The driver cuts the backlog into windows, and executors pack them (:func:`work`). At the end, the partitions that lost
+rows are shrunk (store/segments/compact.py). All state is in the store, so a killed job or task is simply rerun.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ if TYPE_CHECKING:
     from delayer.store.segments.compact import ShrinkResult
 
 _traffic = Traffic()
-"""One for each process, because a worker of Spark runs many tasks, one after the other."""
+"""One per process, because a Spark worker runs many tasks in sequence."""
 
 
 class PackedWindow(NamedTuple):
-    """The result of a window. ``lost`` and ``broken`` are reasons: the store was out of reach, or a segment did not
-    read back and was not kept. Segments committed before stay."""
+    """A window's result; segments committed before remain. ``lost``: why the store was unreachable. ``broken``: why a
+    segment failed verification and was dropped."""
 
     window: CompactionWindow
     segments: int = 0
@@ -54,12 +53,12 @@ class PackedWindow(NamedTuple):
 
 
 def work(url: str, rows: int, fewest: int, windows: Iterable[CompactionWindow]) -> list[PackedWindow]:
-    """On an executor: make segments of ``windows``, one after the other."""
+    """Pack ``windows`` in sequence, on an executor."""
     return asyncio.run(_pack(url, rows, fewest, list(windows)))
 
 
 async def _pack(url: str, rows: int, fewest: int, windows: Sequence[CompactionWindow]) -> list[PackedWindow]:
-    """Pack ``windows`` on one session of the store."""
+    """Pack ``windows`` on one store session."""
     try:
         connection = await pool.connect(url, "delayer compact", tasks.SESSION)
     except StoreLost as error:
@@ -71,21 +70,21 @@ async def _pack(url: str, rows: int, fewest: int, windows: Sequence[CompactionWi
 
 
 async def pack_window(connection: Connection, window: CompactionWindow, rows: int, fewest: int) -> PackedWindow:
-    """Make segments of ``window``, in the order of the due times. It takes no row that a restore brings back behind it:
-    the job would pack these again and again, until shortly before they are due."""
+    """Pack ``window`` in order of due times. Skips rows that a restore adds behind the current position, which the job
+    would otherwise repack until shortly before they are due."""
     made: list[Compacted] = []
     ours = Turns(connection, _traffic)
     lost = broken = None
     attempts, rest = 0, window
-    # A window that loses against other transactions is tried five times.
+    # A window that loses against other transactions gets five attempts.
     while attempts < 5:
         try:
             async with ours.turn() as beside_traffic:
-                # Beside traffic it locks 1,000 rows at once: 10 ms of the server, and a megabyte of its log.
+                # Under load, lock 1,000 rows at a time: 10 ms of server time and 1 MB of WAL.
                 portion = 1_000 if beside_traffic else None
                 one = await compact.compact_one(connection, rest, rows=rows, fewest=fewest, portion=portion, pause=0.01)
                 if one is not None:
-                    made.append(one)  # Committed, even if the turn then fails.
+                    made.append(one)  # Committed, even if ending the turn then fails.
         except WORTH_REPEATING as error:
             attempts += 1
             lost = describe(error)
@@ -131,35 +130,35 @@ _PATIENT: Final = {"statement_timeout": "0"}
 
 
 class CompactionPlan(NamedTuple):
-    """The work ahead of a job. Instants are epoch milliseconds by the store's clock."""
+    """A job's plan. Instants are epoch milliseconds by the store's clock."""
 
     now_ms: int
     after_ms: int
     windows: Sequence[CompactionWindow]
     fewest: int = 0
-    """Messages of a segment at least."""
+    """Minimum number of messages in a segment."""
 
 
 class Numbers(NamedTuple):
-    """The figures of a dry run, counted row by row. ``segments``: about."""
+    """The figures of a dry run, counted row by row; ``segments`` is an estimate."""
 
     messages: int
     segments: int
     few: int
-    """Rows that stay rows because too few are due together."""
+    """Rows left unpacked because too few are due together."""
     keyed: int
-    """Those of ``messages`` that have a key."""
+    """How many of ``messages`` have a key."""
     large: int
-    """Rows of more than compact.LARGEST bytes, which stay rows too."""
+    """Rows of more than compact.LARGEST bytes, also left unpacked."""
     raw_bytes: int
     disk_bytes: int
-    """Bytes of all waiting rows, near ones too, with their indexes."""
+    """Bytes of all waiting rows, including those due soon, and of their indexes."""
     gain: Gain
 
 
 @dataclass(frozen=True, slots=True)
 class CompactionResult:
-    """The result of a job. ``seconds`` is the packing, without the start of Spark and without giving room back."""
+    """The result of a job. ``seconds``: time spent packing, without starting Spark and shrinking partitions."""
 
     packed: Sequence[PackedWindow]
     shrunk: ShrinkResult
@@ -190,10 +189,8 @@ def check_after(after_ms: int, restore_ahead_ms: int) -> None:
 
 
 async def plan(url: str, after_ms: int, rows: int, fewest: int = 0) -> CompactionPlan:
-    """Cut the messages that are due later than ``after_ms`` from now into windows.
-
-    It needs no JVM. Raises BadStoreUrl, SchemaOutdated, and StoreLost, also if this role may not compact.
-    """
+    """Cut the messages due more than ``after_ms`` from now into windows, without a JVM. Raises BadStoreUrl,
+    SchemaOutdated, and StoreLost, even if this role lacks the rights to compact."""
     async with looking(url, "plan", "delayer compact plan", _PATIENT) as connection:
         if not await connection.fetchval(_MAY):
             user = await connection.fetchval("SELECT current_user")
@@ -204,8 +201,7 @@ async def plan(url: str, after_ms: int, rows: int, fewest: int = 0) -> Compactio
 
 
 async def numbers(url: str, planned: CompactionPlan, rows: int) -> Numbers:
-    """Count the rows of ``planned``, reading each once, and pack some of the fullest window without storing them.
-    Raises StoreLost, without pyarrow too."""
+    """Count the rows of ``planned``, and pack part of the fullest window without storing it. Raises StoreLost."""
     check_arrow()
     async with looking(url, "plan", "delayer compact plan", _PATIENT) as connection:
         found = await connection.fetch(_NUMBERS, planned.after_ms, compact.LARGEST, timeout=DAY_MS / 1000)
@@ -228,24 +224,23 @@ async def numbers(url: str, planned: CompactionPlan, rows: int) -> Numbers:
 
 
 def run(spark: SparkSession, url: str, planned: CompactionPlan, rows: int, say: Say) -> CompactionResult:
-    """Do the ``planned`` work. ``say`` hears the step and its progress. Raises JobFailed, StoreLost."""
+    """Execute the plan. ``say`` gets the step and its progress. Raises JobFailed, StoreLost."""
     began = time.monotonic()
-    # Windows that a worker repeats at most after its death. A task costs some 50 ms beside its work, a window half a
-    # second.
+    # Windows repeated, at most, if a worker dies. A task costs about 50 ms of overhead, a window half a second.
     portions = [planned.windows[start : start + 4] for start in range(0, len(planned.windows), 4)]
     packed = tasks.run(spark, "packing", portions, partial(work, url, rows, planned.fewest), say)
     return finish(url, planned, packed, time.monotonic() - began, partial(say, "giving room back"))
 
 
 def nothing(url: str, planned: CompactionPlan) -> CompactionResult:
-    """Finish a job with an empty plan: an earlier job may have died before it gave room back. Raises StoreLost."""
+    """Finish a job with an empty plan, because an earlier job may have died before shrinking. Raises StoreLost."""
     return finish(url, planned, (), 0.0, lambda _done, _of: None)
 
 
 def finish(
     url: str, planned: CompactionPlan, packed: Sequence[PackedWindow], seconds: float, say: Callable[[int, int], None]
 ) -> CompactionResult:
-    """Give back the room of the ``packed`` windows, whose packing took ``seconds``. Raises StoreLost."""
+    """Shrink the partitions of ``packed`` windows, whose packing took ``seconds``. Raises StoreLost."""
     began = time.monotonic()
     windows = [one.window for one in packed if one.messages or one.lost]  # A lost commit may have emptied a day.
     touched = {day for one in windows for day in range(one.first_ms // DAY_MS, one.last_ms // DAY_MS + 1)}

@@ -1,7 +1,7 @@
-"""An executor's connection to the store: on the snapshot, streaming Arrow batches, its errors translated.
+"""An executor's connection to the store: on the snapshot, streaming Arrow batches, with translated errors.
 
-It uses the driver below its dbapi. The dbapi imports pandas, which takes most of a second in every Python process that
-Spark starts, and Spark starts several for each table.
+It uses the driver below its dbapi, because the dbapi imports pandas. That takes most of a second in every Python
+process that Spark starts, and Spark starts several per table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from delayer.core.readable import mask
 from delayer.core.secret import SecretUrl
 from delayer.store.errors import DAMAGE_ADVICE
 
-# Parameters of both drivers. asyncpg sets unknown ones in the session, and so does libpq by "options".
+# Parameters of both drivers. asyncpg sets unknown parameters in the session, as libpq does by "options".
 _SHARED: Final = (
     "host port user password passfile dbname service servicefile connect_timeout client_encoding options"
     " application_name fallback_application_name keepalives keepalives_idle keepalives_interval keepalives_count"
@@ -36,7 +36,7 @@ _OTHERWISE: Final = {"database": "dbname"}
 
 
 def libpq_url(store_url: str, application: str) -> str:
-    """``store_url`` for libpq, with our name and deadlines where it has none of its own. Holds the password."""
+    """Convert ``store_url`` for libpq, adding our name and deadlines unless it sets its own. Includes the password."""
     base, _, query = store_url.partition("?")  # Parsing and joining a URL without a host would lose a slash.
     ours = {
         "application_name": application,
@@ -58,13 +58,13 @@ def libpq_url(store_url: str, application: str) -> str:
 
 
 def _escaped(value: str) -> str:
-    """One word for the server's parser of options."""
+    """Escape one word for the server's parser of options."""
     return value.replace("\\", "\\\\").replace(" ", "\\ ")
 
 
 _BATCH_HINT: Final = "adbc.postgresql.batch_size_hint_bytes"
 _BEGIN: Final = ("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY", "SET LOCAL lock_timeout = '30s'")
-# Each task's transaction keeps the snapshot, so the limits of other sessions must not end it.
+# Each task's transaction keeps the snapshot, so limits meant for other sessions must not end it.
 _SESSION: Final = (
     "SET LOCAL statement_timeout = 0",
     "SET LOCAL idle_in_transaction_session_timeout = 0",
@@ -74,13 +74,13 @@ _SESSION: Final = (
     "SELECT set_config(name, '0', true) FROM pg_settings WHERE name = 'transaction_timeout'",  # Since Postgres 17.
 )
 _NO_SNAPSHOT: Final = re.compile("invalid snapshot identifier|snapshot .* does not exist")
-"""Postgres's words before version 16, and since."""
+"""Postgres's error text before version 16, and since."""
 _DAMAGED: Final = re.compile("invalid page|missing chunk|could not (read|open)|is corrupt|unexpected (chunk|data|zero)")
-"""Postgres's words for a page or a value that it cannot read."""
+"""Postgres's error text for a page or value that it cannot read."""
 
 
 class Reading:
-    """A connection whose transaction reads one snapshot. Made by :func:`reading`."""
+    """A connection whose transaction reads one snapshot. Created by :func:`reading`."""
 
     def __init__(self, connection: adbc.AdbcConnection, batch_bytes: int) -> None:
         self._connection = connection
@@ -90,7 +90,7 @@ class Reading:
         """Run a statement and ignore its rows. Raises the driver's errors."""
         with closing(adbc.AdbcStatement(self._connection)) as statement:
             statement.set_sql_query(sql)
-            # A signal does not interrupt the driver while it waits for a lock. It interrupts the wait for a thread.
+            # A signal does not interrupt the driver while it waits for a lock, but it interrupts waiting for a thread.
             with ThreadPoolExecutor(1) as thread:
                 running = thread.submit(statement.execute_query)
                 try:
@@ -101,7 +101,7 @@ class Reading:
             handle.release()
 
     def batches(self, sql: str) -> Iterator[pa.RecordBatch]:
-        """The rows of a statement. Raises StoreLost."""
+        """Stream the rows of a statement. Raises StoreLost."""
         with translated("read"), closing(adbc.AdbcStatement(self._connection)) as statement:
             statement.set_options(**{_BATCH_HINT: str(self._batch_bytes)})
             statement.set_sql_query(sql)
@@ -110,7 +110,7 @@ class Reading:
                 yield from (batch for batch in reader if batch.num_rows)
 
     def rows(self, sql: str) -> list[tuple[Any, ...]]:
-        """The rows of a statement that gives few. Raises as :meth:`batches` does."""
+        """Fetch a statement's few rows. Raises StoreLost."""
         found: list[tuple[Any, ...]] = []
         for batch in self.batches(sql):
             found += zip(*(column.to_pylist() for column in batch.columns), strict=True)
@@ -119,8 +119,7 @@ class Reading:
 
 @contextmanager
 def reading(url: SecretUrl, first: str, batch_bytes: int) -> Iterator[Reading]:
-    """A connection that reads one snapshot. ``first``: a statement before it takes the snapshot, such as
-    :func:`on_snapshot`. Raises StoreLost."""
+    """Open a connection that reads one snapshot, taken after ``first`` (see :func:`on_snapshot`). Raises StoreLost."""
     with ExitStack() as stack:
         with translated("connect"):
             database = adbc_driver_postgresql.connect(libpq_url(url.reveal(), "delayer audit"))
@@ -135,23 +134,22 @@ def reading(url: SecretUrl, first: str, batch_bytes: int) -> Iterator[Reading]:
 
 
 def on_snapshot(exported: str) -> str:
-    """The first statement of a transaction on an exported snapshot; "" without one."""
+    """Build the first statement of a transaction on an exported snapshot; "" means none."""
     return "SET TRANSACTION SNAPSHOT '{}'".format(exported.replace("'", "''")) if exported else ""
 
 
 @contextmanager
 def translated(doing: str) -> Iterator[None]:
-    """Raise the driver's errors as StoreLost, without their cause: Spark prints causes, and a driver may quote the
-    URL."""
+    """Raise the driver's errors as StoreLost, without a cause: Spark prints causes, and a driver may quote the URL."""
     try:
         yield
-    except (adbc.Error, pa.ArrowException, OSError) as error:  # The last two occur in the middle of a stream.
+    except (adbc.Error, pa.ArrowException, OSError) as error:  # The last two occur mid-stream.
         first, *_ = str(error).strip().splitlines() or [""]
         raise StoreLost(f"{doing}: {mask(first)}", advice_for(first)) from None
 
 
 def advice_for(text: str) -> str:
-    """The next step after a driver's error; empty if there is none."""
+    """Return the next step after a driver's error; empty if there is none."""
     if "conflict with recovery" in text:
         return (
             "the replica gave up our snapshot to catch up with its primary: set hot_standby_feedback = on there, or "

@@ -1,9 +1,8 @@
-"""The waiting messages as Parquet files in hive directories, ``due_day=2027-01-31/route=mail.in/``, for
-`delayer backlog export`.
+"""The waiting messages as Parquet files in hive directories, ``due_day=2027-01-31/route=mail.in/``.
 
-A partition is one file, and its name has the digest of its messages (store/admin/exporting.py). So a second export
-writes only partitions whose digest is another, and keeps the files of the others. It becomes visible in one step: a
-plain dataset by the exchange of two directories, a Delta table by one commit to its log.
+`delayer backlog export` writes one file per partition, named after the digest of its messages
+(store/admin/exporting.py). So a repeated export writes only partitions whose digest changed. It becomes visible in one
+step: a plain dataset by exchanging two directories, a Delta table by one commit to its log.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from delayer.store.admin.exporting import Digest
 from delayer.store.waiting import Entry
 
 VERSION: Final = 1
-"""The version of the columns. A file of another one is written again."""
+"""The version of the columns. Files of another version are rewritten."""
 _EPOCH: Final = date(1970, 1, 1)
 LAST_DAY: Final = (date.max - _EPOCH).days
 _LAST_SECOND: Final = LAST_DAY * 86_400
 NO_ROUTE: Final = "__HIVE_DEFAULT_PARTITION__"
-"""The directory of messages that came straight to the queue; readers make null of it."""
+"""The directory of messages that came straight to the queue. Readers turn it into null."""
 _INSTANT, _INT, _TEXT = pa.timestamp("us", "UTC"), pa.int64(), pa.string()
 _PROPERTIES: Final = {
     "message_id": _TEXT, "correlation_id": _TEXT, "content_type": _TEXT, "content_encoding": _TEXT,
@@ -51,13 +50,13 @@ COLUMNS: Final = pa.schema({
     "to_exchange": _TEXT, "to_key": _TEXT, "key": _TEXT, "body_bytes": _INT, **_PROPERTIES, "headers": _TEXT,
     "x_delay": _INT, "traceparent": _TEXT, "fault": _TEXT,
 })  # fmt: skip
-"""The columns of a file; a column ``body`` may follow. ``headers``: a JSON object. ``x_delay``: the header, if it is an
+"""The columns of a file; a column ``body`` may follow. ``headers``: a JSON object. ``x_delay``: the header, if an
 integer. ``fault``: why properties or headers could not be decoded. Bytes that are not UTF-8 are backslash escapes."""
 BODY: Final = pa.field("body", pa.binary())
 _ROWS: Final = 20_000
-"""Messages of one row group of a file."""
+"""Messages per row group of a file."""
 _BYTES: Final = 32 << 20
-"""Bytes of messages in memory, of all open files together, above which all of them are written."""
+"""Once the open files together have this many bytes in memory, all of them are written."""
 _ASCII: Final = re.compile(r"[\x00-\x7f]+")
 _NAME: Final = re.compile(r"v(\d+)-(\d+)-([0-9a-f]{16})-(plain|bodies)-\d+\.parquet")
 
@@ -67,7 +66,7 @@ class Unfit(Exception):
 
 
 class DatasetNotWritten(Exception):
-    """A file could not be written. It is no OSError, because the store's session reports an OSError as its own."""
+    """A file could not be written. Not an OSError, because the store's session reports an OSError as its own."""
 
 
 class Partition(NamedTuple):
@@ -78,25 +77,25 @@ class Partition(NamedTuple):
 
     @classmethod
     def of(cls, day: int, route: bytes) -> Partition:
-        """The partition of this day and route. Days beyond the calendar are in its first or last one."""
+        """Return the partition of this day and route. Days beyond the calendar go to its first or last one."""
         return cls(min(max(day, 0), LAST_DAY), as_text(route))
 
     @property
     def values(self) -> dict[str, str | None]:
-        """The values of the partition's columns, as Delta has them."""
+        """The values of the partition's columns, as Delta writes them."""
         return {"due_day": str(_EPOCH + timedelta(days=self.day)), "route": self.route or None}
 
     @property
     def directory(self) -> str:
-        # Spark would make a character of each escape, so characters beyond ASCII have none.
+        # Spark would turn each escape into one character, so characters beyond ASCII stay unescaped.
         route = _ASCII.sub(lambda some: quote(some[0], safe=" !#$&'()+,;@[]^{}~"), self.route or NO_ROUTE)
-        if len(route.encode()) > 200:  # A name has at most 255 bytes.
+        if len(route.encode()) > 200:  # A name is at most 255 bytes.
             route = f"{quote(self.route[:20], safe='')}~{sha256(self.route.encode()).hexdigest()[:16]}"
         return f"due_day={self.values['due_day']}/route={route}"
 
 
 def name_of(digest: Digest, *, bodies: bool, now_ms: int) -> str:
-    """The name of a file with these messages, written at ``now_ms``."""
+    """Name a file of these messages, written at ``now_ms``."""
     kind = "bodies" if bodies else "plain"
     return f"v{VERSION}-{digest.messages}-{digest.total % (1 << 64):016x}-{kind}-{now_ms}.parquet"
 
@@ -107,14 +106,14 @@ def same(name: str, other: str) -> bool:
 
 
 def messages_of(name: str) -> int:
-    """The number of messages in a file of this name."""
+    """Read the number of messages from a file's name."""
     match = _NAME.fullmatch(name)
     assert match is not None
     return int(match[2])
 
 
 def row(one: Entry, *, bodies: bool) -> list[Any]:
-    """The values of a message in the order of the columns."""
+    """List a message's values in the order of the columns."""
     decoded = reading.read(one.properties)
     headers = {header.name: header.value for header in decoded.headers}
     properties: dict[str, Any] = dict(decoded.properties)
@@ -139,7 +138,7 @@ def row(one: Entry, *, bodies: bool) -> list[Any]:
 
 
 def table(rows: Sequence[Sequence[Any]], schema: pa.Schema) -> pa.Table:
-    """A table of values in the order of ``schema``; instants are epoch milliseconds."""
+    """Build a table from values in the order of ``schema``; instants are epoch milliseconds."""
     arrays = [
         pa.array(column, pa.timestamp("ms", "UTC")).cast(_INSTANT)
         if field.type == _INSTANT
@@ -175,12 +174,12 @@ class _File:
 
 
 class PartitionWriter:
-    """Writes messages, in the order of their due instants, to the files of their partitions. Only the files of one
-    day are open at a time. ``wanted``: the path for each partition. It skips messages of all other partitions."""
+    """Writes messages, in order of their due instants, to the files of their partitions, so only one day's files are
+    open at a time. ``wanted``: the path of each partition to write. Skips messages of other partitions."""
 
     def __init__(self, wanted: Mapping[Partition, Path], *, bodies: bool) -> None:
         self.ids = IdBitset()
-        """The ids of all messages that it wrote."""
+        """The ids of all messages written."""
         self.messages = 0
         self._wanted = wanted
         self._bodies = bodies
@@ -221,8 +220,8 @@ class PartitionWriter:
 
 
 class Dataset(Protocol):
-    """A dataset that an export updates. ``root``: the directory for new files. ``former``: the present file of each
-    partition by the partition's directory, relative to ``former_root``."""
+    """A dataset that an export updates. ``root``: the directory for new files. ``former``: each partition's present
+    file, by the partition's directory, relative to ``former_root``."""
 
     @property
     def root(self) -> Path: ...
@@ -232,12 +231,12 @@ class Dataset(Protocol):
     def former(self) -> Mapping[str, Path]: ...
 
     def commit(self, kept: Iterable[Path], written: Mapping[Partition, Path], gone: Iterable[Path]) -> None:
-        """Make the new state visible, once it is on the disk: the ``kept`` and ``written`` files. ``gone``: files that
-        were replaced, or whose partition has no messages any more. Raises OSError, Unfit."""
+        """Sync the ``kept`` and ``written`` files to disk, then make them visible. Raises OSError, Unfit. ``gone``:
+        files that were replaced, or whose partition is now empty."""
 
 
 class PlainDataset:
-    """A directory of Parquet files; satisfies Dataset. Made by :func:`plain`."""
+    """A directory of Parquet files; satisfies Dataset. Created by :func:`plain`."""
 
     def __init__(self, path: Path, root: Path) -> None:
         self.root, self.former_root = root, path
@@ -258,7 +257,7 @@ class PlainDataset:
 
 
 def _files(path: Path) -> list[Path]:
-    """The files of a dataset, relative to it. Raises Unfit if anything else is there."""
+    """List a dataset's files, relative to it. Raises Unfit if anything else is there."""
     if not path.exists():
         return []
     found = [file.relative_to(path) for file in path.glob("**/*") if not file.is_dir()]
@@ -269,13 +268,12 @@ def _files(path: Path) -> list[Path]:
 
 
 LEFT: Final = "_left.csv"
-"""The file with the ids of messages that left since the export before. Readers of datasets ignore names that begin
-with an underscore."""
+"""Lists the ids of messages that left since the last export. Dataset readers ignore names with a leading underscore."""
 
 
 @contextmanager
 def plain(path: Path) -> Iterator[PlainDataset]:
-    """The dataset at ``path``, or a new one. Files without a commit are removed at the end. Raises OSError, Unfit."""
+    """Open the dataset at ``path``, or a new one. On exit, removes uncommitted files. Raises OSError, Unfit."""
     if path.exists() and not path.is_dir():
         raise Unfit(f"{path}: expected a directory, found a file")
     target = Path(os.path.realpath(path))
@@ -288,19 +286,19 @@ def plain(path: Path) -> Iterator[PlainDataset]:
         stack.callback(os.close, lock)
         if not _lock(lock, work):
             raise Unfit(f"{target}: another export is writing it")
-        stack.callback(shutil.rmtree, work, ignore_errors=True)  # After the commit the former state is in it.
-        for left in work.iterdir():  # By an export that was killed.
+        stack.callback(shutil.rmtree, work, ignore_errors=True)  # After the commit it contains the former state.
+        for left in work.iterdir():  # From an export that was killed.
             shutil.rmtree(left)
         new, other = work / "new", work / "other"
         new.mkdir(mode=0o700)
         other.mkdir(mode=0o700)
-        exchange(new, other)  # A file system without it is refused before the work.
+        exchange(new, other)  # Fails before the work if the file system cannot do this.
         other.rmdir()
         yield PlainDataset(target, new)
 
 
 def _lock(number: int, directory: Path) -> bool:
-    """Lock an open directory; False if another export has the lock, or removed the directory since."""
+    """Lock an open directory; False if another export has locked or removed it."""
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -312,7 +310,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Exchange two directories in one step. Raises OSError, and Unfit where the file system cannot do that."""
+    """Exchange two directories in one step. Raises OSError, and Unfit if the file system cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
         number = ctypes.get_errno()
@@ -322,8 +320,7 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def sync(directories: Iterable[Path]) -> None:
-    """Put the names of the files in these directories on the disk. A sync of a file need not include its name. Raises
-    OSError."""
+    """Sync these directories, because syncing a file need not include its name. Raises OSError."""
     for directory in directories:
         number = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -353,8 +350,8 @@ def writing() -> Iterator[None]:
 
 
 def write_left(root: Path, files: Iterable[Path], ids: IdBitset) -> int:
-    """Write the messages in ``files`` that are not among ``ids`` to a CSV file in ``root``. Returns their number. A
-    route is that of its directory, so a long one is shortened. Raises OSError, Unfit."""
+    """Write the messages in ``files`` that are not in ``ids`` to a CSV file in ``root``, and return their number.
+    Routes come from directory names, so long routes are shortened. Raises OSError, Unfit."""
     count = 0
     with replacing(root / LEFT, mode=0o600) as out:
         out.write(b"id,due_at,route\r\n")

@@ -1,7 +1,7 @@
 """A Delta table as the dataset of `delayer backlog export --format delta`. Needs the extra ``delta``.
 
-The files are those of audit/dataset.py. One commit to the table's log adds the new ones and removes the replaced ones.
-Removed files stay for readers of earlier versions, until the table's owner vacuums it.
+The files are those of audit/dataset.py. One commit to the table's log adds new files and removes replaced files.
+Removed files stay for readers of earlier versions until the table's owner vacuums it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PARTITIONED_BY: Final = pa.schema({"due_day": pa.date32(), "route": pa.string()}
 
 
 class DeltaDataset:
-    """Satisfies dataset.Dataset. Made by :func:`delta`."""
+    """Satisfies dataset.Dataset. Created by :func:`delta`."""
 
     def __init__(self, path: Path, *, bodies: bool) -> None:
         self.root = self.former_root = path
@@ -40,11 +40,11 @@ class DeltaDataset:
                 )
             found = pa.table(self._table.get_add_actions())
             for place in found["path"].to_pylist():
-                file = Path(unquote(place))  # The log has URLs.
+                file = Path(unquote(place))  # The log contains URLs.
                 self.former[str(file.parent)] = file
 
     def commit(self, kept: Iterable[Path], written: Mapping[Partition, Path], gone: Iterable[Path]) -> None:
-        """One commit to the log. Raises Unfit if another writer was faster."""
+        """Commit to the log. Raises Unfit if another writer committed first."""
         now_ms = time.time_ns() // 1_000_000
         added = [
             AddAction(
@@ -59,7 +59,7 @@ class DeltaDataset:
         ]
         removed = [RemoveAction(str(file), data_change=True, deletion_timestamp=now_ms) for file in gone]
         names = PARTITIONED_BY.names
-        # Only the directories of new files: a VACUUM may remove others meanwhile.
+        # Sync only the directories of new files, because a VACUUM may be removing others.
         sync({directory for path in written.values() for directory in path.parents[:3]})
         try:
             if self._table is None:
@@ -72,7 +72,7 @@ class DeltaDataset:
 
 @contextmanager
 def delta(path: Path, *, bodies: bool) -> Iterator[DeltaDataset]:
-    """The table at ``path``, or a new one. Raises OSError, Unfit."""
+    """Open the table at ``path``, or a new one. Raises OSError, Unfit."""
     path.mkdir(mode=0o700, parents=False, exist_ok=True)
     if not DeltaTable.is_deltatable(str(path)) and any(path.iterdir()):
         raise Unfit(f"{path}: expected a new directory or a Delta table of an earlier export")

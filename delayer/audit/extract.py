@@ -1,8 +1,7 @@
-"""The extract: the whole store, or a sample of it, as files of one instant; and the views over these files.
+"""The extract: the store, or a sample of it, as files of one instant, with views over these files.
 
-The job first writes the extract and then works on it, so that it holds the snapshot only while it reads. The extract
-has keys and destinations, but neither bodies nor headers. Its directory is for this user only, and is removed at the
-end.
+The job writes the extract first, so that it holds the snapshot only while it reads. The extract contains keys and
+destinations, but no bodies or headers. Only this user can read its directory, which is removed at the end.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from delayer.core.secret import SecretUrl
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-# While a replica streams, and has replayed all that it received, it is up to date. Otherwise it has come as far as the
-# last commit that it replayed, or the checkpoint that it started from.
+# A replica that is streaming and has replayed all it received is up to date. Otherwise it has reached the last commit
+# it replayed, or the checkpoint it started from.
 INSTANTS: Final = """
 SELECT floor(extract(epoch FROM now) * 1000)::bigint,
        floor(extract(epoch FROM least(now, reached)) * 1000)::bigint
@@ -48,7 +47,7 @@ SELECT l.number, l.owner,
 FROM lane AS l
 ORDER BY l.number
 """
-# Before the snapshot, so that no partition goes in between.
+# Taken before the snapshot, so that no partition is dropped in between.
 LOCK: Final = "LOCK TABLE message, held, message_key, lane, counter, segment IN ACCESS SHARE MODE"
 _LOCK_ALL: Final = LOCK.replace("segment", "segment, history")
 COUNTERS: Final = "SELECT lane, kind, n FROM counter ORDER BY lane, kind"
@@ -66,8 +65,8 @@ class LaneState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AuditedStore:
-    """What both audits know of one instant. ``now_ms``: the store's clock then; on a replica that is ``behind_ms``
-    behind, the instant that it had reached. ``counters``: by lane and kind."""
+    """What both audits read at one instant. ``now_ms``: the store's clock then; on a replica that lags by
+    ``behind_ms``, the instant it had reached. ``counters``: by lane and kind."""
 
     now_ms: int
     lanes: tuple[LaneState, ...]
@@ -76,14 +75,14 @@ class AuditedStore:
 
     @classmethod
     def of(cls, instants: Sequence[Any], lanes: Sequence[Any], counters: Sequence[Any]) -> AuditedStore:
-        """From the rows of INSTANTS, LANES and COUNTERS."""
+        """Build from the rows of INSTANTS, LANES and COUNTERS."""
         [(now_ms, reached_ms)] = instants
         counted = {(lane, kind): n for lane, kind, n in counters}
         return AuditedStore(reached_ms, tuple(LaneState(*row) for row in lanes), counted, now_ms - reached_ms)
 
 
 class HeldSnapshot(NamedTuple):
-    """A snapshot for others to read on by its ``id``; the small tables on it; and names of ``empty`` tables."""
+    """A snapshot that other sessions read by its ``id``, with the small tables, and the names of ``empty`` tables."""
 
     id: str
     store: AuditedStore
@@ -92,7 +91,7 @@ class HeldSnapshot(NamedTuple):
 
 @contextmanager
 def hold_snapshot(url: SecretUrl) -> Iterator[HeldSnapshot]:
-    """Take the snapshot and keep it until the end of the block. Raises StoreLost."""
+    """Take a snapshot and keep it until the block ends. Raises StoreLost."""
     from delayer.audit.connection import reading  # noqa: PLC0415 - needs the extra
 
     with reading(url, _LOCK_ALL, 1 << 20) as own:
@@ -103,7 +102,7 @@ def hold_snapshot(url: SecretUrl) -> Iterator[HeldSnapshot]:
 
 
 _NAME: Final = "delayer-audit-"
-"""The beginning of the name of an extract's directory."""
+"""Prefix of an extract's directory name."""
 Watch = Callable[[str], AbstractContextManager[None]]
 """Shows the progress of a block under a name."""
 
@@ -115,9 +114,9 @@ _SAID: Final = {
     "message_key": "reading keys",
     "history": "reading the history",
 }
-"""The name of the reading of each relation (source.RELATIONS) in the progress."""
+"""What the progress calls the reading of each relation (source.RELATIONS)."""
 _SAMPLED: Final = ("message", "segment_message")
-"""Relations of which a sample reads a share only."""
+"""Relations that a sample reads only in part."""
 
 _COLUMNS: Final = (
     "id, lane, due_ms, kind, segment, route, to_exchange, to_key, key, size, faults, fingerprint, retry_ms"
@@ -126,14 +125,15 @@ _MESSAGES: Final = (
     f"SELECT {_COLUMNS} FROM message UNION ALL SELECT {_COLUMNS} FROM held"
     f" UNION ALL SELECT {_COLUMNS} FROM segment_message WHERE id IS NOT NULL"
 )
-"""The view ``messages``: all messages, those that wait, that are held, and that are in segments."""
+"""The view ``messages``: all messages, whether waiting, held or in segments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extract(AuditedStore):
-    """The store of one instant: values that the driver read, and views of files with the rest. All of it comes from one
-    snapshot, so its figures agree. ``sample``: the share of the pages of ``message`` and of the segments that was read,
-    0 < sample <= 1. Below 1 the audit does not check sums, dangling keys and repeats.
+    """The store at one instant: values that the driver read, and views of files with the rest, all from one snapshot.
+
+    ``sample``: the share of the pages of ``message`` and of the segments that was read, 0 < sample <= 1. Below 1 the
+    audit skips sums, dangling keys and repeats.
     """
 
     spark: SparkSession
@@ -144,19 +144,19 @@ class Extract(AuditedStore):
         return self.sample >= 1.0
 
     def rows(self, sql: str) -> list[Any]:
-        """The few rows of a query over the views. Spark's errors pass."""
+        """Run a query with few rows over the views. Lets Spark's errors pass."""
         return self.spark.sql(sql).collect()
 
 
 def show(spark: SparkSession, files: Mapping[str, DataFrame]) -> None:
-    """Make a view of each relation, and ``messages``."""
+    """Create a view of each relation, and ``messages``."""
     for name, frame in files.items():
         frame.createOrReplaceTempView(name)
     spark.sql(_MESSAGES).createOrReplaceTempView("messages")
 
 
 def show_empty(spark: SparkSession) -> None:
-    """Make the views without rows."""
+    """Create the views without rows."""
     from pyspark.sql.pandas.types import from_arrow_schema  # noqa: PLC0415  (needs the extra)
 
     from delayer.audit import source  # noqa: PLC0415
@@ -169,10 +169,8 @@ def show_empty(spark: SparkSession) -> None:
 
 @contextmanager
 def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[str]:
-    """A fresh directory below ``work`` (a path, or a URL of shared storage), for this user only, removed at the end.
-
-    ``work`` None means the system's directory for temporary files. A URL needs ``spark``.
-    """
+    """Create a directory below ``work`` (a path, or a URL of shared storage) for this user only; remove it on exit.
+    ``work`` None means the system's temporary directory. A URL needs ``spark``."""
     if work is None or not urlsplit(work).scheme:
         if work is not None:
             Path(work).mkdir(parents=True, exist_ok=True)
@@ -180,7 +178,7 @@ def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[s
             try:
                 yield Path(made).as_uri()
             except (SystemExit, KeyboardInterrupt):
-                # Running tasks would make the directory again after its removal.
+                # Running tasks would recreate the directory after its removal.
                 if spark is not None:
                     sessions.end_machine(spark)
                 raise
@@ -190,17 +188,14 @@ def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[s
     path = hadoop.Path(url)
     files = path.getFileSystem(spark._jsc.hadoopConfiguration())
     try:
-        files.mkdirs(path, hadoop.permission.FsPermission("700"))  # File systems without permissions ignore that.
+        files.mkdirs(path, hadoop.permission.FsPermission("700"))  # Ignored by file systems without permissions.
         yield url
     finally:
         files.delete(path, True)
 
 
 def take(spark: SparkSession, url: SecretUrl, place: str, watch: Watch, *, sample: float = 1.0) -> Extract:
-    """Write the extract into ``place`` (a URL of a directory).
-
-    Raises StoreLost; Spark's errors, see tasks.translated.
-    """
+    """Write the extract into ``place`` (a directory URL). Raises StoreLost; for Spark's errors see tasks.translated."""
     from pyspark.sql.pandas.types import from_arrow_schema  # noqa: PLC0415  (needs the extra)
 
     from delayer.audit import source  # noqa: PLC0415

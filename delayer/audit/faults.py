@@ -1,7 +1,5 @@
-"""The faults that an audit finds, and the next step for each. Pure.
-
-The text of a fault ends the subject of its finding, where a subject names a fault at all.
-"""
+"""The faults that an audit finds, and the next step for each. Pure. If a finding's subject names a fault, the subject
+ends with the fault's text."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ PARTITION: Final = "it is due outside its partition"
 
 OVERDUE: Final = "overdue"
 PACED: Final = "paced"
-"""Overdue rows of a route with ``max_rate`` count apart, because an operator limited their rate."""
+"""Overdue rows of a route with ``max_rate``, counted separately because an operator limited their rate."""
 UNTRIED: Final = "held, and not tried again in time"
 UNKNOWN_LANE: Final = "not in the table of lanes"
 UNOWNED: Final = "no owner, and messages are due"
@@ -120,4 +118,4 @@ NEXT: Final[Mapping[str, str]] = {
     "closed": "The exchange is internal, so nobody may publish to it. Declare another one, or cancel the messages.",
     "alternate": "Only the alternate exchange takes them. Bind a queue with this key, unless that is meant.",
 }
-"""By fault; by the broker's verdict (broker.route_check.Verdict) for destinations."""
+"""By fault; for destinations, by the broker's verdict (broker.route_check.Verdict)."""

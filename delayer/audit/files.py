@@ -14,10 +14,10 @@ _OPEN_ALREADY = ("/dev/fd/", "/dev/std", "/proc/")
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o666) -> Iterator[IO[bytes]]:
-    """A file that replaces ``path`` when it is completely written. On an error the previous file stays.
+    """Yield a file that replaces ``path`` once completely written. On an error the previous file stays.
 
-    It follows a symlink. It writes straight into a pipe, a device, or a file that this process has open already.
-    ``mode`` is subject to the umask. Raises OSError.
+    Follows a symlink. Writes directly to a pipe, a device, or a file that this process already has open. ``mode`` is
+    subject to the umask. Raises OSError.
     """
     if path.is_block_device():
         raise OSError(errno.EINVAL, "expected a file, a pipe or a character device, found a disk")

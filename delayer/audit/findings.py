@@ -1,12 +1,12 @@
-"""The findings of an audit, and the report around them. Pure values that go to JSON.
+"""The findings of an audit, and the report around them. Pure values that convert to JSON.
 
 Sizes (``size``) are bytes of bodies and properties, instants epoch milliseconds.
 
-A *violation* is a broken promise, or one that will break when the message is due. It makes `delayer audit` exit with 1.
-A *warning* is worth a look and may be right as it is. docs/backlog.md says which is which.
+A *violation* is a promise that is broken, or will be when the message is due; `delayer audit` then exits with 1. A
+*warning* deserves a check but may be fine. docs/backlog.md says which is which.
 
-Names that came over AMQP are bytes and need not be UTF-8. They travel through JSON by ``surrogateescape``, and
-:func:`as_text` makes them fit to print.
+Names from AMQP are bytes that need not be UTF-8. JSON carries them by ``surrogateescape``, and :func:`as_text` makes
+them printable.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any, Final, Literal
 
 Severity = Literal["violation", "warning"]
 VERSION: Final = 1
-"""The version of the JSON form."""
+"""Version of the JSON format."""
 
 
 WAITING, HELD, PACKED = "waiting", "held", "segment"
-"""Kinds of messages: a row of ``message``, a row of ``held``, inside a segment."""
+"""Kinds of messages: a row of ``message``, a row of ``held``, part of a segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding. ``subject``: the place, such as "lane 3". ``count``: its messages or keys.
-    ``first_due_ms``: the due instant of its first message, epoch ms. ``details``: JSON values; ``details["examples"]``
-    are some ids of messages. ``next``: the next step for a person, with commands between backticks."""
+    """A finding. ``subject``: the place, such as "lane 3". ``count``: its messages or keys. ``first_due_ms``: the due
+    instant of its first message, epoch ms. ``details``: JSON values; ``details["examples"]`` lists some message ids.
+    ``next``: the operator's next step, with commands in backticks."""
 
     rule: str
     severity: Severity
@@ -42,8 +42,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class LaneFigures:
-    """One lane. ``alive``: None if unknown, because a replica does not see the locks. ``counters`` has every kind.
-    ``waiting`` and ``held``: rows counted one by one. ``packed``: live messages in its segments."""
+    """A lane. ``alive``: None if unknown, because a replica does not show locks. ``counters`` has every kind.
+    ``waiting``, ``held``: rows counted one by one. ``packed``: live messages in its segments."""
 
     number: int
     owner: str
@@ -56,8 +56,8 @@ class LaneFigures:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums of the whole store. ``expected``: waiting messages by the counters (the law of conservation). ``waiting``:
-    rows found. ``packed``: live messages in ``segments``. ``size``: bytes of all their bodies and properties.
+    """Totals of the store. ``expected``: waiting messages by the counters (the law of conservation). ``waiting``: rows
+    found. ``packed``: live messages in ``segments``. ``size``: bytes of all their bodies and properties.
     ``packed_bytes``: bytes of the segments as stored."""
 
     waiting: int
@@ -74,8 +74,8 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar of the histogram of due times: ``width_ms`` from ``start_ms`` on. ``unread``: those of its messages in
-    segments that do not read back. Their hours are estimates by the segments' headers."""
+    """A histogram bar of due times: ``width_ms`` from ``start_ms`` on. ``unread``: its messages in unreadable segments,
+    whose hours are estimated from the segments' headers."""
 
     start_ms: int
     width_ms: int
@@ -97,10 +97,10 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The messages of one route, or of one destination (then ``to_exchange`` and ``to_key`` are set).
+    """The messages of a route, or of a destination (then ``to_exchange`` and ``to_key`` are set).
 
-    ``verdict``: a ``Verdict`` (broker.route_check), how the broker would treat them now. ``way``: the route, or the
-    reason; empty without an answer of the broker (audit.rules).
+    ``verdict``: how the broker would treat them now (broker.route_check.Verdict). ``way``: the route, or the reason;
+    empty without an answer from the broker (audit.rules).
     """
 
     messages: int
@@ -116,8 +116,8 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Calendar:
-    """The forecast. Minutes and hours cover the near future (audit.coming), days everything. Routes and destinations
-    with the most messages are listed; ``…_more`` is the number of the others."""
+    """The forecast. Minutes and hours cover the near future (audit.coming), days everything. Lists the largest routes
+    and destinations; ``…_more`` counts the rest."""
 
     release_rate: float
     minutes: tuple[Bar, ...] = ()
@@ -131,15 +131,14 @@ class Calendar:
 
 
 PastRow = Mapping[str, Any]
-"""A row of a query over the history, as docs/backlog.md has it."""
+"""A row of a query over the history, as in docs/backlog.md."""
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """The history from ``first_ms`` to ``last_ms`` (audit.past). ``whole``: all of it. ``hours``: of the last month.
-    ``routes``: the largest, each with its whole and its hours. ``capacity``: the most that was released and the most
-    that is due within some widths. ``worse``: destinations that got worse. ``odd``: those with delays that look wrong.
-    """
+    """The history from ``first_ms`` to ``last_ms`` (audit.past). ``whole``: all of it. ``hours``: the last month's.
+    ``routes``: the largest, each with its whole and its hours. ``capacity``: the largest numbers released and due, by
+    width of time. ``worse``: destinations that got worse. ``odd``: destinations with suspicious delays."""
 
     first_ms: int
     last_ms: int
@@ -153,8 +152,8 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class RuleRun:
-    """A rule and the numbers of its findings. ``skipped``: why it was not run, or empty. ``unlisted``: its findings
-    beyond the bound for each rule, which the report leaves out."""
+    """A rule and the numbers of its findings. ``skipped``: why it did not run, or empty. ``unlisted``: findings that
+    the report leaves out because it limits their number per rule."""
 
     rule: str
     violations: int
@@ -164,7 +163,7 @@ class RuleRun:
 
 
 def run_of(rule: str, found: Iterable[Finding], skipped: str = "") -> tuple[RuleRun, list[Finding]]:
-    """The line of a rule among the rules, and the findings that a report lists: a hundred, violations first."""
+    """Build a rule's line and the findings that a report lists: at most a hundred, violations first."""
     ordered = sorted(found, key=lambda one: (one.severity == "warning", -one.count, one.subject))
     violations = sum(one.severity == "violation" for one in ordered)
     listed = ordered[:100]
@@ -173,10 +172,10 @@ def run_of(rule: str, found: Iterable[Finding], skipped: str = "") -> tuple[Rule
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """An audit. ``store_now_ms``: the store's clock at the snapshot; on a replica that was ``behind_ms`` behind, the
-    instant that it had reached. ``sample``: the share of rows read (None: all). ``seconds``: the time that the audit
-    took. ``quick``: by counters, indexes and headers (audit.quick); sizes, routes and destinations are estimates.
-    ``past``: what the history tells; None without one."""
+    """An audit. ``store_now_ms``: the store's clock at the snapshot; on a replica that lags by ``behind_ms``, the
+    instant it had reached. ``sample``: the share of rows read; None means all. ``seconds``: the audit's duration.
+    ``quick``: based on counters, indexes and headers (audit.quick), with sizes, routes and destinations estimated.
+    ``past``: None without history."""
 
     store_now_ms: int
     seconds: float
@@ -200,5 +199,5 @@ class AuditReport:
         return sum(run.warnings for run in self.rules)
 
     def to_json(self) -> str:
-        """ASCII JSON on one line."""
+        """Format as ASCII JSON on one line."""
         return json.dumps(asdict(self), default=lambda name: name.decode("utf-8", "surrogateescape"))

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of an audit. ``broker``, ``management``: where to ask about destinations. ``work``: a path,
-    or a URL of shared storage. ``sample``: the share of the store to read, above 0 and up to 1. ``release_rate``:
-    messages a second. ``restored_ms``: how long before its first due instant a segment must be restored. ``paced``:
-    messages a second of each limited route. ``own_rules``: the users', for the deep audit."""
+    """The options of an audit. ``broker``, ``management``: where to check destinations. ``work``: a path, or a URL of
+    shared storage. ``sample``: the share of the store to read, above 0 and up to 1. ``release_rate``: messages per
+    second. ``restored_ms``: how long before its first due instant a segment must be restored. ``paced``: messages per
+    second of each limited route. ``own_rules``: the users' rules, for the deep audit."""
 
     store: SecretUrl
     broker: SecretUrl | None = None
@@ -48,23 +48,22 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """A finished audit. ``remarks``: why questions have no answer, for people."""
+    """A finished audit. ``remarks``: why some destinations have no verdict, human-readable."""
 
     report: AuditReport
     remarks: tuple[str, ...] = ()
 
 
 def check(options: Options) -> None:
-    """Check before a JVM starts that the store can be read and has our schema. Raises StoreLost, BadStoreUrl,
-    SchemaOutdated."""
+    """Check, before a JVM starts, that the store is usable. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
     if wrong := schema.outdated(asyncio.run(setup.schema_of(options.store.reveal()))):
         raise wrong
 
 
 def run(spark: SparkSession, options: Options, say: Say) -> Audited:
-    """One audit. Raises StoreLost, JobMisused, JobFailed."""
+    """Run one audit. Raises StoreLost, JobMisused, JobFailed."""
     began = time.monotonic()
-    sessions.check_work(spark.sparkContext.master, options.work)  # Only now is spark-submit's master known.
+    sessions.check_work(spark.sparkContext.master, options.work)  # spark-submit's master is unknown until now.
     watching = StageWatcher(spark, say)
     if options.own_rules:
         extract.show_empty(spark)
@@ -76,10 +75,10 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
         with watching("reading the past"):
             report = replace(report, past=past.told(store, report.calendar))
         with watching("gathering destinations"):
-            # The broker is asked about 100,000 destinations at most, the soonest due.
+            # Check at most 100,000 destinations, soonest due first.
             targets = coming.targets(store, 100_000)
         if threading.current_thread() is threading.main_thread():
-            # With PySpark's handler of Ctrl-C, asyncio could not cancel its task.
+            # With PySpark's Ctrl-C handler, asyncio could not cancel its task.
             signal.signal(signal.SIGINT, signal.default_int_handler)
         report, remarks = asked(report, targets, options)
     return Audited(replace(report, seconds=round(time.monotonic() - began, 3)), remarks)
@@ -88,8 +87,7 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
 def asked(
     report: AuditReport, targets: list[CheckedTarget], options: Options, unseen: Iterable[str] = ()
 ) -> tuple[AuditReport, tuple[str, ...]]:
-    """The report with the broker's answers, and the reasons why some are missing. ``unseen``: the destinations that are
-    not among ``targets``."""
+    """Add the broker's verdicts; also return why some are missing. ``unseen``: destinations not in ``targets``."""
     from delayer.broker import route_check  # noqa: PLC0415 - only with a broker
 
     if options.broker is None:

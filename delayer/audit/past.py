@@ -1,5 +1,5 @@
-"""Reports from the history: lateness by route and hour, the largest numbers of releases against the forecast,
-destinations that get worse, and delays that a publisher may have given in the wrong unit."""
+"""Reports from the history: lateness by route and hour, peak releases against the forecast, destinations that get
+worse, and delays that a publisher may have set in the wrong unit."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from delayer.audit.findings import Bar, Calendar, Past, PastRow
 from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
 
 HOURS: Final = 31 * 24
-"""The report has the hours of this span before the snapshot, for all routes together and for each listed route."""
+"""Hours before the snapshot that the report covers, for all routes together and for each listed route."""
 ROUTES: Final = 10
-"""The report lists so many routes at most, those with most messages."""
+"""Maximum number of routes in the report, largest first."""
 LISTED: Final = 20
-"""Each list has so many destinations at most."""
+"""Maximum number of destinations per list."""
 FEWEST: Final = 20
-"""Two spans of a destination are compared if each has so many messages that were released or held."""
+"""Compare two spans of a destination only if each has this many released or held messages."""
 
-# Only a released message has a lateness. A message that was released early counts as on time.
+# Only a released message has a lateness. One released early counts as on time.
 _FIGURES: Final = """
 count_if(what = 'released') AS released, count_if(what = 'held') AS held, count_if(what = 'cancelled') AS cancelled,
 coalesce(percentile_approx(late, 0.5), 0) AS p50_ms, coalesce(percentile_approx(late, 0.99), 0) AS p99_ms,
@@ -32,7 +32,7 @@ _ROWS: Final = f"""
 
 
 def told(store: Extract, forecast: Calendar) -> Past | None:
-    """The report of the extract's history; None if the history has no rows. Spark's errors pass."""
+    """Report on the extract's history; None if it has no rows. Lets Spark's errors pass."""
     whole = _rows(store, f"SELECT min(at_ms) AS start_ms, {_FIGURES}, max(at_ms) AS last_ms FROM {_ROWS}")[0]
     first_ms, last_ms = whole["start_ms"], whole.pop("last_ms")
     if first_ms is None:
@@ -71,7 +71,7 @@ def _rows(store: Extract, sql: str) -> list[dict[str, Any]]:
 
 
 def _capacity(store: Extract, forecast: Calendar, width: int) -> PastRow:
-    """The largest number of messages released, and the largest number due, within one span of ``width`` ms."""
+    """Find the most messages released, and the most due, within a span of ``width`` ms."""
     rows = store.rows(f"""
         SELECT at_ms - pmod(at_ms, {width}) AS start_ms, count(*) AS messages FROM history WHERE what = 'released'
         GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT 1""")
@@ -84,8 +84,8 @@ def _capacity(store: Extract, forecast: Calendar, width: int) -> PastRow:
     }
 
 
-# Destinations whose last day is worse than the time before it. Their share of held messages doubled and is 1 % at
-# least, or their 99th percentile of lateness doubled and is a second at least.
+# Destinations whose last day is worse than before: their share of held messages doubled and is at least 1 %, or their
+# 99th percentile of lateness doubled and is at least a second.
 _WORSE: Final = f"""
 WITH spans AS (
     SELECT to_exchange, to_key, at_ms >= {{}} AS recent, {_FIGURES}
@@ -101,8 +101,8 @@ SELECT * FROM told
 WHERE held_now >= greatest(0.01, 2 * held_before) OR p99_now_ms >= greatest(1000, 2 * p99_before_ms)
 ORDER BY messages DESC, to_exchange, to_key LIMIT {LISTED}
 """
-# Destinations with delays that are a thousandth of the route's median (seconds in a field of milliseconds), or a
-# thousand times the median, within a factor of two. A route with a median below a second is left out.
+# Destinations whose delays are a thousandth of the route's median (seconds in a milliseconds field), or a thousand
+# times the median, within a factor of two. Skips routes with a median below a second.
 _ODD: Final = f"""
 WITH known AS (SELECT * FROM history WHERE delay_ms > 0),
 usual AS (SELECT route, percentile_approx(delay_ms, 0.5) AS usual_ms FROM known GROUP BY route),

@@ -1,7 +1,7 @@
-"""The quick audit: a store judged without Spark, by counters, indexes, headers of segments and a sample of its pages.
+"""The quick audit: judges a store without Spark, by counters, indexes, segment headers and a sample of its pages.
 
-It reads the primary key of ``message`` once, for exact numbers by lane and hour. A sample of pages gives destinations
-and sizes. It checks no byte of a message and unpacks no segment. All of it is of one snapshot.
+It scans the primary key of ``message`` once for exact numbers by lane and hour, and samples pages for destinations and
+sizes. It does not check message bytes or unpack segments. Everything comes from one snapshot.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ SELECT c.relname, pg_get_expr(c.relpartbound, c.oid), pg_relation_size(c.oid) / 
 FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid WHERE i.inhparent = 'message'::regclass
 """
 _HELD_PAGES: Final = "SELECT pg_relation_size('held') / current_setting('block_size')::bigint"
-# Partition {0} has a day's name, but not that day's bounds {1} and {2}. Misplaced are its rows of other days, and the
-# day's rows in the default partition.
+# Partition {0} is named after a day but lacks that day's bounds {1} and {2}. Its rows of other days are misplaced, and
+# so are the day's rows in the default partition.
 _MISPLACED: Final = f"""
 SELECT concat('lane ', lane, ', {WAITING}: {faults.PARTITION}'), count(*), min(due_at) FROM (
     SELECT lane, due_at FROM {{0}} WHERE NOT (due_at >= '{{1}}' AND due_at < '{{2}}')
@@ -52,14 +52,14 @@ _FAULTS: Final = (faults.MARKED, faults.LATE, faults.NEWER, faults.DUE, faults.N
 
 
 class _Record(asyncpg.Record):  # type: ignore[misc]  # the driver has no types
-    """A row with its columns as attributes, as Spark's rows have them."""
+    """A row with its columns as attributes, like Spark's rows."""
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
 
 
 def run(options: Options) -> Audited:
-    """One audit. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
+    """Run one audit. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
     began = time.monotonic()
     report, targets, unseen = asyncio.run(_judged(options))
     report, remarks = job.asked(report, targets, options, unseen)
@@ -67,7 +67,7 @@ def run(options: Options) -> Audited:
 
 
 async def _judged(options: Options) -> tuple[AuditReport, list[CheckedTarget], list[str]]:
-    """The report, the destinations to ask the broker about, and words for destinations outside of these."""
+    """Return the report, the destinations to check on the broker, and a description of destinations left out."""
     patience = {"statement_timeout": "0", "lock_timeout": "30s"}
     async with (
         looking(options.store.reveal(), "audit", "delayer audit", patience) as connection,
@@ -78,7 +78,7 @@ async def _judged(options: Options) -> tuple[AuditReport, list[CheckedTarget], l
 
 
 async def _judge(rows: Any, options: Options) -> tuple[AuditReport, list[CheckedTarget], list[str]]:
-    """``rows`` gives the rows of a statement on the snapshot. Raises the driver's errors."""
+    """Audit one snapshot. ``rows`` runs a statement on it. Raises the driver's errors."""
     store = AuditedStore.of(*[await rows(sql) for sql in (extract.INSTANTS, extract.LANES, extract.COUNTERS)])
     reached_ms = store.now_ms
     counted, segments, partitions = await rows(read("audit_places")), await rows(_SEGMENTS), await rows(_PARTITIONS)
@@ -86,7 +86,7 @@ async def _judge(rows: Any, options: Options) -> tuple[AuditReport, list[Checked
     figures = rules.figures_of(store, places, {row.lane: row.messages for row in places if row.kind == PACKED})
     totals = rules.totals_of(figures, places, segments)
 
-    # The sample has at most 10,000 pages (8 KB) of waiting rows, and as many of held rows. Its last row is the sum.
+    # Sample at most 10,000 pages (8 KB) of waiting rows, and as many of held rows. The sample's last row is the sum.
     [(held_pages,)] = await rows(_HELD_PAGES)
     shares = [min(10_000 / max(pages, 1), 1.0) for pages in (sum(pages for *_, pages in partitions), held_pages)]
     *sample, whole = await rows(read("audit_sample"), *shares)
@@ -140,7 +140,7 @@ async def _judge(rows: Any, options: Options) -> tuple[AuditReport, list[Checked
 
 
 async def _misplaced(rows: Any, partitions: Iterable[Any]) -> list[Any]:
-    """Rows outside the partition of their day, by lane, as Finding takes them: subject, messages, first due instant."""
+    """Find rows outside their day's partition, by lane: subject, messages, first due instant, as Finding takes them."""
     found: list[Any] = []
     for name, bound, _ in partitions:
         day = day_of(name)
@@ -150,11 +150,8 @@ async def _misplaced(rows: Any, partitions: Iterable[Any]) -> list[Any]:
 
 
 async def _slots(rows: Any, hours: Mapping[int, int], now_ms: int, rate: float) -> dict[int, Counter[int]]:
-    """Messages by minute of the near future, and by minute and second of each hour that may have a peak.
-
-    A peak takes over a minute longer than its width (coming.peaks). An hour has none if all its
-    messages take a minute at most.
-    """
+    """Count messages by minute of the near future, and by minute and second of each hour that may have a peak. A peak
+    takes over a minute longer than its width (coming.peaks), so an hour that drains within a minute has none."""
     found: dict[int, Counter[int]] = {1_000: Counter(), MINUTE_MS: Counter()}
     busy = [hour for hour, messages in hours.items() if messages > 60 * rate]
     wanted = [(width, hour, hour + HOUR_MS) for hour in busy for width in found]
@@ -166,7 +163,7 @@ async def _slots(rows: Any, hours: Mapping[int, int], now_ms: int, rate: float) 
 def _forecast(
     now_ms: int, rate: float, due: Mapping[int, Mapping[int, int]], mean: float, destinations: list[Share]
 ) -> Calendar:
-    """The forecast from ``due``: numbers of messages by width and start. ``mean``: bytes of a message."""
+    """Build the forecast from ``due``: message counts by width and start. ``mean``: bytes per message."""
     slots = {}
     for width in sorted(due):
         fullest = sorted(due[width].items(), key=lambda slot: (-slot[1], slot[0]))

@@ -1,4 +1,4 @@
-"""The audit on a terminal or in a journal: first the findings, then the forecast, then the destinations."""
+"""The audit on a terminal or in a journal: the findings, then the forecast, then the destinations."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from delayer.core.readable import away, counted, duration, instant, size
 
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _ALWAYS: Final = ("parked", "released", "cancelled", "held", "waiting")
-"""The numbers of lanes that are shown even if all of them are 0."""
+"""Columns of the lanes that are shown even if all their values are 0."""
 _STYLES: Final = {"good": "green", "warn": "yellow", "bad": "bold red", "": "dim"}
 
 
 def show(report: AuditReport, console: Console) -> None:
-    """Print ``report``. No name is read as markup, and no invisible character reaches the terminal."""
+    """Print ``report``. Names are never parsed as markup, and invisible characters never reach the terminal."""
     _findings(report, console)
     _coming(report, console)
     _destinations(report, console)
@@ -47,7 +47,7 @@ def _findings(report: AuditReport, console: Console) -> None:
     for severity, told, step, found, unlisted in words.groups(report):
         style = "bold red" if severity == "violation" else "yellow"
         console.print(Text.assemble((f"{counted(len(found), severity)}: ", style), (told.title, "bold")))
-        # Ten findings of each rule are printed. The page, the JSON and the Parquet files have all of them.
+        # Print ten findings per rule. The page, the JSON and the Parquet files list the rest.
         for one in found[:10]:
             _finding(one, report.store_now_ms, console)
         if rest := len(found[10:]) + unlisted:
@@ -96,7 +96,7 @@ def _coming(report: AuditReport, console: Console) -> None:
 
 
 def sparkline(hours: Sequence[Bar], now_ms: int) -> str:
-    """The next 48 hours, one character each; empty if nothing is due in them."""
+    """Draw the next 48 hours, one character each; empty if nothing is due in them."""
     first = now_ms // 3_600_000
     counts = [0] * 48
     for bar in hours:
@@ -106,7 +106,7 @@ def sparkline(hours: Sequence[Bar], now_ms: int) -> str:
     top = max(counts)
     if not top:
         return ""
-    # Rounded up, so that every due message shows.
+    # Round up, so that every due message shows.
     return "".join(_BLOCKS[-(-count * (len(_BLOCKS) - 1) // top)] for count in counts)
 
 
@@ -170,7 +170,7 @@ def _lanes(report: AuditReport, console: Console) -> None:
         | {"held": lane.held, "waiting": lane.waiting, "in segments": lane.packed}
         for lane in report.lanes
     ]
-    # Without a compaction the table fits a terminal of 80 columns.
+    # Without a compaction the table fits an 80-column terminal.
     shown = [kind for kind in counts[0] if kind in _ALWAYS or any(one[kind] for one in counts)]
     table = _table("lane", "owner", "", *shown, right=(0, *range(3, len(shown) + 3)))
     for lane, one in zip(report.lanes, counts, strict=True):

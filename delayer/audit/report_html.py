@@ -1,7 +1,7 @@
-"""The audit as one page without scripts and requests. It can be read offline, on paper and on a telephone.
+"""The audit as one page without scripts or requests, readable offline, on paper and on a phone.
 
-Exchanges, keys and routes come over AMQP, so their bytes are not ours. ``words.name`` removes everything that does not
-print, the template escapes the rest, and the page's policy forbids scripts.
+Exchanges, keys and routes come over AMQP, so we do not control their bytes. ``words.name`` removes everything
+unprintable, the template escapes the rest, and the page's policy forbids scripts.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ _HELPERS: Final = (
 
 
 LATE_ROUTES: Final = 5
-"""Routes with a chart of their lateness."""
+"""Maximum number of routes with a lateness chart."""
 
 
 def page(report: AuditReport) -> str:
-    """The report as a page of HTML."""
     most = max((one.messages for one in report.calendar.destinations), default=1)
     return _template().render(
         report=report,
@@ -70,13 +69,13 @@ def _template() -> Template:
 
 
 def _code(text: str) -> Markup:
-    """Text between backticks as code; all of it escaped."""
+    """Mark up text in backticks as code; escape everything."""
     parts = [escape(part) for part in text.split("`")]
     return Markup("").join(Markup(f"<code>{part}</code>") if n % 2 else part for n, part in enumerate(parts))
 
 
 class Chart(NamedTuple):
-    """Bars over time. ``told``: the same in words. ``first``, ``last``: the labels at the ends of the axis."""
+    """Bars over time. ``told``: the chart's content as text. ``first``, ``last``: labels at the ends of the axis."""
 
     title: str
     told: str
@@ -94,7 +93,7 @@ def _charts(report: AuditReport) -> Iterator[Chart]:
 
 
 def _past_charts(past: Past) -> Iterator[Chart]:
-    """Releases and lateness of each hour, and the lateness of the largest routes."""
+    """Chart the releases and lateness of each hour, and the lateness of the largest routes."""
     series = [("Released per hour", past.hours, "released"), ("Held per hour", past.hours, "held")]
     series += [("Lateness per hour, p99", past.hours, "p99_ms")]
     routes = past.routes[:LATE_ROUTES] if len(past.routes) > 1 else ()
@@ -108,8 +107,7 @@ def _past_charts(past: Past) -> Iterator[Chart]:
 def chart(
     title: str, bars: Sequence[Bar], now_ms: int, room: int = 240, say: Callable[[int], str] = "{:,}".format
 ) -> Chart:
-    """A chart of at most ``room`` bars. Each bar shows the highest value of its slots, so that no peak is lost.
-    ``say``: a value in words."""
+    """Draw at most ``room`` bars, each as high as its highest slot, so peaks stay visible. ``say`` formats a value."""
     width, start = bars[0].width_ms, bars[0].start_ms
     slots = (bars[-1].start_ms - start) // width + 1
     together = -(-slots // room)
@@ -140,5 +138,5 @@ def chart(
 
 
 def _off(lane: LaneFigures) -> int:
-    """The number of messages that are missing (negative) or too many by the law of conservation."""
+    """Count the messages missing (negative) or surplus by the law of conservation."""
     return lane.waiting - waiting({**lane.counters, "held": lane.held})

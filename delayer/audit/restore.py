@@ -1,7 +1,5 @@
-"""`delayer restore`: segments become rows again, in bulk, without waiting for the daemons to do it.
-
-A few sessions restore one segment after the other into the lane that it came from, and notify the lane's owner.
-"""
+"""`delayer restore`: turn segments back into rows, in bulk, without waiting for the daemons to do it. A few sessions
+restore segments into the lanes they came from, and notify the lanes' owners."""
 
 from __future__ import annotations
 
@@ -26,11 +24,11 @@ from delayer.store.segments.catalog import SegmentEntry
 from delayer.store.session import looking
 
 SESSIONS: Final = 4
-"""At work at once. Each has one segment in memory, some 30 MB."""
+"""Concurrent sessions. Each has one segment in memory, about 30 MB."""
 
 
 class RestorePlan(NamedTuple):
-    """The segments to restore, soonest first. ``now_ms``: by the store's clock, epoch milliseconds."""
+    """The segments to restore, soonest first. ``now_ms``: the store's clock, epoch milliseconds."""
 
     now_ms: int
     segments: Sequence[SegmentEntry]
@@ -53,8 +51,7 @@ class RestoreResult:
 
 
 async def plan(url: str, within_ms: int | None) -> RestorePlan:
-    """The segments that are due within ``within_ms`` from now, or all. Raises StoreLost, BadStoreUrl,
-    SchemaOutdated."""
+    """Plan to restore segments due within ``within_ms`` (None: all). Raises StoreLost, BadStoreUrl, SchemaOutdated."""
     async with looking(url, "plan", "delayer restore plan") as connection:
         now_ms = await connection.fetchval("SELECT statement_timestamp()")
         before = None if within_ms is None else now_ms + within_ms
@@ -62,10 +59,8 @@ async def plan(url: str, within_ms: int | None) -> RestorePlan:
 
 
 async def run(url: str, planned: RestorePlan, say: Say) -> RestoreResult:
-    """Restore the ``planned`` segments, until the store is lost. ``say`` hears the progress in segments.
-
-    Each segment is one transaction: an interruption leaves none half restored. Raises StoreLost, without pyarrow too.
-    """
+    """Restore the ``planned`` segments, one per transaction, until done or the store is lost. ``say`` gets the progress
+    in segments. Raises StoreLost, even without pyarrow."""
     if planned.segments:
         check_arrow()
     began, done, waiting = time.monotonic(), RestoreResult(), iter(planned.segments)
@@ -86,17 +81,16 @@ async def run(url: str, planned: RestorePlan, say: Say) -> RestoreResult:
 
 
 def _hear(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Leave out the errors of futures that the driver forgets when a stop cuts its sessions."""
+    """Drop the errors of futures that the driver abandons when a stop cuts its sessions."""
     if not isinstance(context.get("exception"), DRIVER_ERRORS):
         loop.default_exception_handler(context)
 
 
 async def restore_segment(connection: Connection, turns: Turns, entry: SegmentEntry, done: RestoreResult) -> None:
-    """Restore a segment, and add the result to ``done``. A transaction that lost against another one is tried
-    again."""
+    """Restore a segment, and add the result to ``done``. Retries a transaction that lost a conflict."""
     try:
         found = await patiently(partial(_restored, connection, turns, entry))
-    except DAMAGED as error:  # One damaged segment does not end the others' work.
+    except DAMAGED as error:  # A damaged segment does not stop the rest.
         done.broken.append(f"segment {entry.id}: the store cannot read it, or write its rows: {describe(error)}")
     except DRIVER_ERRORS as error:
         done.lost.append(describe(error))
@@ -112,14 +106,13 @@ async def restore_segment(connection: Connection, turns: Turns, entry: SegmentEn
 
 
 async def _restored(connection: Connection, turns: Turns, entry: SegmentEntry) -> Restored | Broken | None:
-    """Restore a segment at once, or beside traffic in small portions with pauses, as daemons do. A segment that is due
-    soon takes no turn."""
+    """Restore a segment at once or, under load, in small portions with pauses; no turn if it is due soon."""
     from delayer.store.segments import restore  # noqa: PLC0415 - pyarrow
 
-    # This machine's clock is exact enough for that.
+    # This machine's clock is exact enough here.
     async with turns.turn(hurried=entry.first_due_ms < time.time() * 1000 + 600_000) as beside_traffic:
         days = range(entry.first_due_ms // DAY_MS, entry.last_due_ms // DAY_MS + 1)
-        # With pauses, because each new partition stops the traffic for as long as a release takes.
+        # Pause, because each new partition stops traffic for as long as a release takes.
         await make_missing(connection, days, 20.0, pause=0.1)
         if not beside_traffic:
             return await restore.restore(connection, entry.id)

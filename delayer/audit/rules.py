@@ -1,17 +1,16 @@
-"""The rules of the audit. Each rule asks the extract a question in SQL and makes findings of the answer.
+"""The audit's rules. Each rule queries the extract in SQL and turns the rows into findings.
 
-- conservation: every message that came in is out, or still here.
-- segments: each segment reads back, and holds the messages that its header names.
+- conservation: every message that came in is either out or still stored.
+- segments: each segment is readable and contains the messages that its header names.
 - integrity: a row's bytes, format and partition.
 - overdue: messages past their due instant.
 - lanes: lanes without an owner.
-- repeats: one message, or one id, more than once.
-- keys: each key stands for one waiting message.
-- peaks: many messages are due at one time.
-- destinations: the broker would not take some messages. Its answers come after the others.
+- repeats: a message or an id that appears more than once.
+- keys: each key identifies one waiting message.
+- peaks: many messages due at once.
+- destinations: messages that the broker would not accept. Runs last, when the broker has answered.
 
-docs/backlog.md explains each rule and its violations. Spark counts the messages in its own tasks, so answers
-have few rows.
+docs/backlog.md explains each rule and its violations. Spark's tasks count the messages, so results have few rows.
 """
 
 from __future__ import annotations
@@ -51,23 +50,23 @@ if TYPE_CHECKING:
     from delayer.config.model import AuditRuleTable
 
 GRACE_MS: Final = MINUTE_MS
-"""A message counts as overdue from this time on, because a release may be at work before."""
+"""A message counts as overdue only after this time, because its release may be under way until then."""
 STUCK_MS: Final = HOUR_MS
-"""From this time on an overdue message is a violation even in a lane with an owner."""
+"""An overdue message is a violation after this time, even if its lane has an owner."""
 TAKEN_MS: Final = MINUTE_MS
-"""A free lane is a finding if a message is due within this time. Daemons take such a lane within 10 s."""
+"""A free lane is a finding if a message is due within this time. Daemons acquire such a lane within 10 s."""
 EXAMPLES: Final = 5
-"""Ids that a finding names."""
+"""Maximum number of ids that a finding names."""
 
 CONSERVATION, SEGMENTS, INTEGRITY, OVERDUE = "conservation", "segments", "integrity", "overdue"
 LANES, REPEATS, KEYS, PEAKS = "lanes", "repeats", "keys", "peaks"
 RULES: Final = (CONSERVATION, SEGMENTS, INTEGRITY, OVERDUE, LANES, REPEATS, KEYS, PEAKS)
 OF_THE_WHOLE: Final = (CONSERVATION, REPEATS, KEYS)
-"""Rules that need the whole store. The law of segments needs it as well."""
+"""Rules that need the whole store, as does the law of segments."""
 
 
 def judge(store: Extract, options: Options) -> AuditReport:
-    """The report on an extract. Spark's errors pass."""
+    """Judge an extract. Lets Spark's errors pass."""
     places = store.rows("""
         SELECT lane, kind, count(*) AS messages, count(key) AS keyed, sum(size) AS size,
                min(due_ms) AS first_due_ms, max(due_ms) AS last_due_ms
@@ -76,7 +75,7 @@ def judge(store: Extract, options: Options) -> AuditReport:
         SELECT lane, count(*) AS segments, sum(messages) AS packed, sum(packed_bytes) AS packed_bytes
         FROM segment GROUP BY lane""")
     packed = {row.lane: row.packed for row in of_segments}
-    if not store.whole:  # The unpacked messages, not the headers of all segments.
+    if not store.whole:  # Sum the unpacked messages, not the headers of all segments.
         packed = {place.lane: place.messages for place in places if place.kind == PACKED}
     figures = figures_of(store, places, packed)
     totals = totals_of(figures, places, of_segments)
@@ -105,14 +104,14 @@ def judge(store: Extract, options: Options) -> AuditReport:
 def ruled(
     found: Mapping[str, Iterable[Finding]], skipped: Mapping[str, str]
 ) -> tuple[tuple[RuleRun, ...], tuple[Finding, ...]]:
-    """The rules and the findings of a report. ``skipped``: by rule, what it did not look at."""
+    """Split what was found into rule runs and findings. ``skipped``: by rule, why it was skipped."""
     runs = [run_of(rule, some, skipped.get(rule, "")) for rule, some in found.items()]
     return tuple(run for run, _ in runs), tuple(one for _, some in runs for one in some)
 
 
 def figures_of(store: AuditedStore, places: Iterable[Any], packed: Mapping[int, int]) -> list[LaneFigures]:
-    """Every lane that the table of lanes, a counter or a row names. ``places``: lane, kind, messages. ``packed``: live
-    messages in the segments of each lane."""
+    """Build the figures of every lane that the lane table, a counter or a row names. ``places``: rows of lane, kind and
+    messages. ``packed``: live messages in each lane's segments."""
     known = {lane.number: lane for lane in store.lanes}
     counts = {(place.lane, place.kind): place.messages for place in places}
     numbers = {*known, *packed, *(number for number, _ in store.counters), *(number for number, _ in counts)}
@@ -131,7 +130,7 @@ def figures_of(store: AuditedStore, places: Iterable[Any], packed: Mapping[int, 
 
 
 def totals_of(figures: Iterable[LaneFigures], places: Sequence[Any], of_segments: Iterable[Any]) -> Totals:
-    """The sums of ``places`` (lane, kind, messages, keyed, size, first_due_ms, last_due_ms) and ``of_segments``."""
+    """Sum ``places`` (lane, kind, messages, keyed, size, first_due_ms, last_due_ms) and ``of_segments``."""
     coming = [place for place in places if place.kind != HELD]
     return Totals(
         waiting=sum(lane.waiting for lane in figures),
@@ -156,8 +155,8 @@ def _found(
     step: str = "",
     examples: str = "examples",
 ) -> list[Finding]:
-    """A finding for each ``subject`` of a query, which has also ``fault``, ``messages``, ``due_ms`` and ``id``. Its
-    details have the lowest ids as ``examples``. ``step``: the next one, instead of that of the fault."""
+    """Make a finding of each row (subject, fault, messages, due_ms, id) of a query. Its details list the lowest ids
+    under ``examples``. ``step`` replaces the fault's next step."""
     told = store.rows(f"""
         SELECT subject, min(fault) AS fault, sum(messages) AS messages, min(due_ms) AS first_due_ms,
                array_sort(collect_set(CASE WHEN nth <= {EXAMPLES} THEN id END)) AS examples
@@ -176,13 +175,12 @@ OWN_COLUMNS: Final = "CAST(subject AS STRING) AS subject, CAST(id AS BIGINT) AS 
 
 
 def own(store: Extract, rule: AuditRuleTable) -> list[Finding]:
-    """The findings of a user's rule."""
     rows = f"SELECT {OWN_COLUMNS}, '' AS fault, 1 AS messages FROM ({rule.sql})"
     return _found(store, rule.name, rows, rule.severity, step=rule.next or "See the rule in the configuration.")
 
 
 def check_own(spark: SparkSession, rules: Sequence[AuditRuleTable]) -> None:
-    """Check the users' rules on empty views, before anything is read. Raises JobMisused."""
+    """Check the users' rules on empty views, before any data is read. Raises JobMisused."""
     from pyspark.errors import PySparkException  # noqa: PLC0415 - needs the extra
 
     names = [*RULES, DESTINATIONS]
@@ -200,9 +198,9 @@ def check_own(spark: SparkSession, rules: Sequence[AuditRuleTable]) -> None:
 
 
 def conservation(figures: list[LaneFigures]) -> list[Finding]:
-    """parked + restored = released + cancelled + compacted + held + waiting, for each lane. The rule counts held and
-    waiting rows and compares them with the counters. If the sum of all lanes agrees, no message is missing: some stand
-    in another lane than the counters say."""
+    """Check that parked + restored = released + cancelled + compacted + held + waiting, for each lane. Held and waiting
+    rows are counted, the rest are counters. If only the sum of all lanes agrees, no message is missing, but some are in
+    another lane than the counters say."""
     found = [one for lane in figures for one in _off(f"lane {lane.number}", lane.waiting, lane.held, lane.counters)]
     if found and len(figures) > 1:
         counters = {kind: sum(lane.counters[kind] for lane in figures) for kind in LANE_KINDS}
@@ -219,7 +217,7 @@ def _off(where: str, waits: int, held: int, counters: Mapping[str, int]) -> Iter
 
 
 def segments(store: Extract, restored_ms: int) -> list[Finding]:
-    """The headers of segments against their unpacked messages."""
+    """Compare the headers of segments with their unpacked messages."""
     rows = f"""
         WITH found AS (
             SELECT segment, max(if(id IS NULL, get(faults, 0), NULL)) AS unreadable,
@@ -246,7 +244,7 @@ def segments(store: Extract, restored_ms: int) -> list[Finding]:
 
 
 def law_of_segments(figures: Iterable[LaneFigures]) -> list[Finding]:
-    """compacted - restored = live messages in segments, over all lanes."""
+    """Check that compacted - restored = live messages in segments, over all lanes."""
     packed, compacted = sum(lane.packed for lane in figures), sum(lane.counters["compacted"] for lane in figures)
     restored = sum(lane.counters["restored"] for lane in figures)
     expected = compacted - restored
@@ -258,7 +256,7 @@ def law_of_segments(figures: Iterable[LaneFigures]) -> list[Finding]:
 
 
 def integrity(store: Extract) -> list[Finding]:
-    """Defects of single messages, which the readers found (source.look)."""
+    """List the defects of single messages that the readers found (source.look)."""
     rows = """
         SELECT concat('lane ', lane, ', ', kind, ': ', fault) AS subject, fault, id, due_ms, 1 AS messages
         FROM messages LATERAL VIEW explode(faults) AS fault"""
@@ -275,8 +273,8 @@ _STEPS: Final = {faults.PACED: faults.PACED, HELD: faults.UNTRIED}
 
 
 def overdue(store: Extract, figures: list[LaneFigures], paced: Mapping[bytes, int]) -> list[Finding]:
-    """Overdue messages. Without an owner of their lane no daemon releases them. With an owner they may be on their way:
-    a violation from STUCK_MS on. Any daemon restores segments, so one owner of any lane is enough for them."""
+    """Find overdue messages. A lane's owner may be releasing them, so they are a violation only after STUCK_MS; without
+    an owner, nobody is. Any daemon restores segments, so for those, one owner of any lane is enough."""
     limited = ", ".join(f"X'{route.hex()}'" for route in paced) or "NULL"
     late = f"""
         SELECT * FROM (
@@ -296,8 +294,8 @@ def overdue(store: Extract, figures: list[LaneFigures], paced: Mapping[bytes, in
 def late_ones(
     rows: Iterable[Any], routes: Iterable[Any], figures: Sequence[LaneFigures], paced: Mapping[bytes, int]
 ) -> list[Finding]:
-    """The findings of :func:`overdue`. ``rows``: lane, kind, messages, first_due_ms, late_ms. ``routes``: lane, kind,
-    route, messages, the largest first."""
+    """Build the findings of :func:`overdue`. ``rows``: lane, kind, messages, first_due_ms, late_ms. ``routes``: lane,
+    kind, route, messages, largest first."""
     alive = {lane.number: lane.alive for lane in figures}
     anybody = any(alive.values()) or (None if None in alive.values() else False)
     found = []
@@ -319,8 +317,8 @@ def late_ones(
 
 
 def lanes(store: AuditedStore, figures: Iterable[LaneFigures], first_due: Mapping[int, int]) -> list[Finding]:
-    """Lanes without an owner whose messages are due soon: a warning, as a running daemon takes them in time. Lanes that
-    the table of lanes lacks: a violation, as no daemon takes them. ``first_due``: by lane, for its waiting rows."""
+    """Find lanes without an owner whose messages are due soon (a warning, because a running daemon will acquire them),
+    and lanes missing from the table (a violation, because none will). ``first_due``: by lane, of its waiting rows."""
     found = []
     known = {lane.number for lane in store.lanes}
     for lane in figures:
@@ -337,8 +335,7 @@ def lanes(store: AuditedStore, figures: Iterable[LaneFigures], first_due: Mappin
 
 
 def repeats(store: Extract) -> list[Finding]:
-    """Ids of several messages, and messages under several ids. Examples of the latter are pairs of first and last
-    id."""
+    """Find duplicate ids, and messages with several ids. Examples of the latter are pairs of first and last id."""
     questions: tuple[tuple[Severity, str, str, str, str], ...] = (
         ("violation", faults.ONE_ID, "id", "count(*) > 1", "id"),
         (
@@ -365,8 +362,7 @@ def repeats(store: Extract) -> list[Finding]:
 
 
 def keys(store: Extract) -> list[Finding]:
-    """Whether a cancel by the key finds its message. Held messages are found by their id alone. Keys whose segment does
-    not read back are left out."""
+    """Check that a cancel by key finds its message. Skips held messages (found only by id) and unreadable segments."""
     rows = f"""
         WITH readable AS (
             SELECT k.* FROM message_key AS k
@@ -396,8 +392,8 @@ _Row = tuple[CheckedTarget, RouteVerdict]
 
 
 def with_destinations(report: AuditReport, asked: RouteVerdicts, unseen: Iterable[str] = ()) -> AuditReport:
-    """The report with the rule "destinations" in it: its findings, its line among the rules, and a verdict in each row
-    of the calendar's destinations. ``unseen``: what was not looked at."""
+    """Add the rule "destinations" to the report: its findings, its line among the rules, and a verdict for each
+    destination in the calendar. ``unseen``: destinations that were not checked."""
     run, listed = run_of(DESTINATIONS, destinations(asked.routes), _skipped(asked, unseen))
     answers = {(target.exchange, target.routing_key): answer for target, answer in asked.routes}
     rows = tuple(_judged(share, answers) for share in report.calendar.destinations)
@@ -410,8 +406,8 @@ def with_destinations(report: AuditReport, asked: RouteVerdicts, unseen: Iterabl
 
 
 def destinations(routes: Iterable[_Row]) -> list[Finding]:
-    """Violations for messages that would be held. Warnings for messages that only an alternate exchange would take, and
-    for destinations whose messages are all held already. A missing or internal exchange is one finding."""
+    """Report messages that would be held as violations. Warn of messages that only an alternate exchange would accept,
+    and of destinations whose messages are all held already. A missing or internal exchange makes one finding."""
     told = [(target, answer) for target, answer in routes if answer.verdict.bad or answer.verdict is Verdict.ALTERNATE]
     told.sort(key=lambda row: (row[1].verdict.value, row[0].exchange, row[0].first_due_ms, row[0].routing_key))
     found: list[Finding] = []
@@ -424,7 +420,6 @@ def destinations(routes: Iterable[_Row]) -> list[Finding]:
 
 
 def _subject(exchange: bytes, key: bytes) -> str:
-    """A destination in words."""
     if not exchange:
         return f"queue {_quoted(key)}"
     return f"exchange {_quoted(exchange)}, key {_quoted(key)}"
@@ -450,7 +445,7 @@ def _judged(share: Share, answers: dict[tuple[bytes, bytes], RouteVerdict]) -> S
 
 
 def _skipped(asked: RouteVerdicts, unseen: Iterable[str]) -> str:
-    """The questions without an answer, and why; empty if every question has its answer."""
+    """Say which destinations have no verdict, and why; "" if all have one."""
     counts = asked.counts
     parts = []
     for verdict in (Verdict.NOT_ASKED, Verdict.UNKNOWN):

@@ -5,18 +5,17 @@
 
 =============  =========================================================================================================
 relation       one of RELATIONS: a table and its columns
-snapshot       an exported snapshot (delayer/audit/extract.py). Without one each task sees the store of its own moment
+snapshot       an exported snapshot (delayer/audit/extract.py). Without it, each task sees the store as of its own start
 sample         the share of the pages to read, 0 to 1
-split_bytes    bytes that one task reads; ``batch_bytes`` bytes that it has in memory at a time
+split_bytes    bytes that one task reads; ``batch_bytes``: bytes that it keeps in memory at a time
 =============  =========================================================================================================
 
-Neither bodies nor headers leave the executor that reads them. It makes columns of the facts that the rules use
-(:func:`look`).
+Bodies and headers never leave the executor that reads them; :func:`look` turns them into the facts the rules need.
 
-Spark shows options in plans, pages and logs, so no password may stand in one: :func:`bound` makes a class that carries
-the URL inside. Spark keeps it as a pickle, and shows it nowhere.
+Spark shows options in plans, pages and logs, so the password must not be in them. Instead, :func:`bound` creates a
+class that contains the URL. Spark stores it as a pickle and never shows it.
 
-Memory is bounded by a batch, or by one larger row, because libpq streams.
+libpq streams, so a task needs memory for one batch, or for one row if that is larger.
 """
 
 from __future__ import annotations
@@ -53,9 +52,8 @@ _FINGERPRINT = Struct(">qIII")
 
 
 class MessageFacts(NamedTuple):
-    """The facts of a message that the rules use. ``size``: bytes of body and properties. ``faults``: nearly always
-    none. ``fingerprint``: 16 bytes that equal messages share; None if equality cannot be told. A message with a key has
-    none, because the key identifies it."""
+    """The facts of a message that the rules need. ``size``: bytes of body and properties. ``faults``: usually empty.
+    ``fingerprint``: 16 bytes shared by equal messages; None if a key identifies the message, or equality is unknown."""
 
     size: int
     faults: list[str]
@@ -78,7 +76,7 @@ class StoredMessage(NamedTuple):
 
 
 def look(message: StoredMessage) -> MessageFacts:
-    """Check one message, and gather its facts."""
+    """Check a message and gather its facts."""
     format_, stored, due_ms, exchange, routing_key, to_exchange, to_key, key, properties, body = message
     size = len(properties) + len(body)
     if not 1 <= format_ <= FORMAT:  # The meaning of its columns is unknown too.
@@ -102,13 +100,13 @@ MESSAGES: Final = pa.schema({
     "to_key": _BYTES, "key": _BYTES, "size": _LONG, "faults": pa.list_(_TEXT), "fingerprint": _BYTES, "retry_ms": _LONG,
 })  # fmt: skip
 """Messages of every kind. ``segment``: the id of its segment. ``retry_ms``: the next attempt of a held message. A row
-with a segment and without an id stands for a segment that does not read back."""
+with a segment but without an id means an unreadable segment."""
 SEGMENTS: Final = pa.schema({
     "id": _LONG, "lane": _INT, "first_due_ms": _LONG, "last_due_ms": _LONG, "ids": pa.list_(_LONG), "messages": _LONG,
     "cancelled": _LONG, "raw_bytes": _LONG, "packed_bytes": _LONG, "broken_ms": _LONG,
 })  # fmt: skip
-"""The headers of segments. ``cancelled``: messages that were cancelled since the packing, and are in no other column.
-``broken_ms``: when a daemon marked it as broken."""
+"""The headers of segments. ``cancelled``: messages cancelled since packing, which no other column counts.
+``broken_ms``: when a daemon marked it broken."""
 KEYS: Final = pa.schema({"key": _BYTES, "lane": _INT, "due_ms": _LONG, "id": _LONG, "segment": _LONG})
 
 HISTORY: Final = pa.schema({
@@ -118,7 +116,7 @@ HISTORY: Final = pa.schema({
 
 
 def _ms(column: str) -> str:
-    """SQL for epoch milliseconds. An infinite instant becomes the end of the calendar; NULL stays NULL."""
+    """SQL for epoch milliseconds. Infinity becomes the end of the calendar; NULL stays NULL."""
     clamped = f"greatest(least({column}, '9999-12-31 00:00+00'), '0001-01-01 00:00+00')"
     return f"CASE WHEN {column} IS NOT NULL THEN floor(extract(epoch FROM {clamped}) * 1000)::bigint END"
 
@@ -136,7 +134,7 @@ _LIVE: Final = (
 
 
 class Relation(NamedTuple):
-    """The reading of ``table``: its ``columns`` in SQL, and the ``schema`` of the rows made of them."""
+    """How to read ``table``: its ``columns`` in SQL, and the ``schema`` of the resulting rows."""
 
     table: str
     columns: str
@@ -162,7 +160,7 @@ RELATIONS: Final[Mapping[str, Relation]] = {
 
 
 def made(schema: pa.Schema, rows: int, columns: Mapping[str, Any]) -> pa.RecordBatch:
-    """A batch of ``schema``. Missing columns become null, and a single value fills all rows."""
+    """Build a batch of ``schema``. Missing columns become null; a single value fills all rows."""
     arrays = []
     for field in schema:
         value = columns.get(field.name)
@@ -173,13 +171,13 @@ def made(schema: pa.Schema, rows: int, columns: Mapping[str, Any]) -> pa.RecordB
 
 
 def misplaced(due_ms: int, home: str, days: Collection[int]) -> bool:
-    """Whether a row is in the wrong partition, where no claim finds it. The default has every day that no other has."""
+    """Whether a row is in the wrong partition, where no claim finds it. The default has every day without its own."""
     day, due_day = day_of(home), due_ms // DAY_MS
     return due_day in days if day is None else due_day != day
 
 
 def _messages(columns: Mapping[str, Any], rows: int, home: str = "", days: Collection[int] = ()) -> pa.RecordBatch:
-    """Messages, from their columns. ``home``: the partition that they lie in, if in any; ``days`` have partitions."""
+    """Check messages. ``home``: their partition, if any. ``days``: the days that have a partition."""
     values = (columns[name].to_pylist() if name in columns else [None] * rows for name in StoredMessage._fields)
     looked = [look(StoredMessage(*row)) for row in zip(*values, strict=True)]
     for one, due_ms in zip(looked, columns["due_ms"].to_pylist(), strict=True):
@@ -190,7 +188,7 @@ def _messages(columns: Mapping[str, Any], rows: int, home: str = "", days: Colle
 
 
 def _unpacked(found: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """The messages of each segment; a row without an id, and with the reason, for one that does not read back."""
+    """Unpack each segment; an unreadable segment becomes a row without an id, with the reason."""
     from delayer.store.segments import codec  # noqa: PLC0415
 
     for id_, lane, *about in zip(*(one.to_pylist() for one in found.columns), strict=True):
@@ -210,13 +208,13 @@ def _unpacked(found: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 SPLIT_BYTES: Final = 64 << 20
-"""The bytes that one task reads: seconds of work, and thousands of tasks for a terabyte."""
+"""Bytes that one task reads: seconds of work, and thousands of tasks per terabyte."""
 CHUNK_BYTES: Final = 1 << 20
-"""The bytes that a sample reads at one place. Neighbours were parked together, so a sample needs many places."""
+"""Bytes that a sample reads at one place. Neighbours were parked together, so a sample needs many places."""
 
 
 class HeapTable(NamedTuple):
-    """A table with rows: one of RELATIONS, or a partition. ``size``: bytes, with values stored out of line."""
+    """A table with rows: one of RELATIONS, or a partition. ``size``: bytes, including values stored out of line."""
 
     name: str
     pages: int
@@ -228,24 +226,23 @@ class HeapTable(NamedTuple):
 
 
 class PageRange(NamedTuple):
-    """The pages ``first`` to ``after`` (not included) of a table; to its end where ``after`` is None."""
+    """The pages of a table from ``first`` up to, not including, ``after``; None means its end."""
 
     heap: str
     first: int
     after: int | None
 
     def condition(self) -> str:
-        """The condition for WHERE."""
         low = f"ctid >= '({self.first},0)'::tid"
         return low if self.after is None else f"{low} AND ctid < '({self.after},0)'::tid"
 
 
 Split = tuple[PageRange, ...]
-"""The pieces that one task reads, on one connection."""
+"""The page ranges that one task reads, on one connection."""
 
 
 def plan_splits(heaps: Iterable[HeapTable], *, split_bytes: int = SPLIT_BYTES, sample: float = 1.0) -> list[Split]:
-    """Everything, or a share ``sample`` of the pages, as tasks of about ``split_bytes``; small tables share one."""
+    """Plan tasks of about ``split_bytes`` over all pages, or a share ``sample``; small tables share a task."""
     splits: list[Split] = []
     gathered: list[PageRange] = []
     filled = 0.0
@@ -262,8 +259,7 @@ def plan_splits(heaps: Iterable[HeapTable], *, split_bytes: int = SPLIT_BYTES, s
 
 
 def _pieces(heap: HeapTable, split_bytes: int, sample: float) -> Iterator[tuple[PageRange, float]]:
-    """The pieces of a table, each with its bytes. In a sample each chunk has the same chance, and a repeated task
-    reads the same pages."""
+    """Cut a table into page ranges with their bytes. A sample gives each chunk the same chance, and is repeatable."""
     if heap.pages == 0:
         return
     chance = random.Random(heap.name)
@@ -271,14 +267,14 @@ def _pieces(heap: HeapTable, split_bytes: int, sample: float) -> Iterator[tuple[
     for first in range(0, heap.pages, step):
         after = min(first + step, heap.pages)
         if sample >= 1.0:
-            # The last one has no end: the table may have grown between the snapshot and the look at its size.
+            # The last range is open, because the table may have grown between the snapshot and the query of its size.
             yield PageRange(heap.name, first, after if after < heap.pages else None), (after - first) * heap.page_size
         elif chance.random() < sample:
             yield PageRange(heap.name, first, after), (after - first) * heap.page_size
 
 
 NAME: Final = "delayer"
-# Tables with rows only, because a partitioned one has none of its own. Sizes include values out of line.
+# Only tables with rows, because a partitioned table has none itself. Sizes include values out of line.
 _HEAPS: Final = """
 SELECT c.relname::text AS name, pg_relation_size(c.oid) / current_setting('block_size')::bigint AS pages,
        pg_table_size(c.oid) AS size
@@ -309,7 +305,7 @@ class StoreSource(DataSource):
 
 
 def bound(url: SecretUrl) -> type[StoreSource]:
-    """The data source with the URL inside, for ``spark.dataSource.register``."""
+    """Create a data source that contains the URL, for ``spark.dataSource.register``."""
 
     class Bound(StoreSource):
         pass
@@ -319,7 +315,7 @@ def bound(url: SecretUrl) -> type[StoreSource]:
 
 
 class Task(InputPartition):
-    """The input of one task. ``days`` have partitions; the reader of the default partition uses them."""
+    """The input of one task. ``days``: the days that have a partition, for the reader of the default partition."""
 
     def __init__(self, split: Split, days: frozenset[int]) -> None:
         super().__init__(split)
@@ -328,8 +324,7 @@ class Task(InputPartition):
 
 
 class StoreReader(DataSourceReader):
-    """Plans on the driver, reads on the executors. Options: the relation, the snapshot ("": one of its own), and the
-    sizes and the share of :func:`plan_splits`."""
+    """Plans on the driver, reads on the executors. Options: relation, snapshot ("": its own), :func:`plan_splits`'."""
 
     def __init__(self, options: Mapping[str, str], url: SecretUrl) -> None:
         self._name = options["relation"]
@@ -339,7 +334,7 @@ class StoreReader(DataSourceReader):
         self._reading = partial(connection.reading, url, first, int(options.get("batch_bytes", 8 << 20)))
 
     def partitions(self) -> Sequence[InputPartition]:
-        """The tasks. An empty relation gives one task without pieces, because Spark wants one. Raises StoreLost."""
+        """Plan the tasks. Raises StoreLost. An empty relation gets one without page ranges, because Spark wants one."""
         with self._reading() as reading:
             found = [HeapTable(*row) for row in reading.rows(_HEAPS.format(table=RELATIONS[self._name].table))]
         days = frozenset(day for heap in found if (day := day_of(heap.name)) is not None)
@@ -347,7 +342,7 @@ class StoreReader(DataSourceReader):
         return [Task(split, days) for split in planned or [()]]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The rows of one task. Raises StoreLost."""
+        """Read the rows of one task. Raises StoreLost."""
         assert isinstance(partition, Task)
         if not partition.split:
             return
@@ -356,7 +351,7 @@ class StoreReader(DataSourceReader):
                 yield from self._piece(reading, piece, partition.days)
 
     def _piece(self, reading: Reading, piece: PageRange, days: frozenset[int]) -> Iterator[pa.RecordBatch]:
-        """The rows of one piece. Raises StoreLost."""
+        """Read one page range. Raises StoreLost."""
         name, relation = self._name, RELATIONS[self._name]
         for found in reading.batches(f"SELECT {relation.columns} FROM ONLY {piece.heap} WHERE {piece.condition()}"):
             if name == "segment_message":

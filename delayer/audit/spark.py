@@ -1,7 +1,7 @@
-"""The Spark session of a job: on this machine by default, quiet, and refused with a reason if it cannot start.
+"""A job's Spark session: on this machine by default, quiet, and rejected with a reason if it cannot start.
 
-No setting here may contain the store's URL, because Spark shows its settings in its pages, its event log and its plans.
-delayer/audit/source.py says how the URL travels.
+No setting here may contain the store's URL, because Spark shows its settings in its pages, event log and plans.
+delayer/audit/source.py explains how the URL reaches the executors.
 """
 
 from __future__ import annotations
@@ -31,36 +31,35 @@ if TYPE_CHECKING:
 JAVA_NEEDED: Final = 17
 _LOGGING: Final = Path(__file__).with_name("log4j2.properties")
 
-# A JVM that only hands out tasks ends before thorough compilation pays, and compilers take cores from the tasks.
+# A JVM that only schedules tasks exits before C2 pays off, and JIT threads would take cores from the tasks.
 _BRIEF: Final = "-XX:TieredStopAtLevel=1"
 
 _EVERYWHERE: Final[Mapping[str, str]] = {
     "spark.sql.session.timeZone": "UTC",
-    # Bounds of one exchange between the JVM and a Python worker, so that large rows do not add up.
+    # Limit one exchange between the JVM and a Python worker, so that large rows do not add up.
     "spark.sql.execution.arrow.maxRecordsPerBatch": str(10_000),
     "spark.sql.execution.arrow.maxBytesPerBatch": str(16 << 20),
     "spark.sql.parquet.compression.codec": "zstd",
     "spark.ui.showConsoleProgress": "false",
-    # Spark's own default, and URLs, so that a URL in a setting of Spark's never shows on a page.
+    # Spark's default plus URLs, so that pages never show a URL in one of Spark's settings.
     "spark.redaction.regex": "(?i)secret|password|passwd|token|credential|access[.]?key|url",
 }
 _HERE: Final[Mapping[str, str]] = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
-    "spark.ui.enabled": "false",  # Every client that reaches the machine can read that page. --conf turns it on.
+    "spark.ui.enabled": "false",  # Every client that reaches the machine can read the page. --conf turns it on.
     "spark.sql.catalogImplementation": "in-memory",
-    "spark.sql.shuffle.partitions": "32",  # The rules took 17 s for 3,000 messages, and 26 s with Spark's own 200.
+    "spark.sql.shuffle.partitions": "32",  # The rules took 17 s for 3,000 messages; with Spark's default of 200, 26 s.
 }
 
 
 def is_local(master: str | None) -> bool:
-    """Whether driver and executors are on this machine, and so share its disk."""
+    """Whether driver and executors share this machine, and so its disk."""
     return master is not None and master.partition("[")[0] in ("local", "local-cluster")
 
 
 def with_retries(master: str | None) -> str:
-    """The master for Spark. ``local[N]`` becomes a master that starts a task up to four times, because its worker may
-    die: Spark's default on one machine is once. None means all cores of this machine."""
+    """Return Spark's master (None: all local cores). ``local[N]`` gets four attempts per task, as a worker may die."""
     cores = {None: "*", "local": "1"}.get(master)
     if cores is None and (match := re.fullmatch(r"local\[(\*|\d+)\]", master or "")):
         cores = match[1]
@@ -68,13 +67,13 @@ def with_retries(master: str | None) -> str:
 
 
 def submitted() -> bool:
-    """Whether spark-submit started this process. Then the JVM exists already, and knows its master."""
+    """Whether spark-submit started this process. If so, the JVM is running and has its master."""
     return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
 def check_reachable(master: str) -> None:
-    """Raise JobFailed unless a host of ``spark://HOST:PORT,HOST:PORT`` accepts a connection. Spark itself gives up
-    after three minutes and a hundred lines of its log."""
+    """Raise JobFailed unless a host of ``spark://HOST:PORT,HOST:PORT`` accepts a connection. Spark itself gives up only
+    after three minutes and a hundred log lines."""
     reason: Exception | None = None
     for host in master.removeprefix("spark://").split(","):
         try:
@@ -90,7 +89,7 @@ def check_reachable(master: str) -> None:
 
 
 def check_work(master: str | None, work: str | None) -> None:
-    """Raise JobMisused where driver and executors would write to different disks."""
+    """Raise JobMisused if driver and executors would write to different disks."""
     if master is not None and not is_local(master) and work is None:
         raise JobMisused(f"--work is needed with the master {master}: a directory or URL that all machines share")
 
@@ -98,7 +97,7 @@ def check_work(master: str | None, work: str | None) -> None:
 def settings(
     master: str | None, work: str | None, more: Mapping[str, str], *, handing_out: bool = False
 ) -> dict[str, str]:
-    """Spark's settings for a job. ``work``: a local directory for Spark's spilled data. ``more`` overrides.
+    """Build Spark's settings for a job. ``work``: a local directory for spilled data. ``more`` overrides.
     ``handing_out``: no row of the store passes through the JVM."""
     found = dict(_EVERYWHERE)
     if is_local(master):
@@ -119,14 +118,14 @@ def session(
     more: Mapping[str, str] | None = None,
     handing_out: bool = False,
 ) -> Iterator[SparkSession]:
-    """A session that starts tasks again when their worker dies, stopped at the end. ``master`` None means that of
-    spark-submit, or else all cores of this machine. The other parameters are those of :func:`settings`.
+    """Open a session that retries tasks when their worker dies, and stop it on exit.
 
-    Raises JobImpossible, JobMisused, JobFailed, StoreLost.
+    ``master`` None means spark-submit's, or else all cores of this machine. For the rest, see :func:`settings`. Raises
+    JobImpossible, JobMisused, JobFailed, StoreLost.
     """
     check_machine()
     more = more or {}
-    if "spark.master" in more:  # It would decide where the tasks run, against the checks above.
+    if "spark.master" in more:  # It would bypass the checks above.
         raise JobMisused("--conf spark.master: expected --master")
     chosen = None if master is None and submitted() else with_retries(master)
     if chosen is not None and not re.match(r"local\b|local-cluster\[|spark://|k8s://|yarn$", chosen):
@@ -161,7 +160,7 @@ def session(
 
 @contextmanager
 def _scratch(master: str | None, work: str | None) -> Iterator[str | None]:
-    """A directory on this machine for Spark's spilled data, with keys and destinations."""
+    """Create a directory on this machine for Spark's spilled data, which includes keys and destinations."""
     if not is_local(master) or submitted():
         yield None
         return
@@ -172,7 +171,7 @@ def _scratch(master: str | None, work: str | None) -> Iterator[str | None]:
 
 
 def _hush(spark: SparkSession) -> None:
-    """Keep PySpark's traceback from stderr if the JVM ends before this process, as at systemd's stop."""
+    """Keep PySpark's traceback off stderr if the JVM exits before this process, as when systemd stops us."""
     server: Any = spark.sparkContext._accumulatorServer
     tell = server.handle_error
 
@@ -185,36 +184,35 @@ def _hush(spark: SparkSession) -> None:
 
 
 def _not_of_py4j(record: logging.LogRecord) -> bool:
-    """False for Py4J's log records of a lost JVM and of Ctrl-C. They have a traceback, and the error that Py4J raises
-    says the same."""
+    """Drop Py4J's log records of a lost JVM and of Ctrl-C: tracebacks that repeat the error Py4J raises."""
     return not str(record.msg).endswith("while sending command.")
 
 
 def _stop(spark: SparkSession) -> None:
     from py4j.protocol import Py4JError  # noqa: PLC0415
 
-    # systemd ends the JVM in the same moment as us; then there is nothing left to stop.
+    # systemd stops the JVM together with us, which leaves nothing to stop.
     with suppress(Py4JError, OSError):
         spark.stop()
 
 
 def _end_children() -> None:
-    """End the JVM that PySpark is starting: without an answer from us it would stay for ever. PySpark does not say its
-    process id yet, but Linux lists the children of a thread, and this one has no others."""
+    """Terminate the JVM that PySpark is starting, which would otherwise wait for us forever. PySpark does not report
+    its process id yet, but Linux lists a thread's children, and this thread has no others."""
     with suppress(OSError):
         for pid in Path("/proc/thread-self/children").read_text().split():
             os.kill(int(pid), signal.SIGTERM)
 
 
 def end_machine(spark: SparkSession) -> None:
-    """End the JVM that this process started, with its tasks, and wait for it. A JVM of spark-submit goes on."""
+    """Stop the JVM that this process started, with its tasks, and wait for it. Leaves spark-submit's JVM running."""
     gateway = spark.sparkContext._gateway
-    process = getattr(gateway, "proc", None)  # A subprocess.Popen, if launch_gateway made it.
+    process = getattr(gateway, "proc", None)  # A subprocess.Popen, if launch_gateway started it.
     if process is None:
         return
     process.terminate()  # A kill would leave the JVM's spilled files behind.
     try:
-        # Seconds for a JVM to end by itself.
+        # Seconds for a JVM to exit by itself.
         process.wait(10.0)
     except subprocess.TimeoutExpired:
         process.kill()
@@ -231,7 +229,7 @@ def check_machine() -> None:
 def check_packages() -> None:
     """Raise JobImpossible unless the extra is installed."""
     for module in ("pyspark", "pyarrow", "pandas", "adbc_driver_postgresql"):
-        if find_spec(module) is None:  # Importing pandas takes most of a second, and not every job needs it.
+        if find_spec(module) is None:  # Do not import: pandas takes most of a second, and not every job needs it.
             raise JobImpossible(
                 f"the Python package {module} is missing: audit --deep and compact are an extra. "
                 "Next: pip install '.[spark]' in delayer's checkout, or the wheel with [spark] behind its name."
@@ -239,7 +237,7 @@ def check_packages() -> None:
 
 
 def check_java(environ: Mapping[str, str]) -> None:
-    """Raise JobImpossible unless Spark runs on the Java that it would start."""
+    """Raise JobImpossible unless Spark supports the Java that it would start."""
     version = None
     if (java := _java(environ)) is not None:
         told = subprocess.run([java, "-version"], capture_output=True, text=True, check=False, env=dict(environ))
@@ -254,13 +252,13 @@ def check_java(environ: Mapping[str, str]) -> None:
 
 
 def version_of(told: str) -> int | None:
-    """The major version in the output of ``java -version``: 17 of "17.0.15", 8 of "1.8.0_402"; None without one."""
+    """Parse the major version from ``java -version``: 17 from "17.0.15", 8 from "1.8.0_402"; None if absent."""
     match = re.search(r'version "(?:1\.)?(\d+)', told)
     return int(match[1]) if match else None
 
 
 def _java(environ: Mapping[str, str]) -> str | None:
-    """The program java, found as Spark's scripts do: only in JAVA_HOME where that is set."""
+    """Find java as Spark's scripts do: only in JAVA_HOME if that is set."""
     if home := environ.get("JAVA_HOME"):
         java = Path(home, "bin", "java")
         return str(java) if os.access(java, os.X_OK) else None
@@ -268,11 +266,8 @@ def _java(environ: Mapping[str, str]) -> str | None:
 
 
 def _point_to_python(master: str | None, more: Mapping[str, str]) -> None:
-    """Let the workers run this interpreter: the ``python3`` on the path may lack our packages.
-
-    On a cluster the administrator's choice stands, if there is one: this path may not exist on the other machines.
-    PySpark itself reads the environment alone.
-    """
+    """Make the workers run this interpreter, because the ``python3`` on the path may lack our packages. On a cluster
+    the administrator's choice wins, as this path may not exist there. PySpark reads only the environment."""
     if is_local(master):
         os.environ["PYSPARK_PYTHON"] = sys.executable
     elif "spark.pyspark.python" in more:

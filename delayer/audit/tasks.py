@@ -1,8 +1,7 @@
-"""Work on executors: items in portions, each portion a task of Spark, which may be repeated.
+"""Work on executors: items in portions, each portion a Spark task that may be repeated.
 
-A task returns a value for each item. Spark starts a dead task again (its worker killed, its executor lost) from the
-beginning of its portion, up to ``spark.task.maxFailures`` times. So the work on an item must be one transaction, and
-harmless when repeated.
+A task returns a value for each item. If a worker or an executor dies, Spark reruns its portion from the beginning, up
+to ``spark.task.maxFailures`` times. So the work on an item must be one transaction that is safe to repeat.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ if TYPE_CHECKING:
 _STORE_LOST: Final = re.compile(r"delayer\.core\.errors\.StoreLost: (.*)")
 _PYTHON: Final = re.compile(r"^((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Lost)\b.*)$", re.MULTILINE)
 
-# Spark's words for a task that it gave up; the reason follows, from the executor or from Java.
+# Spark's message for an abandoned task; the reason follows, from the executor or from Java.
 _LOST_TASK: Final = re.compile(r"most recent failure: Lost task \S+ in stage \S+ \(TID \d+\) \([^)]*\):\s*(\S.*)")
 _NO_PYTHON: Final = (
     ". Next: is there a Python with delayer[spark] at this path on every machine? "
     "--conf spark.pyspark.python=… says where"
 )
 _CALL: Final = "An error occurred while calling "
-"""The beginning of the first line of every Py4J error, which has no information."""
+"""Prefix of the first line of every Py4J error, which carries no information."""
 
 
 class StageWatcher:
@@ -50,7 +49,7 @@ class StageWatcher:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Raises what :func:`translated` does."""
+        """Raises as :func:`translated` does."""
         self._context.setJobGroup(name, name, interruptOnCancel=True)
         over = threading.Event()
         looking = threading.Thread(target=self._look, args=(name, over), name="delayer progress", daemon=True)
@@ -60,8 +59,8 @@ class StageWatcher:
             with translated(name):
                 yield
         except BaseException:
-            # The tasks of an interrupted job hold connections, so they are cancelled. The thread has its own connection
-            # to the JVM, because ours answers only when the job is done.
+            # An interrupted job's tasks hold connections, so cancel them. Our connection to the JVM answers only when
+            # the job is done; this thread has its own.
             cancelling = threading.Thread(target=self._cancel, args=(name,), daemon=True)
             cancelling.start()
             cancelling.join(5.0)
@@ -73,7 +72,7 @@ class StageWatcher:
     def _cancel(self, name: str) -> None:
         from py4j.protocol import Py4JError  # noqa: PLC0415
 
-        with suppress(Py4JError, OSError):  # The JVM may have ended first.
+        with suppress(Py4JError, OSError):  # The JVM may have exited first.
             self._context.cancelJobGroup(name)
 
     def _look(self, name: str, over: threading.Event) -> None:
@@ -85,7 +84,7 @@ class StageWatcher:
                 self._say(f"{name}, {rows:,} rows" if rows else name, done, of)
 
     def seen(self, name: str) -> tuple[int, int, int]:
-        """Rows that were read, tasks done, and all of them, over the stages that have begun."""
+        """Count rows read, tasks done and all tasks, over the stages that have begun."""
         tracker, store = self._context.statusTracker(), self._context._jsc.sc().statusStore()
         jobs = (tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(name))
         stages = {stage for job in jobs if job is not None for stage in job.stageIds}
@@ -96,8 +95,8 @@ class StageWatcher:
 
 @contextmanager
 def translated(doing: str) -> Iterator[None]:
-    """Raise Spark's errors as StoreLost if a task lost the store, else as JobFailed. They keep the text only: an
-    operator needs no stack of two languages, and passwords can be masked in text only."""
+    """Raise StoreLost if a task lost the store, JobFailed for Spark's other errors. Keeps only the text, because
+    operators do not need a stack of two languages, and passwords can be masked only in text."""
     from py4j.protocol import Py4JError, Py4JNetworkError  # noqa: PLC0415
     from pyspark.errors import PySparkException  # noqa: PLC0415
 
@@ -110,13 +109,13 @@ def translated(doing: str) -> Iterator[None]:
 
 
 def told_by(error: Exception) -> str:
-    """All that Spark says of an error, as text."""
+    """Return Spark's whole error as text."""
     java = getattr(error, "java_exception", None)
     return f"{error}\n{java.getMessage() if java is not None else ''}"
 
 
 def failure(doing: str, text: str) -> StoreLost | JobFailed:
-    """The error that Spark's text means. Pure."""
+    """Classify Spark's error text. Pure."""
     from delayer.audit.connection import advice_for  # noqa: PLC0415 - needs the extra
 
     if lost := _STORE_LOST.search(text):
@@ -133,21 +132,20 @@ def failure(doing: str, text: str) -> StoreLost | JobFailed:
 
 HUNG: Final = "60s"
 SESSION: Final[Mapping[str, str]] = {
-    # After this time Postgres frees the rows and the turn of a session that hangs in a transaction.
+    # After this time Postgres terminates a session that hangs in a transaction, which frees its rows and its turn.
     "idle_in_transaction_session_timeout": HUNG,
     "idle_session_timeout": HUNG,
 }
 
 
 def step_back() -> None:
-    """Lower the priority of this process and its children. The database's work for it keeps its priority: see
-    :class:`Turns`."""
+    """Lower the priority of this process and its children. It does not slow the database, so see :class:`Turns`."""
     os.setpriority(os.PRIO_PROCESS, 0, 19)
 
 
 class Turns:
-    """The turns of the session behind ``connection``. Beside traffic one session works at a time, and rests after each
-    piece for as long as the piece took."""
+    """Throttles the session of ``connection``. Under load, one session works at a time and rests after each piece for
+    as long as it took."""
 
     def __init__(self, connection: Connection, seen: Traffic) -> None:
         self._connection = connection
@@ -155,8 +153,8 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, *, hurried: bool = False) -> AsyncIterator[bool]:
-        """Wait until a piece of work may begin, and rest after it. Yields whether there is traffic. ``hurried``: do
-        neither. Raises DRIVER_ERRORS."""
+        """Yield whether there is traffic; if so, wait for the session's turn first, and rest after the block.
+        ``hurried``: do neither. Raises DRIVER_ERRORS."""
         held = not hurried and await self._wait()
         began = time.monotonic()
         try:
@@ -168,7 +166,7 @@ class Turns:
                 await traffic.end_turn(self._connection)
 
     async def _wait(self) -> bool:
-        """Whether the turn is ours; False where no turns are needed."""
+        """Wait for our turn; False if there is no traffic, so that no turns are needed."""
         while await self._seen.look(self._connection):
             if await traffic.take_turn(self._connection):
                 return True
@@ -183,11 +181,8 @@ R = TypeVar("R")
 def run(
     spark: SparkSession, name: str, tasks: Sequence[Sequence[T]], work: Callable[[Sequence[T]], Iterable[R]], say: Say
 ) -> list[R]:
-    """Run ``work`` on each of ``tasks`` on the executors. Returns all results in the order of the tasks.
-
-    ``say`` hears the numbers of finished tasks and of all tasks. An interruption cancels the tasks; their commits stay.
-    Raises JobFailed, StoreLost.
-    """
+    """Run ``work`` on each of ``tasks`` on the executors; return all results in the order of the tasks. ``say`` gets
+    the numbers of finished and all tasks. An interruption cancels tasks; commits stay. Raises JobFailed, StoreLost."""
     if not tasks:
         return []
     with StageWatcher(spark, say)(name):
@@ -196,6 +191,6 @@ def run(
 
 
 def _last(work: Callable[[Sequence[T]], Iterable[R]], portion: Sequence[T]) -> Iterable[R]:
-    """Do a portion on an executor, with a lower priority than the daemons of its machine."""
+    """Run a portion on an executor, at a lower priority than the machine's daemons."""
     step_back()
     return work(portion)

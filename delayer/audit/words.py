@@ -1,4 +1,4 @@
-"""Names, verdicts and advice of a report, for the console and for the page. Pure."""
+"""Names, verdicts and advice of a report, for the console and the page. Pure."""
 
 from __future__ import annotations
 
@@ -11,27 +11,25 @@ from delayer.core.filters import own_name
 from delayer.core.readable import counted, duration, instant, readable
 
 COUNTED: Final = ("parked", "restored", "released", "cancelled", "compacted")
-"""The counters of a lane. With its held and waiting messages they add up (rules.conservation)."""
+"""A lane's counters. They balance its held and waiting messages (rules.conservation)."""
 _WIDTHS: Final = {1_000: "second", 60_000: "minute", 3_600_000: "hour", 86_400_000: "day"}
 
 
 def width(width_ms: int) -> str:
-    """``second``, ``minute``, ``hour``, ``day``, else its length."""
+    """Name a width: ``second``, ``minute``, ``hour`` or ``day``, else its length."""
     return _WIDTHS.get(width_ms, duration(width_ms / 1000))
 
 
 def late(ms: float) -> str:
-    """A lateness or a delay."""
     return duration(ms / 1000)
 
 
 def name(raw: bytes | str, empty: str = "(empty)") -> str:
-    """A name from AMQP on one line. Invisible characters are escaped, and no password shows."""
+    """Format a name from AMQP on one line, with invisible characters escaped and passwords masked."""
     return readable(raw) if raw else empty
 
 
 def destination(exchange: bytes, key: bytes) -> str:
-    """A destination in words."""
     return f"{name(exchange)} · {name(key)}" if exchange else f"queue {name(key)}"
 
 
@@ -43,23 +41,23 @@ _TONES: Final = {
 
 
 def tone(share: Share) -> str:
-    """Good, warn or bad by the broker's verdict on a destination; empty if the broker gave no clear answer."""
+    """Rate the broker's verdict on a destination as good, warn or bad; empty if it is unclear."""
     return _TONES.get(share.verdict, "")
 
 
 def destinations(report: AuditReport) -> list[Share]:
-    """The destinations to show. Destinations that would not take their messages come first, even the smallest."""
+    """Pick the destinations to show. Those that would not accept their messages come first, even the smallest."""
     return sorted(report.calendar.destinations, key=lambda one: tone(one) != "bad")
 
 
 def peaks(report: AuditReport) -> list[Peak]:
-    """The peaks to show: a second to drain at least, and 5 % of the longest."""
+    """Pick the peaks to show: those that take at least a second to drain, and 5 % of the longest."""
     longest = max((peak.drain_seconds for peak in report.calendar.peaks), default=0.0)
     return [peak for peak in report.calendar.peaks if peak.drain_seconds >= max(1.0, 0.05 * longest)]
 
 
 class Group(NamedTuple):
-    """The findings of one rule and severity with one next step. ``unlisted``: the number of further ones."""
+    """The findings of a rule and severity that share a next step. ``unlisted``: how many more there are."""
 
     severity: Severity
     advice: RuleAdvice
@@ -69,7 +67,7 @@ class Group(NamedTuple):
 
 
 def groups(report: AuditReport) -> Iterator[Group]:
-    """The groups, violations first. The first group of a rule gets the unlisted findings."""
+    """Group the findings, violations first. A rule's first group carries its unlisted findings."""
     unlisted = {run.rule: run.unlisted for run in report.rules}
     together: dict[tuple[Severity, str, str], list[Finding]] = {}
     for one in sorted(report.findings, key=lambda one: one.severity == "warning"):
@@ -79,12 +77,12 @@ def groups(report: AuditReport) -> Iterator[Group]:
 
 
 def verdict(report: AuditReport) -> str:
-    """The whole audit in one line."""
+    """Sum up the audit in one line."""
     return f"{counted(report.violations, 'violation')}, {counted(report.warnings, 'warning')}"
 
 
 def behind(report: AuditReport) -> str:
-    """The note about a replica that lags; empty without a lag."""
+    """Note how far a replica lags; empty if it does not."""
     if report.behind_ms < 1_000:
         return ""
     lag = duration(report.behind_ms / 1000)
@@ -92,7 +90,7 @@ def behind(report: AuditReport) -> str:
 
 
 def unread(report: AuditReport) -> str:
-    """The note about messages in segments that do not read back; empty without any."""
+    """Note the messages in unreadable segments; empty if there are none."""
     messages = sum(bar.unread for bar in report.calendar.days)
     if not messages:
         return ""
@@ -102,7 +100,7 @@ def unread(report: AuditReport) -> str:
 
 
 def sampled(report: AuditReport) -> str:
-    """What the note says of rows that were not read; empty if the whole store was read."""
+    """Note the rows that were not read; empty if the whole store was."""
     if report.quick:
         return (
             "A quick audit, of counters, indexes and headers. Sizes, routes and destinations are estimates from a "
@@ -118,7 +116,7 @@ def sampled(report: AuditReport) -> str:
 
 
 def details(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The details of a finding as rows of words, without empty ones."""
+    """Format a finding's details as rows, without empty values."""
     for key, value in table.items():
         if value in (None, "", [], (), {}):
             continue
@@ -156,7 +154,7 @@ class RuleAdvice(NamedTuple):
 
 
 def advice(rule: str) -> RuleAdvice:
-    """The advice on a rule, also on one of the user's."""
+    """Return the advice on a rule, including the users'."""
     return ADVICE.get(rule) or RuleAdvice(rule, "A rule of your own, from the configuration ([[audit.rule]]).")
 
 

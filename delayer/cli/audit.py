@@ -1,4 +1,4 @@
-"""delayer audit: check that every message that came in is out or still here, and show the forecast."""
+"""delayer audit: check that every message that came in is either out or still stored, and show the forecast."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _finite(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
-    """Refuse NaN, which is in every range because no comparison with it holds."""
+    """Reject NaN, which passes every range check because no comparison with it holds."""
     if value is not None and not math.isfinite(value):
         raise click.BadParameter(f"expected a number, found {value}")
     return value

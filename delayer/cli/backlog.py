@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The result of an export. ``came``, ``left``: messages since the export before. ``written``, ``kept``,
-    ``removed``: partitions."""
+    """``came``, ``left``: messages since the last export. ``written``, ``kept``, ``removed``: partitions."""
 
     store_now_ms: int
     messages: int
@@ -113,7 +112,7 @@ def _opened(directory: Path, form: str, *, bodies: bool) -> AbstractContextManag
 
 
 async def _export(url: str, target: Dataset, say: Say, *, bodies: bool) -> Done:
-    """One export. Raises StoreLost, BadStoreUrl, SchemaOutdated; dataset's Unfit and DatasetNotWritten; OSError."""
+    """Export once. Raises StoreLost, BadStoreUrl, SchemaOutdated, OSError, dataset.Unfit, dataset.DatasetNotWritten."""
     from delayer.audit import dataset  # noqa: PLC0415 - pyarrow
 
     async with exporting.snapshot(url) as connection:
@@ -162,7 +161,7 @@ async def _export(url: str, target: Dataset, say: Say, *, bodies: bool) -> Done:
 
 
 def _due_on(day: int) -> Filter:
-    """The messages of a partition's day. The first and the last day of the calendar have no bound."""
+    """Filter the messages of a partition's day. The calendar's first and last day are open-ended."""
     from delayer.audit.dataset import LAST_DAY  # noqa: PLC0415 - pyarrow
 
     return Filter(

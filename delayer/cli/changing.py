@@ -1,4 +1,4 @@
-"""The course of every command that changes messages: count them, ask, carry it out, and report the outcome."""
+"""What every command that changes messages does: count them, prompt, change them, and report the outcome."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def carry_out(
     yes: bool,
     as_json: bool,
 ) -> NoReturn:
-    """Change the messages, print the outcome, and exit. Messages that are ``named`` need no question.
+    """Change the messages, print the outcome, and exit. Does not prompt if the messages are ``named``.
 
-    ``question``: with "{}" for the number of messages. The others are the options of options.change_options.
+    ``question``: with "{}" for the number of messages. For the rest, see options.change_options.
     """
     if named and not dry_run:
         _end(context, asyncio.run(change.carry_out(whoami())), as_json=as_json)
@@ -76,7 +76,7 @@ def change_stored(
     as_json: bool,
     **filters: Any,
 ) -> NoReturn:
-    """Change messages in the store: those with these names, or those that match the filters."""
+    """Change messages in the store, by name or by filter."""
     wanted = selected(names, filters, everything=everything)
     settings = request_of(context).settings()
     url = store_url(settings)

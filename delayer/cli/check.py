@@ -1,4 +1,4 @@
-"""delayer check: everything that could keep messages from arriving, before it does."""
+"""delayer check: find everything that could keep messages from arriving, before it does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CheckResult = Literal["ok", "note", "off", "refused", "out of reach"]
 
 
 class Row(NamedTuple):
-    """One checked thing. ``advice``: the next step, if there is one."""
+    """A checked item. ``advice``: the next step, if any."""
 
     what: str
     result: CheckResult
@@ -94,8 +94,7 @@ OTHER_CONSUMERS: Final = 'set "one" by the steps of "The other value of consumer
 
 
 def _configuration(report: CheckReport, settings: Settings) -> None:
-    """Rows about the settings alone: who consumes; whether others reach the page, or a rate makes messages late or has
-    no effect."""
+    """Check the settings alone: who consumes, whether others reach the page, and which rates delay messages."""
     if settings.intake.consumers == "one":
         found = 'consumers = "one": keys are in order; one daemon consumes, and the others stand by'
         report.add("consumers", "ok", found)
@@ -130,7 +129,7 @@ def _configuration(report: CheckReport, settings: Settings) -> None:
 async def _servers(report: CheckReport, settings: Settings) -> None:
     try:
         async with await Admin.connect(settings.broker_url, management_url=settings.management_url) as admin:
-            rows = CheckReport()  # A lost connection drops these rows: half of them would look as if all were well.
+            rows = CheckReport()  # Dropped if the connection is lost: half of these rows would look fine.
             await _broker(rows, admin, settings)
             await _bond(rows, admin, settings.store_url)
             report += rows
@@ -141,8 +140,8 @@ async def _servers(report: CheckReport, settings: Settings) -> None:
 
 
 async def _bond(report: CheckReport, admin: Admin, store_url: str | None) -> None:
-    """Whether the broker is the one that the store belongs to."""
-    with suppress(StoreLost, BadStoreUrl, SchemaOutdated):  # The rows of the store say so.
+    """Check that the broker is the one that the store belongs to."""
+    with suppress(StoreLost, BadStoreUrl, SchemaOutdated):  # The store's rows report these.
         store = None if store_url is None else await setup.identity(store_url)
         if store is not None and store.has_broker and not await admin.exchange_exists(store.exchange.name):
             wrong = store.wrong_broker()
@@ -153,7 +152,7 @@ async def _broker(report: CheckReport, admin: Admin, settings: Settings) -> None
     report.add("broker", "ok", str(settings.broker.url))
     await _topology(report, admin, settings)
     state = await admin.state(settings.intake.queue)
-    if state is not None and not state.consumers:  # A missing queue was reported already.
+    if state is not None and not state.consumers:  # A missing queue is already reported.
         found = f"no consumer reads {quoted(settings.intake.queue)}; {state.messages} wait in it"
         result: CheckResult = "off" if state.messages else "note"
         report.add("intake", result, found, "start the daemon, or see in its log what it waits for")
@@ -161,7 +160,7 @@ async def _broker(report: CheckReport, admin: Admin, settings: Settings) -> None
     for name in dict.fromkeys(route.to for route in settings.routes if route.to):
         if await admin.exchange_exists(name):
             report.add("destination", "ok", f"exchange {quoted(name)}")
-        elif name not in ours:  # The daemon declares the others, and a note reports them.
+        elif name not in ours:  # The daemon declares the rest, and a note reports them.
             advice = "declare it, by a [[destination]] or by hand, or change `to`; until then due messages wait"
             report.add("destination", "off", f"exchange {quoted(name)} does not exist", advice)
     await _taken_over(report, admin, settings)
@@ -194,7 +193,7 @@ async def _topology(report: CheckReport, admin: Admin, settings: Settings) -> No
 
 
 async def _different(admin: Admin, one: TopologyFinding) -> tuple[str, str]:
-    """The difference, and the next step, which never deletes a queue with messages."""
+    """Return the difference, and a next step that never deletes a queue with messages."""
     found = f"{one.kind} {one.name}: expected {one.expected}, found {one.found}"
     if one.kind == "policy":
         return found, "give the policy a pattern that does not match this queue (docs/versions.md)"
@@ -215,7 +214,7 @@ async def _different(admin: Admin, one: TopologyFinding) -> tuple[str, str]:
 
 
 async def _taken_over(report: CheckReport, admin: Admin, settings: Settings) -> None:
-    """The cascades of other systems. Their owners declare missing parts."""
+    """Check the cascades of other systems, whose owners declare missing parts."""
     for table in settings.takeovers:
         cascade = Cascade(table.cascade, owner=table.prefix)
         of = f"{cascade.owner} {cascade.kind}".lstrip()
@@ -224,7 +223,7 @@ async def _taken_over(report: CheckReport, admin: Admin, settings: Settings) -> 
             missing = [f"queue {name}" for name, depth in depths.items() if depth is None]
             missing += [] if await admin.exchange_exists(cascade.delivery) else [f"exchange {cascade.delivery}"]
         except BrokerRefused as refused:
-            # RabbitMQ 4.3 shows them only to users that may configure them. The daemon needs no such right.
+            # RabbitMQ 4.3 shows them only to users with the configure right, which the daemon does not need.
             report.add("takeover", "note", f"{of}: could not be seen: {refused}")
             continue
         if missing:
@@ -236,12 +235,12 @@ async def _taken_over(report: CheckReport, admin: Admin, settings: Settings) -> 
 
 
 async def _left_in_the_cascade(report: CheckReport, admin: Admin, due_queue: str) -> None:
-    """Whether a daemon in store mode may consume the rest of native mode. The rights of store mode do not allow it."""
+    """Check that a daemon in store mode may consume what native mode left. The rights of store mode do not allow it."""
     try:
-        # Asked first, because a broker also refuses the right to read a missing queue.
+        # Query this first, because a broker also denies the right to read a missing queue.
         if not await admin.queue_exists(due_queue) or await admin.may_consume(due_queue):
             return
-    except BrokerRefused:  # RabbitMQ 4.3 shows queues only to users that may configure them, so this one is unknown.
+    except BrokerRefused:  # RabbitMQ 4.3 shows queues only to users with the configure right, so this one is unknown.
         return
     found = f"left from native mode, and this user may not consume it: {quoted(due_queue)}. The daemon is not ready"
     advice = "the rights of native mode until the cascade is empty, or `delayer topology remove --only-cascade`"
@@ -249,8 +248,8 @@ async def _left_in_the_cascade(report: CheckReport, admin: Admin, due_queue: str
 
 
 async def _delayed_by_the_broker(report: CheckReport, admin: Admin, settings: Settings) -> None:
-    """Messages that RabbitMQ itself delays. In the due queue they are envelopes. In other queues publishers delay
-    them, and delayer cannot list, cancel or bound them."""
+    """Report messages that RabbitMQ itself delays: envelopes in the due queue, and in other queues messages delayed by
+    their publishers, which delayer cannot list, cancel or limit."""
     delayed = await admin.delayed(queues_at_work(settings), fresh=False)
     if None in delayed.values():
         found = "RabbitMQ 4.3 and later can delay messages in these queues, and only its management API shows them"
@@ -267,13 +266,13 @@ async def _delayed_by_the_broker(report: CheckReport, admin: Admin, settings: Se
 
 
 async def _set_aside(report: CheckReport, admin: Admin, settings: Settings) -> None:
-    """Messages on the broker that wait for an operator."""
+    """Report messages on the broker that wait for an operator."""
     refused, strays = settings.refused.queue, cascade_of(settings).strays
     depths = await admin.depths([refused])
     try:
         depths |= await admin.depths([strays])
     except BrokerRefused:
-        # RabbitMQ 4.3 shows it only to users that may configure it. In store mode a daemon needs no such right.
+        # RabbitMQ 4.3 shows it only to users with the configure right, which a daemon in store mode does not need.
         if uses_cascade(settings):
             raise
     advice = {
@@ -286,9 +285,9 @@ async def _set_aside(report: CheckReport, admin: Admin, settings: Settings) -> N
 
 
 SPARE_CONNECTIONS: Final = 20
-"""Connections to advise on top of those that daemons need: for commands, a backup, and those reserved."""
+"""Connections to advise beyond the daemons': for commands, a backup, and Postgres's reserved connections."""
 UNOWNED_MS: Final = 30_000
-"""A message may be overdue for so long in a lane without an owner: daemons take such lanes within seconds."""
+"""How long a message may be overdue in a lane without an owner. Daemons acquire such lanes within seconds."""
 
 STUCK: Final = 'see the broker and that daemon\'s log; docs/operations.md, "A lane that does not advance"'
 
@@ -349,7 +348,7 @@ async def _store(report: CheckReport, settings: Settings) -> None:
 
 
 def _connections(report: CheckReport, need: setup.ConnectionNeed) -> None:
-    """Whether the server allows as many connections as the daemons may open."""
+    """Check that the server allows as many connections as the daemons may open."""
     found = f"the server allows {need.allowed}; the daemons need up to {need.needed}"
     if need.needed <= need.allowed:
         report.add("connections", "ok", found)
@@ -359,7 +358,7 @@ def _connections(report: CheckReport, need: setup.ConnectionNeed) -> None:
 
 
 def _locks(report: CheckReport, need: setup.LockNeed) -> None:
-    """Whether the server's lock table is large enough for all locks that the store may take at once."""
+    """Check that the server's lock table holds all locks that the store may take at once."""
     found = f"max_locks_per_transaction is {need.allowed}"
     if need.enough:
         report.add("locks", "ok", f"{found}; needed: {need.needed}")
@@ -374,7 +373,7 @@ def _locks(report: CheckReport, need: setup.LockNeed) -> None:
 
 
 def _lanes(report: CheckReport, seen: stats.StoreOverview) -> None:
-    """Whether every due message has a daemon that releases it."""
+    """Check that every due message has a daemon that releases it."""
     owned = [lane for lane in seen.lanes if lane.alive]
     if owned:
         report.add("lanes", "ok", f"{len(owned)} owned by {', '.join(sorted({lane.owner for lane in owned}))}")

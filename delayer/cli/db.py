@@ -116,7 +116,7 @@ def lanes(request: Request, number: int | None, as_json: bool) -> None:
 @db.command("skip-ids")
 @click.option(
     "--by",
-    type=click.IntRange(1, 10**15),  # A bigint has nine thousand times as many.
+    type=click.IntRange(1, 10**15),  # A bigint allows nine thousand times as many.
     default=setup.FAR,
     show_default=True,
     metavar="N",

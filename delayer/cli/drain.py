@@ -1,4 +1,4 @@
-"""delayer drain: move the backlog, after a switch of the mode, from the store into the cascade or back."""
+"""delayer drain: after a mode switch, move the backlog from the store into the cascade or back."""
 
 from __future__ import annotations
 
@@ -42,13 +42,12 @@ from delayer.store.session import looking
 
 NAME: Final = "delayer drain"
 PORTION: Final = 500
-"""Rows of one transaction."""
+"""Rows per transaction."""
 AGAIN: Final = "the same once more"
 
 
 class LeftBehind(NamedTuple):
-    """Messages that stay, and why. ``messages``: None if their number is unknown. ``next_step``: how they leave.
-    ``by_itself``: they leave without help."""
+    """Messages that stay, and why. ``messages``: None if unknown. ``next_step``: how they leave, or ``by_itself``."""
 
     messages: int | None
     where: str
@@ -58,7 +57,7 @@ class LeftBehind(NamedTuple):
 
 
 def left_in_store(now: draining.DrainBacklog, unsound: int, *, keys_too: bool) -> list[LeftBehind]:
-    """The messages that a drain into the cascade leaves, or would leave. ``unsound``: rows that must not be sent."""
+    """List what a drain into the cascade leaves, or would leave. ``unsound``: rows that must not be sent."""
     keyed = 0 if keys_too else now.keyed
     others = now.rows - now.soon - unsound - keyed
     found = [
@@ -80,11 +79,11 @@ def left_in_store(now: draining.DrainBacklog, unsound: int, *, keys_too: bool) -
 
 
 LOWEST: Final = 5
-"""The lowest level that a drain empties, of 32 seconds. Messages below leave the cascade before the drain ends."""
+"""The lowest level that a drain empties: 32 seconds. Messages below leave the cascade before the drain ends."""
 
 
 class BrokerDepths(NamedTuple):
-    """Depths in the broker: of the levels by number, of the due queue, of the strays. A missing queue has none."""
+    """Queue depths: the levels by number, the due queue, the strays. A missing queue has none."""
 
     levels: dict[int, int]
     due: int
@@ -92,7 +91,7 @@ class BrokerDepths(NamedTuple):
 
 
 def left_in_cascade(around: BrokerDepths) -> list[LeftBehind]:
-    """The messages that a drain into the store leaves."""
+    """List what a drain into the store leaves."""
     below = sum(depth for level, depth in around.levels.items() if level < LOWEST)
     above = sum(depth for level, depth in around.levels.items() if level >= LOWEST)
     found = [
@@ -109,8 +108,7 @@ def left_in_cascade(around: BrokerDepths) -> list[LeftBehind]:
 
 
 def left_delayed(delayed: Mapping[str, int | None]) -> list[LeftBehind]:
-    """The messages of each queue that the broker itself delays, so that a drain cannot read them; or that their number
-    is unknown."""
+    """List, by queue, messages that the broker itself delays, which a drain cannot read. May not know how many."""
     step = "none: they come out when they are due"
     if None in delayed.values():
         why = "the broker may delay some itself: broker.management_url is not set, or gives no count"
@@ -120,26 +118,26 @@ def left_delayed(delayed: Mapping[str, int | None]) -> list[LeftBehind]:
 
 
 def row_into_cascade(due: Due, names: Endpoints, now_ms: int) -> Outgoing:
-    """The publish that moves a row into the cascade, with its id. A message whose delay exceeds the cascade's longest
-    passes the due queue and enters the cascade again."""
+    """Build the publish that moves a row into the cascade, with its id. A delay beyond the cascade's maximum passes the
+    due queue and re-enters the cascade."""
     seconds = min(whole_seconds_until(due.due_ms, now_ms), MAX_SECONDS)
     rest_ms = max(due.due_ms - now_ms, 0) % 1000
     return into_cascade(due.parcel, b"%d" % due.id, seconds, names, rest_ms=rest_ms)
 
 
 async def look_around(settings: Settings) -> BrokerDepths:
-    """Look at the depths. Raises BrokerLost, BrokerRefused."""
+    """Query the depths. Raises BrokerLost, BrokerRefused."""
     levels, due = cascade_of(settings), settings.native.due_queue
     seen = await cascade_depths(settings.broker_url, NAME, levels, [due])
     if seen.hidden:
-        # A hidden queue may hold messages, and the operator removes the cascade next.
+        # A hidden queue may contain messages, and the operator removes the cascade next.
         raise BrokerRefused(f"queue {seen.hidden[0]!r} of the cascade is hidden from this user")
     depths = {name: depth or 0 for name, depth in seen.queues.items()}
     return BrokerDepths({one.level: one.depth or 0 for one in seen.levels}, depths[due], depths.get(levels.strays, 0))
 
 
 async def left_of(settings: Settings, around: BrokerDepths) -> list[LeftBehind]:
-    """The messages that do not go into the store, and why."""
+    """List the messages that do not go into the store, and why."""
     levels = cascade_of(settings)
     names = [*(level.name for level in levels.levels()), settings.native.due_queue, levels.strays]
     async with await Admin.connect(settings.broker_url, management_url=settings.management_url, name=NAME) as admin:
@@ -148,8 +146,8 @@ async def left_of(settings: Settings, around: BrokerDepths) -> list[LeftBehind]:
 
 
 async def levels_to_store(settings: Settings, url: str) -> int:
-    """Import the levels into the store. Returns the number of messages, also of runs that were interrupted. A message
-    of another publisher goes where the cascade ends."""
+    """Import the levels into the store. Returns the number of messages, including those of interrupted runs. Another
+    publisher's message goes where the cascade ends."""
     levels = cascade_of(settings)
     async with ImportStore.open(url) as book:
         source = CascadeLevels(
@@ -174,19 +172,19 @@ async def levels_to_store(settings: Settings, url: str) -> int:
 
 
 MARGIN_MS: Final = MINUTE_MS
-"""The daemon is about to release messages that are due sooner."""
+"""The daemon is about to release messages due sooner."""
 
 
 async def standing(url: str, *, keys_too: bool) -> draining.DrainBacklog:
-    """The backlog of the store."""
+    """Count the store's backlog."""
     async with looking(url, "count the backlog") as connection:
         now_ms = await connection.fetchval("SELECT now()")
         return await draining.standing(connection, now_ms + MARGIN_MS, keys_too=keys_too)
 
 
 async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, int]:
-    """Move rows into the cascade. The broker confirms a portion before it leaves the store. Returns the numbers of
-    moved messages, and of rows that must not be sent. Raises BrokerLost."""
+    """Move rows into the cascade. Each portion leaves the store only when the broker has confirmed it. Returns the
+    numbers of moved rows and of rows that must not be sent. Raises BrokerLost."""
     async with pipelined_admin(settings.broker_url, NAME) as broker:
         await broker.declare(native_of(settings))
     reconnecting = ReconnectingConnection(Address.parse(settings.broker_url), NAME, heartbeat=20.0)
@@ -278,7 +276,7 @@ def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool,
 
 
 async def _planned(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, list[LeftBehind]]:
-    """The number of messages that would move, and those that would stay."""
+    """Count the messages that would move, and list those that would stay."""
     if settings.mode == "native":
         rows = await standing(url, keys_too=keys_too)
         count = rows.rows - rows.soon - (0 if keys_too else rows.keyed)
@@ -290,7 +288,7 @@ async def _planned(settings: Settings, url: str, *, keys_too: bool) -> tuple[int
 
 
 async def _moved(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, list[LeftBehind]]:
-    """Move them. Returns the number of moved messages, and those that stay."""
+    """Move the messages. Returns the number moved, and the messages that stay."""
     if settings.mode == "native":
         moved, unsound = await rows_to_cascade(settings, url, keys_too=keys_too)
         return moved, left_in_store(await standing(url, keys_too=keys_too), unsound, keys_too=keys_too)
@@ -299,7 +297,7 @@ async def _moved(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, 
 
 
 def _tell(target: str, count: int, done: int, left: Sequence[LeftBehind], *, dry_run: bool, as_json: bool) -> int:
-    """Print the moved messages, and those that stay with their reasons. Returns the exit code."""
+    """Print the number moved, and the messages that stay with their reasons. Returns the exit code."""
     into, other = ("cascade", "store") if target == "native" else ("store", "cascade")
     if as_json:
         rows = [{"messages": one.messages, "where": one.where, "why": one.why, "next": one.next_step} for one in left]

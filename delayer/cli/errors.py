@@ -18,11 +18,11 @@ from delayer.store.errors import BadStoreUrl, SchemaOutdated, StoreUnfit
 BROKER_RUNS = "check broker.url, and that the broker runs"
 BROKER_RIGHTS = "check user, password, vhost and permissions"
 STORE_RUNS = "check store.url, and that Postgres runs"
-"""Advice about a store that is out of reach."""
+"""Advice about an unreachable store."""
 
 
 class ExitCode(IntEnum):
-    """The exit codes: done; a check found something; usage or configuration; broker or store out of reach."""
+    """The exit codes: done; a check found something; usage or configuration; broker or store unreachable."""
 
     DONE = 0
     FOUND = 1
@@ -31,7 +31,7 @@ class ExitCode(IntEnum):
 
 
 def broker_advice(lost: Exception) -> str:
-    """The next step for a broker that is out of reach, or that refuses, for this reason."""
+    """Return the next step for a broker that is unreachable or refuses."""
     if isinstance(lost, BrokerRefused):
         return BROKER_RIGHTS
     return errors.certificate_advice(str(lost), *errors.OF_BROKER) or BROKER_RUNS
@@ -51,13 +51,13 @@ class CommandFailed(CommandError):
 
 
 class Misused(CommandError):
-    """A mistake in the usage or the configuration."""
+    """An error in the usage or the configuration."""
 
     exit_code = ExitCode.USAGE
 
 
 class OutOfReach(CommandError):
-    """Broker or store out of reach."""
+    """Broker or store unreachable."""
 
     exit_code = ExitCode.OUT_OF_REACH
 
@@ -69,8 +69,8 @@ EXPECTED_ERRORS = (
 
 
 def failure(error: Exception) -> CommandError:
-    """The failure and its next step, for one of :data:`EXPECTED_ERRORS`."""
-    text = readable(str(error)).removesuffix(".")  # Texts with an advice of their own end with a full stop.
+    """Convert one of :data:`EXPECTED_ERRORS`, adding its next step."""
+    text = readable(str(error)).removesuffix(".")  # Texts with separate advice end with a full stop.
     match error:
         case ConfigError(problems=problems):
             lines = "\n".join(f"  {problem}" for problem in problems)

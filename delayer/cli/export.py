@@ -63,7 +63,7 @@ def export(context: click.Context, /, *, file: Path, force: bool, **given: Any) 
             out.flush()  # Before the command reports them as written.
     except (NotWritten, OSError) as error:
         where = f"{'stdout' if to_stdout else file}: {error.strerror or error}"
-        if error.errno == errno.EPIPE:  # As of every other verb.
+        if error.errno == errno.EPIPE:  # As with every other verb.
             raise CommandFailed(f"{where}: the reader has gone, and has a part of the messages") from error
         if not opened and error.errno not in _FULL:
             raise Misused(where) from error
@@ -75,7 +75,7 @@ def export(context: click.Context, /, *, file: Path, force: bool, **given: Any) 
 
 
 class NotWritten(Exception):
-    """The file or the pipe takes no more. No OSError: in the store's session that would count as the store's."""
+    """The file or the pipe accepts no more. Not an OSError, which the store's session would report as the store's."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(str(error))

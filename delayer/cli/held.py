@@ -1,4 +1,4 @@
-"""delayer held: messages that their destination did not take."""
+"""delayer held: messages that their destination did not accept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""delayer import: bring in messages of other systems. Each source has the verbs preview, run and abort."""
+"""delayer import: bring in other systems' messages. Each source has the verbs preview, run and abort."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from delayer.store.admin.importing import ImportBusy, ImportStore
 
 @contextmanager
 def import_failures() -> Iterator[None]:
-    """Raise the errors of imports as Failure, with the next step."""
+    """Raise import errors as Failure, with the next step."""
     try:
         yield
     except state_machine.SourceLost as error:
@@ -83,7 +83,7 @@ def tell_preview(seen: Preview, as_json: bool) -> None:
 
 
 def lines_of(seen: Preview) -> list[str]:
-    """The preview in words."""
+    """Describe the preview."""
     survey = seen.survey
     said = [f"{survey.messages:,} messages are chosen."]
     if survey.first_due_ms is not None and survey.last_due_ms is not None:
@@ -96,7 +96,7 @@ def lines_of(seen: Preview) -> list[str]:
 
 
 def _reasons(reasons: Mapping[str, int]) -> list[tuple[str, int]]:
-    """The most frequent reasons, for people; --json has all of them."""
+    """Pick the most frequent reasons; --json has all of them."""
     return Counter(reasons).most_common(10)
 
 
@@ -148,8 +148,8 @@ NO_STORE = (
 
 
 Make = Callable[[Settings, dict[str, Any], ImportStore], ImportSource]
-"""Makes a source from its options, and from ``meant``, the chosen messages, which stands among them. May raise
-ImportImpossible, SourceLost, ValueError."""
+"""Creates a source from its options, with the chosen messages as ``meant``. May raise ImportImpossible, SourceLost,
+ValueError."""
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -185,7 +185,7 @@ def import_() -> None:
 
 
 def source(name: str, help_text: str, *options: Option) -> Callable[[Make], Make]:
-    """Add `delayer import NAME preview|run|abort` for the source that the decorated function makes."""
+    """Add `delayer import NAME preview|run|abort` for the source that the decorated function creates."""
 
     def add(make: Make) -> Make:
         group = import_.group(name, short_help=help_text.partition(".")[0] + ".", help=help_text)(lambda: None)

@@ -1,4 +1,4 @@
-"""delayer list, show, audit-log: the waiting messages of the store, one message, and the changes of operators."""
+"""delayer list, show, audit-log: the store's waiting messages, one message, and the operators' changes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from delayer.store.waiting import BEGINNING, FoundPage
 
 
 def say_native(settings: Settings) -> None:
-    """Tell a user of native mode about the messages that these verbs cannot see."""
+    """In native mode, note the messages that these verbs cannot see."""
     if settings.mode == "native":
         note("Messages in the cascade can be counted (`delayer topology show`), but not listed, moved or cancelled.")
 

@@ -1,7 +1,5 @@
-"""The command line: the options before the verb, and the place that turns errors into messages and exit codes.
-
-A verb is loaded on demand, because all of them together take half a second.
-"""
+"""The command line: the options before the verb, and the conversion of errors into messages and exit codes. Verbs load
+on demand, because all of them together take half a second."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ VERBS: Final = {
     "import": "sources:import_",
     "export": "export",
 }
-"""The modules of the verbs, in the order of their use: the module in delayer.cli, and the name in it if it differs."""
+"""The verbs in order of use: the module in delayer.cli, and the name in it if it differs."""
 PLAIN_LOGS: Final = frozenset({"status", "list", "show", "cancel", "reschedule", "held", "audit-log"})
 """Verbs that log through the standard library only. structlog would take as long to load as the store to answer."""
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -51,7 +49,7 @@ NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Verbs(click.Group):
-    """Verbs in the order of their use, loaded one by one, and expected errors without a traceback."""
+    """Lists verbs in order of use, loads them one by one, and reports expected errors without a traceback."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
@@ -98,7 +96,7 @@ class Verbs(click.Group):
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.option(
     "--config",
-    type=click.Path(path_type=Path, readable=False),  # Reading it reports this with all other mistakes.
+    type=click.Path(path_type=Path, readable=False),  # Reading it reports this with all other errors.
     metavar="PATH",
     help="The configuration file. Without it: $DELAYER_CONFIG, else /etc/delayer/delayer.toml if there is one, else "
     "the defaults.",
@@ -175,24 +173,21 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open /dev/null for each standard stream that is closed.
-
-    Otherwise a connection would get the number of the stream, and a message of a library to stderr would go to the
-    broker.
-    """
+    """Open /dev/null for each standard stream that is closed. Otherwise a connection would get the stream's number, and
+    what a library writes to stderr would go to the broker."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            number = os.open(os.devnull, os.O_RDWR)  # The lowest free number is that of this stream.
+            number = os.open(os.devnull, os.O_RDWR)  # The lowest free number, which is this stream's.
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
 
 
 def _end(unwritten: OSError) -> NoReturn:
-    """End after output that could not be written: a full disk (3), or a reader that has gone (1)."""
+    """Exit after output could not be written: with 3 if the disk is full, with 1 if the reader is gone."""
     from delayer.cli.errors import ExitCode  # noqa: PLC0415 - as above
 
     if unwritten.errno == errno.EPIPE:
-        os._exit(ExitCode.FOUND)  # Another exit would let the interpreter try to write the rest.
+        os._exit(ExitCode.FOUND)  # A normal exit would make the interpreter try to write the rest.
     if unwritten.errno not in NO_ROOM:
         raise unwritten
     where = f" to {unwritten.filename}" if unwritten.filename else ""

@@ -1,4 +1,4 @@
-"""The parts that several verbs share: options, settings, look-ups in the store, and the question before a change."""
+"""What several verbs share: options, settings, store queries, and the prompt before a change."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from delayer.store.session import looking
 
 
 class Stoppable(click.Command):
-    """A command that SIGTERM ends with one line and exit code 143, after its clean-up, as Ctrl-C ends every command."""
+    """A command that cleans up on SIGTERM and exits with one line and code 143, as every command does on Ctrl-C."""
 
     def invoke(self, ctx: click.Context) -> Any:
         stopped = []
@@ -47,7 +47,7 @@ class Stoppable(click.Command):
         before = signal.signal(signal.SIGTERM, leave)
         try:
             return super().invoke(ctx)
-        except BaseException:  # Py4J may lose the exception, and raise another one in its place.
+        except BaseException:  # Py4J may lose the exception, and raise another in its place.
             if not stopped:
                 raise
             note("delayer: ended by SIGTERM")
@@ -58,13 +58,13 @@ class Stoppable(click.Command):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The options before the verb. Settings are read when a verb asks for them, so that ``--help`` never fails."""
+    """The options before the verb. Settings are read only when a verb needs them, so that ``--help`` never fails."""
 
     config: Path | None = None
     flags: Mapping[str, str] = field(default_factory=dict)
 
     def settings(self, sealed: list[str] | None = None) -> Settings:
-        """``sealed`` as for :func:`loading.load`. Raises ConfigError."""
+        """Read the settings. ``sealed`` as for :func:`loading.load`. Raises ConfigError."""
         return loading.load(self.file, os.environ, self.flags, sealed)
 
     @property
@@ -73,7 +73,7 @@ class Request:
 
 
 def request_of(context: click.Context) -> Request:
-    """The request that the group stored before it called the verb."""
+    """Return the request that the group stored before it called the verb."""
     request = context.find_object(Request)
     assert request is not None
     return request
@@ -83,13 +83,12 @@ T = TypeVar("T")
 
 
 def joined(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """These decorators as one, the first on top."""
+    """Combine decorators into one, the first on top."""
     return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
 def ask_store(url: str, doing: str, question: Callable[[Connection], Awaitable[T]]) -> T:
-    """The answer to one question about the store. ``doing``: the operation that an error names. Raises StoreLost,
-    BadStoreUrl, SchemaOutdated."""
+    """Run one query on the store, named ``doing`` in errors. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
 
     async def asked() -> T:
         async with looking(url, doing) as connection:
@@ -99,7 +98,7 @@ def ask_store(url: str, doing: str, question: Callable[[Connection], Awaitable[T
 
 
 def pair(text: str, expected: str) -> tuple[str, str]:
-    """The two parts of an option such as NAME=VALUE. Raises click.BadParameter."""
+    """Split an option such as NAME=VALUE. Raises click.BadParameter."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise click.BadParameter(f"expected {expected}, found {show(text)}")
@@ -107,8 +106,7 @@ def pair(text: str, expected: str) -> tuple[str, str]:
 
 
 def read_as(read: Callable[[str], object]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """The callback of an option with the reader ``read``, which raises ValueError with the form that it expects. An
-    option that may be repeated gets a tuple."""
+    """Make an option's callback from ``read``, which raises ValueError naming the expected form."""
 
     def one(text: str) -> object:
         try:
@@ -125,7 +123,7 @@ def read_as(read: Callable[[str], object]) -> Callable[[click.Context, click.Par
 duration = read_as(duration_ms)
 instant = read_as(lambda text: texts.instant_ms(text, time.time_ns() // 1_000_000))
 fixed_instant = read_as(texts.instant_ms)
-"""It reads no durations from now, such as 2h."""
+"""Rejects durations from now, such as 2h."""
 bytes_of = read_as(raw)
 
 
@@ -143,8 +141,8 @@ def _header(text: str) -> tuple[bytes, str]:
 
 
 def messages_of(url: str, names: Sequence[str]) -> dict[str, Token | None]:
-    """The message of each name: delayer's id after ``id:``, or else a message_id. None if no message has that name; an
-    id of the store is not looked up. Raises Misused for a name of several messages."""
+    """Map each name to its message: delayer's id after ``id:``, not looked up, or else a message_id (None if unknown).
+    Raises Misused if several messages have it."""
     found: dict[str, Token | None] = dict.fromkeys(names)
     for name in found:
         with suppress(ValueError):
@@ -177,9 +175,9 @@ filter_options = joined(
         help="A header and its value, as text. May be repeated.",
     ),
 )  # fmt: skip
-"""The options of a Filter; the command gets them by the names of its fields."""
+"""The options of a Filter, passed to the command under the names of its fields."""
 kind_option = click.option("--kind", type=click.Choice(list(map(str, HoldKind))), help="Why it was not delivered.")
-"""The kind of a hold, in verbs of messages that their destination did not take."""
+"""The kind of a hold, in verbs for messages that their destination did not accept."""
 names_argument = click.argument("names", nargs=-1, metavar="[ID]...")
 limit_option = click.option(
     "--limit", type=click.IntRange(1, 10_000), default=50, show_default=True, help="Rows on a page."
@@ -187,7 +185,7 @@ limit_option = click.option(
 
 
 def filter_of(given: dict[str, Any]) -> Filter:
-    """The Filter of :data:`filter_options`."""
+    """Build the Filter of :data:`filter_options`."""
     return Filter(**{name: given[name] for name in Filter.__dataclass_fields__ if name in given})
 
 
@@ -196,9 +194,9 @@ yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Count the messages, and change nothing.")
 all_option = click.option("--all", "everything", is_flag=True, help="All messages, without a filter.")
 change_options = joined(all_option, dry_run_option, yes_option, as_json, click.pass_context)
-"""The options of every command that changes many messages; the command gets the context first."""
+"""The options of every command that changes many messages. The command gets the context first."""
 stored_change_options = joined(names_argument, filter_options, change_options)
-"""The same, and the ids and filters of messages in the store."""
+""":data:`change_options`, and the ids and filters of messages in the store."""
 
 
 def _conf(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
@@ -214,8 +212,7 @@ conf_option = click.option(
 
 
 def selected(names: Sequence[str], given: dict[str, Any], *, everything: bool) -> Filter:
-    """The Filter of a command that changes messages. It is empty with ``names`` or --all. Raises click.UsageError
-    unless the operator gave one of these: ids, a filter, --all."""
+    """Return the Filter of a changing command; empty with ``names`` or --all. Without any, raises click.UsageError."""
     wanted = filter_of(given)
     if names and (everything or not wanted.everything):
         raise click.UsageError("give either ids or a filter")
@@ -225,7 +222,7 @@ def selected(names: Sequence[str], given: dict[str, Any], *, everything: bool) -
 
 
 def whoami() -> str:
-    """The operator, for the audit log: the user behind sudo, on this host."""
+    """Name the operator for the audit log: the user behind sudo, on this host."""
     try:
         user = os.environ.get("SUDO_USER") or getpass.getuser()
     except (KeyError, OSError):  # A container may have a user id without a name.
@@ -234,8 +231,8 @@ def whoami() -> str:
 
 
 def agreed(question: str, *, yes: bool) -> bool:
-    """Whether to go on: ``--yes``, or a yes at the terminal. After a no it says that nothing changed. Raises Misused
-    without either."""
+    """Return whether to continue, by ``--yes`` or a prompt; after a no, note that nothing changed. Raises Misused if it
+    cannot prompt."""
     if yes:
         return True
     if not sys.stdin.isatty():
@@ -247,7 +244,7 @@ def agreed(question: str, *, yes: bool) -> bool:
 
 
 def store_url(settings: Settings) -> str:
-    """The store's URL. Raises Misused where none is configured."""
+    """Return the store's URL. Raises Misused if none is configured."""
     url = settings.store_url
     if url is None:
         raise Misused(
@@ -258,7 +255,7 @@ def store_url(settings: Settings) -> str:
 
 
 def url_of(option: str, text: str, read: Callable[[object], SecretUrl | None]) -> SecretUrl:
-    """The URL of ``option``, checked by ``read``. Raises Misused."""
+    """Parse the URL given for ``option`` with ``read``. Raises Misused."""
     try:
         url = read(text)
     except Expected as wrong:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 def print_json(value: object) -> None:
-    """Print one JSON document on stdout."""
     click.echo(escaped(json.dumps(value, indent=2, ensure_ascii=False, default=_plain)))
 
 
@@ -30,10 +29,8 @@ def _plain(value: object) -> object:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Collection[int] = ()) -> None:
-    """Print a table on stdout. ``right``: the columns with numbers.
-
-    On a terminal, rich folds wide cells. Elsewhere each row is one line, without trailing blanks, and nothing is cut.
-    """
+    """Print a table on stdout. ``right``: the columns with numbers. On a terminal, rich folds wide cells. Otherwise
+    each row is one line, uncut and without trailing blanks."""
     texts = [[readable(str(cell)) for cell in row] for row in rows]
     if sys.stdout.isatty():
         _on_terminal(columns, texts, right)
@@ -48,7 +45,7 @@ def _on_terminal(columns: Sequence[str], rows: Sequence[Sequence[str]], right: C
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
-        # An id that is broken over two lines cannot be copied.
+        # An id broken over two lines cannot be copied.
         whole = column == "id"
         table.add_column(Text(column), justify="right" if number in right else "left", overflow="fold", no_wrap=whole)
     for row in rows:
@@ -57,7 +54,7 @@ def _on_terminal(columns: Sequence[str], rows: Sequence[Sequence[str]], right: C
 
 
 def _as_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int]) -> None:
-    """Print without rich, whose table takes 14 s for 10,000 rows of 7 cells."""
+    """Print without rich, which takes 14 s for a table of 10,000 rows with 7 cells."""
     from rich.cells import cell_len  # noqa: PLC0415 - as above
 
     widths = [max(map(cell_len, column)) for column in zip(columns, *rows, strict=True)]
@@ -71,7 +68,7 @@ def _as_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Coll
 
 @contextmanager
 def progress(step: str = "starting") -> Iterator[Say]:
-    """A progress bar on stderr if that is a terminal; otherwise nothing. ``step``: the first step."""
+    """Show a progress bar on stderr if that is a terminal. ``step``: the first step."""
     from rich import progress as bars  # noqa: PLC0415 - as above
     from rich.console import Console  # noqa: PLC0415
 
@@ -90,7 +87,7 @@ def progress(step: str = "starting") -> Iterator[Say]:
 
 
 def note(text: str) -> None:
-    """A note for people, on stderr."""
+    """Print a note on stderr."""
     click.echo(readable(text), err=True)
 
 
@@ -104,13 +101,13 @@ def quoted(name: str) -> str:
 
 
 def intake_queues(settings: Settings) -> tuple[str, str]:
-    """The queues of every mode."""
+    """Name the queues of every mode."""
     return settings.intake.queue, settings.refused.queue
 
 
 def print_queues(settings: Settings, seen: CascadeDepths, *, used: bool, every_level: bool) -> None:
-    """Print the depths of the cascade and of the queues around it. ``used``: whether new delays take the cascade.
-    ``every_level``: also those without messages."""
+    """Print the depths of the cascade and of the queues around it. ``used``: whether new delays use the cascade.
+    ``every_level``: include empty levels."""
     intake = intake_queues(settings)
 
     def depth(name: str, messages: int | None) -> str:
@@ -135,7 +132,6 @@ def print_queues(settings: Settings, seen: CascadeDepths, *, used: bool, every_l
 
 
 def json_of_lane(lane: LaneOverview) -> dict[str, Any]:
-    """One lane, for programs."""
     return {
         "lane": lane.number,
         "route": None if lane.route is None else lane.route.decode(errors="replace"),
@@ -163,7 +159,7 @@ def print_lanes(lanes: Sequence[dict[str, Any]], now_ms: int) -> None:
 
 
 def when(due_ms: int | None, now_ms: int | None = None) -> str:
-    """An instant for people: in UTC, and how far off it is."""
+    """Format an instant in UTC, and how far off it is."""
     if due_ms is None:
         return "-"
     return f"{instant(due_ms)} ({away(due_ms, time.time_ns() // 1_000_000 if now_ms is None else now_ms)})"

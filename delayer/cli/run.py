@@ -26,7 +26,7 @@ def run(request: Request) -> None:
       delayer --mode native run
       delayer --set http.listen= run           without health, metrics and page: beside another daemon
     """
-    # The import takes most of a second. Meanwhile an order to stop ends the process, and an order to reload waits.
+    # The import takes most of a second. During it, an order to stop ends the process, and an order to reload waits.
     for order in (signal.SIGTERM, signal.SIGINT):
         signal.signal(order, lambda *_: os._exit(0))
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})

@@ -1,4 +1,4 @@
-"""delayer compact, restore: many far-future rows into few compressed segments, and segments back into rows."""
+"""delayer compact, restore: pack far-future rows into compressed segments, and turn segments back into rows."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _tell(figures: dict[str, Any], text: str, *, as_json: bool) -> None:
 
 
 def _end(context: click.Context, broken: Sequence[str], lost: Sequence[str], kept: str, parts: str) -> None:
-    """Report broken segments and lost parts. Exits with 1 or 3 if there are any. ``kept`` begins
-    the sentence about a broken segment, ``parts`` the sentence about lost parts."""
+    """Report broken segments and lost parts, in sentences that begin with ``kept`` and ``parts``. Exits with 1 or 3 if
+    there are any."""
     for reason in broken:
         note(f"{kept}: {reason}.")
     if lost:
@@ -124,7 +124,6 @@ def compact(
 
 
 def _forecast(found: compaction.Numbers) -> str:
-    """A dry run in words."""
     gain = found.gain
     text = (
         f"{found.messages:,} messages ({size(found.raw_bytes)}) would go into about {found.segments:,} segments; "

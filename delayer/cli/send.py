@@ -1,4 +1,4 @@
-"""delayer send: publish a message that asks for a delay, as any publisher would."""
+"""delayer send: publish a message that requests a delay, as any publisher would."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from delayer.core.readable import instant, readable
 
 @dataclass(slots=True)
 class MessageToSend:
-    """The message to publish. ``timestamp``: epoch seconds. ``due_ms``: when this host's clock expects it back, epoch
-    ms; None for a cancel. It satisfies delay_headers.RequestProperties."""
+    """The message to publish; satisfies delay_headers.RequestProperties. ``timestamp``: epoch seconds. ``due_ms``: when
+    it is due by this host's clock, epoch ms; None for a cancel."""
 
     exchange: str
     routing_key: str
@@ -51,8 +51,7 @@ class MessageToSend:
 
 
 async def publish(url: str, message: MessageToSend, message_id: str) -> str | None:
-    """Publish ``message``. None when the broker confirmed it, else the reason why not. Raises BrokerUnreachable,
-    BrokerRefused."""
+    """Publish ``message``; None once confirmed, else the reason why not. Raises BrokerUnreachable, BrokerRefused."""
     connection = await AdminConnection.open(url, name="delayer send", patience=30.0)
     try:
         return await connection.call(partial(_publish, message=message, message_id=message_id))
@@ -164,13 +163,13 @@ def send(
 
 
 def _look_up(message_id: str) -> str:
-    """The command that finds the message. `delayer show` takes a name that begins with id: for an id of delayer's."""
+    """Build the command that finds the message. `delayer show` treats a name that starts with id: as delayer's id."""
     find = "list --message-id" if message_id.startswith(OWN) else "show"
     return f"delayer {find} {shlex.quote(message_id)}"
 
 
 def cancelling(key: str, settings: Settings) -> str:
-    """The next step after a cancel."""
+    """Say what to do after a cancel."""
     if settings.store_url is None:
         return "Without a store nothing can be cancelled: see `delayer refused list`."
     return f"Next: `delayer list --delay-key {shlex.quote(readable(key))}` shows nothing any more, if it came in time."
@@ -189,8 +188,8 @@ def _route(settings: Settings, name: str | None) -> RouteTable:
 
 
 def prepared(route: RouteTable, intake: str, key: str, body: bytes, headers: Mapping[str, Scalar]) -> MessageToSend:
-    """The message without its delay. A message straight to the intake queue has that queue's name as its routing key.
-    A header then contains the key of the destination."""
+    """Build the message without its delay. Straight to the intake queue, its routing key names that queue, and a header
+    has the destination's key."""
     message = MessageToSend(route.from_, key, body, dict(headers))
     if not route.from_:
         message.routing_key = intake
@@ -202,8 +201,8 @@ def prepared(route: RouteTable, intake: str, key: str, body: bytes, headers: Map
 
 
 def ask(message: MessageToSend, route: RouteTable, delay_ms: int | None, at_ms: int | None, *, now_ms: int) -> None:
-    """Put the delay into ``message``, in the first form that its route reads. Without one the message's own headers
-    count, by the daemon's rules. Raises Misused if no form fits, or if the daemon would refuse the delay."""
+    """Set the delay in ``message``, in the first form that its route reads. Without a delay, the message's own headers
+    apply by the daemon's rules. Raises Misused if no form is possible, or if the daemon would refuse the delay."""
     if delay_ms is None and at_ms is None:
         if CANCEL not in message.headers:
             message.due_ms = _own_due_ms(message, route, now_ms)

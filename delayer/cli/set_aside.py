@@ -22,7 +22,7 @@ from delayer.intake.refusals import AS_IT_IS, Mend
 from delayer.intake.set_aside import ANY, KEPT, Selection, SetAsideMessage, SetAsideName
 
 LISTED: Final = 50
-"""Messages that a list looks at, unless it is asked for more."""
+"""Messages that a list reads by default."""
 
 
 def _refused_row(one: SetAsideMessage) -> tuple[object, ...]:
@@ -36,8 +36,8 @@ def _stray_row(one: SetAsideMessage) -> tuple[object, ...]:
 
 
 class SetAsideQueue(NamedTuple):
-    """One of the two queues, and its words. ``row`` shows a message in a table; ``right`` is the column with numbers.
-    ``about``, ``retry``, ``example``: help texts, and options for their examples."""
+    """One of the two queues, and its wording. ``row``: formats a message for a table. ``right``: the column with
+    numbers. ``about``, ``retry``, ``example``: help texts, and options for their examples."""
 
     name: SetAsideName
     noun: str
@@ -132,7 +132,7 @@ _MENDING: Final = joined(
 
 
 def _group(source: SetAsideQueue) -> click.Group:
-    """The verbs of one queue."""
+    """Build the verbs of one queue."""
     limit = click.option(
         "--limit",
         type=click.IntRange(1, KEPT),

@@ -40,8 +40,8 @@ _HERE: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
-    """The mode, rates a second and lateness in seconds of the daemon at ``[http] listen``, over the last minutes;
-    or why they are unknown. It raises no error, because that daemon may run on another machine, or without HTTP."""
+    """Ask the daemon at ``[http] listen`` for its mode, rates per second and lateness in seconds over the last minutes,
+    or say why they are unknown. Does not raise, because that daemon may be on another machine or run without HTTP."""
     listen = settings.http.listen
     if not listen:
         return {"error": "[http] listen is off", "last": {}}
@@ -56,7 +56,7 @@ async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
     try:
         said = json.loads(body)
         if said["service"] != service_of(settings):
-            # Another service of this host may have this address, if a configuration was copied.
+            # If a configuration was copied, another service on this host may have this address.
             return {"error": f"the daemon at {listen} works with another broker or virtual host", "last": {}}
         return {"error": None, **{name: said[name] for name in ("mode", "last", "blocked", "intake")}}
     except (ValueError, KeyError, TypeError):
@@ -64,8 +64,8 @@ async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
 
 
 async def _ask(http: HttpTable) -> tuple[str, bytes]:
-    """The status (empty if the answer is no HTTP) and the body. HTTP/1.0 by hand, because an HTTP library takes longer
-    to load than the daemon to answer. Raises OSError."""
+    """Return the status (empty if the answer is not HTTP) and the body. HTTP/1.0 by hand, because an HTTP library takes
+    longer to load than the daemon to answer. Raises OSError."""
     host, _, port = http.listen.rpartition(":")
     host = _HERE.get(host, host)
     asked = not (http.open or is_loopback(http.listen.rpartition(":")[0]))
@@ -99,7 +99,7 @@ def show(live: dict[str, Any]) -> None:
     for seconds, name in WINDOWS:
         last = live["last"][seconds]
         if last["seconds"] < int(seconds) and rows:
-            continue  # The process runs for less than that, so the figures would repeat.
+            continue  # The process has run for less than that, so the figures would repeat.
         rates = last["rates"]
         into = rates["parked"] + rates["cascaded"]
         rows.append(
@@ -114,7 +114,7 @@ def show(live: dict[str, Any]) -> None:
 
 
 def mode_text(mode: str, live: dict[str, Any]) -> str:
-    """The mode of the configuration, and that of the daemon at work if it differs. The daemon's role at the intake."""
+    """Format the configured mode, the running daemon's mode if different, and the daemon's role at the intake."""
     if live.get("mode", mode) == mode:
         return f"mode: {mode}" + (f"   intake: {role}" if (role := live.get("intake")) else "")
     return (
@@ -123,7 +123,7 @@ def mode_text(mode: str, live: dict[str, Any]) -> str:
 
 
 def again_and_again(look_once: Callable[[], int], every: float = 2.0) -> int:
-    """Look every so many seconds until the user interrupts. On a terminal each look takes the place of the last one."""
+    """Refresh every ``every`` seconds until interrupted. On a terminal, each refresh replaces the last."""
     code = 0
     try:
         while True:
@@ -160,7 +160,7 @@ def status(context: click.Context, as_json: bool, watch: bool) -> None:
 
 
 def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> int:
-    """Look and print. Returns the exit code."""
+    """Query and print. Returns the exit code."""
     depths, broker, store, now = asyncio.run(_look(settings))
     names = names_of(settings)
     answer = {"names": names, "mode": settings.mode, "broker": broker, "store": store, "live": now}
@@ -192,7 +192,7 @@ def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> in
 
 
 def next_steps(settings: Settings, seen: CascadeDepths, held: int) -> list[str]:
-    """Tell an operator what to do about missing queues, and about ``held`` and other messages set aside. Pure."""
+    """Advise the operator on missing queues, and on ``held`` and other messages set aside. Pure."""
     used, strays = uses_cascade(settings), cascade_of(settings).strays
     needed = {name: depth for name, depth in seen.queues.items() if used or name in intake_queues(settings)}
     missing = [name for name, depth in needed.items() if depth is None and name not in seen.hidden]
@@ -205,7 +205,7 @@ def next_steps(settings: Settings, seen: CascadeDepths, held: int) -> list[str]:
 async def _look(
     settings: Settings,
 ) -> tuple[CascadeDepths | None, dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
-    """Broker, store and daemon, asked at the same time, so that none waits for another's timeout."""
+    """Query broker, store and daemon concurrently, so that none waits for another's timeout."""
     (depths, broker), store, now = await asyncio.gather(_broker(settings), _store(settings), look(settings))
     return depths, broker, store, now
 

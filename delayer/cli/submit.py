@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # A script's directory is first on the path. Other packages must not import its modules (check, run, …).
+    # A script's directory is first on the path, but other packages must not import its modules (check, run, …).
     here = str(Path(__file__).resolve().parent)
     sys.path[:] = [entry for entry in sys.path if entry != here]
 

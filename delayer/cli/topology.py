@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def with_admin(settings: Settings, work: Callable[[Admin], Awaitable[T]]) -> T:
-    """Do ``work`` with a connection to the broker. Raises BrokerUnreachable, BrokerRefused."""
+    """Run ``work`` with a connection to the broker. Raises BrokerUnreachable, BrokerRefused."""
 
     async def connected() -> T:
         async with await Admin.connect(settings.broker_url, management_url=settings.management_url) as admin:

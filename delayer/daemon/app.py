@@ -34,7 +34,7 @@ log = structlog.get_logger(__name__)
 
 
 class Reload:
-    """Runs reloads one after another; requests during a reload make one more reload."""
+    """Runs reloads in turn; requests during a reload cause one more."""
 
     def __init__(self, daemon: Daemon, load: Callable[[], Settings], notifier: Notifier) -> None:
         self._daemon = daemon
@@ -43,11 +43,11 @@ class Reload:
         self._requested = asyncio.Event()
 
     def request(self) -> None:
-        """Ask for a reload; safe in a signal handler of the loop."""
+        """Request a reload; safe in a signal handler of the loop."""
         self._requested.set()
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Serve requests until stopping is set."""
+        """Serve requests until ``stopping`` is set."""
         while not stopping.is_set():
             await first_set(stopping, self._requested)
             if self._requested.is_set():
@@ -55,11 +55,11 @@ class Reload:
                 self._notifier.reloading()
                 refused = await self._reload()
                 mode = f"mode {self._daemon.settings.mode}"
-                # systemd knows no failed reload of this kind: `systemctl status` is where it can be told.
+                # systemd has no notion of a failed reload, so report it in the status line.
                 self._notifier.reloaded(f"{mode}; the last reload was refused: {refused}" if refused else mode)
 
     async def _reload(self) -> str:
-        """The reason of a refusal, empty after a reload."""
+        """Reload. Returns why it was refused, or ""."""
         old = self._daemon.settings
         try:
             new = self._load()
@@ -76,15 +76,15 @@ class Reload:
         if old.mode != wanted.mode:
             log.info("mode switched", before=old.mode, now=wanted.mode)
         unpaced = without_effect(wanted)
-        if keys or not restart:  # Otherwise nothing was taken over, and "reloaded" would look as if it were.
+        if keys or not restart:  # Otherwise nothing was applied, and "reloaded" would suggest it was.
             log.info("reloaded", keys=keys, **({"max_rate_without_effect": unpaced} if unpaced else {}))
         return ""
 
     async def _make_ready(self, wanted: Settings) -> None:
-        """Prepare the queues, exchanges and the store that the new settings need, before they apply."""
+        """Prepare the queues, exchanges and the store for new settings, before they apply."""
         await self._daemon.declare(wanted)
         if wanted.store_url is not None and not self._daemon.store.configured:
-            # Tried first: lanes that meet an outdated schema stop the daemon, and a reload must not.
+            # Try it first: lanes that meet an outdated schema stop the daemon, and a reload must not.
             store = await PostgresStore.connect(wanted.store_url)
             await store.close()
             self._daemon.start_store(wanted)
@@ -94,11 +94,8 @@ class Reload:
 
 
 def live_part(old: Settings, new: Settings) -> Settings:
-    """``old``, with everything from ``new`` that may change while the daemon runs.
-
-    While no store is in use, all of ``[store]`` may. One in use holds messages: only a restart may leave it for
-    another.
-    """
+    """Return ``old`` with everything from ``new`` that may change while the daemon runs. All of ``[store]`` may change
+    while no store is in use. A store in use holds messages, so a change needs a restart."""
     live = {"park_beyond_ms": new.store.park_beyond_ms, "restore_ahead_ms": new.store.restore_ahead_ms}
     store = new.store if old.store_url is None else old.store.model_copy(update=live)
     return old.model_copy(
@@ -115,7 +112,7 @@ def live_part(old: Settings, new: Settings) -> Settings:
 
 
 def changed(old: Settings, new: Settings) -> list[str]:
-    """The keys that differ. A list of tables is one key."""
+    """List the keys that differ. A list of tables is one key."""
     after = _leaves(new)
     return [key for key, value in _leaves(old).items() if value != after[key]]
 
@@ -134,7 +131,7 @@ STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 def spans_of(environ: Mapping[str, str]) -> Spans | None:
-    """The source of spans; None unless a standard variable names a collector. Raises ConfigError without the extra."""
+    """Create spans' source; None unless a standard variable names a collector. Raises ConfigError without the extra."""
     variables = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     named = [name for name in variables if environ.get(name)]
     if not named:
@@ -147,10 +144,10 @@ def spans_of(environ: Mapping[str, str]) -> Spans | None:
 
 
 def run_daemon(load: Callable[[], Settings]) -> NoReturn:
-    """Run until SIGTERM or SIGINT. SIGHUP reads the configuration again through ``load``.
+    """Run until SIGTERM or SIGINT. On SIGHUP, reread the configuration through ``load``.
 
-    Ends the process with its exit code: 0 after an order to stop, 1 or 2 where an operator has to act first (the log
-    has the reason), 1 after a bug. Raises ConfigError if the first ``load`` or a missing extra does.
+    Exits with code 0 after an order to stop, 1 or 2 if an operator has to act first (the log has the reason), 1 after a
+    bug. Raises ConfigError if the first ``load`` does, or an extra is missing.
     """
     settings, spans = load(), spans_of(os.environ)
     logs.log_in_background()
@@ -161,8 +158,7 @@ def run_daemon(load: Callable[[], Settings]) -> NoReturn:
         log.critical("failed", exc_info=True)
         code = 1
     logs.finish()
-    # The interpreter's own end waits for a stuck reader of stderr, and for threads that look up a name. A silent name
-    # server takes 10 s.
+    # A normal exit waits for a stuck reader of stderr, and for name look-ups (10 s for a silent name server).
     os._exit(code)
 
 
@@ -182,10 +178,10 @@ def _run(settings: Settings, load: Callable[[], Settings], spans: Spans | None) 
 
 
 def calm_the_collector(allocations: int = 200_000) -> None:
-    """Take imported modules out of the garbage collector's sight, and let it run after so many allocations.
+    """Exclude imported modules from the garbage collector, and run it every ``allocations`` allocations.
 
-    Python's own 700 are a third of a batch, and the collector took a third of the time of classifying one. Messages
-    make no cycles; delayer/retry.py collects after failures.
+    Python's default of 700 is a third of a batch, and collecting took a third of the time of classifying a batch.
+    Messages do not form cycles; delayer/retry.py collects after failures.
     """
     gc.collect()
     gc.freeze()
@@ -211,7 +207,7 @@ async def _serve(settings: Settings, load: Callable[[], Settings], spans: Spans 
     try:
         await daemon.run()
     finally:
-        # Further signals are ignored, so that the process ends with its own exit code.
+        # Ignore further signals, so that the process exits with its own code.
         for signum in (*STOPS, signal.SIGHUP):
             signal.signal(signum, signal.SIG_IGN)
         if spans is not None:
@@ -221,9 +217,9 @@ async def _serve(settings: Settings, load: Callable[[], Settings], spans: Spans 
 def run_loop(main: Coroutine[Any, Any, T], *, leave: float = 0.5) -> T:
     """Run ``main`` in a new loop, and return its result.
 
-    Tasks that ``main`` leaves behind are cancelled, and get ``leave`` seconds to end. asyncio's own runner waits
-    without limit, and a driver that closes connections to a hanging server took five seconds. The other tasks end with
-    the process. The loop stays open, because closing it would wait for threads that look up names.
+    Cancels tasks that ``main`` leaves behind, and gives them ``leave`` seconds; the rest end with the process.
+    asyncio's own runner waits without limit: a driver closing connections to a hanging server took five seconds. The
+    loop stays open, because closing it would wait for threads that resolve names.
     """
     loop = uvloop.new_event_loop()
     try:
@@ -243,6 +239,6 @@ async def _send_away(seconds: float) -> None:
         if not task.cancelled() and (failure := task.exception()) is not None:
             log.error("part failed too", reason=repr(failure))
     if left:
-        # They are destroyed while pending, which would be reported once more for each of them.
+        # Pending tasks are destroyed, and asyncio would report each of them again.
         asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)
         log.warning("tasks left behind", tasks=sorted(task.get_name() for task in left), after_seconds=seconds)

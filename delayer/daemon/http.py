@@ -86,7 +86,7 @@ def _reached() -> Iterator[None]:
 
 
 def serve(daemon: Daemon) -> None:
-    """Let ``daemon`` serve HTTP at its addresses, as long as it runs."""
+    """Serve HTTP at ``daemon``'s addresses while it runs."""
     inside, http = DaemonInside(daemon), daemon.settings.http
     daemon.services.add("recent", inside.recent.run)
     if http.listen:

@@ -1,4 +1,4 @@
-"""The live settings of a running daemon, the policy that follows from them, and the clock that decides."""
+"""A running daemon's live settings, the policy that follows from them, and the deciding clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from delayer.intake.handle import KEEP_MS
 from delayer.store.backlog import PostgresBacklog
 
 NATIVE_KEEP_MS: Final = 999
-"""How soon a message is due that is kept in memory in native mode: the cascade counts whole seconds."""
+"""Messages due this soon are kept in memory in native mode, because the cascade counts whole seconds."""
 
 SHARED: Final = (
     '[intake] consumers = "shared" cannot keep keys in order: see "The other value of consumers" in docs/operations.md'
@@ -28,7 +28,7 @@ SHARED: Final = (
 
 
 def policy_of(settings: Settings, *, has_store: bool) -> Policy:
-    """The policy that these settings describe."""
+    """Build the policy that these settings describe."""
     routes = (
         Route(
             source=route.from_.encode(),
@@ -62,7 +62,7 @@ def policy_of(settings: Settings, *, has_store: bool) -> Policy:
 
 
 def rates_of(settings: Settings) -> dict[bytes, float]:
-    """How many messages a second each limited route may release, by all processes together."""
+    """Return the messages per second that all processes together may release from each limited route."""
     return {route.from_.encode(): float(route.max_rate) for route in settings.routes if route.max_rate}
 
 
@@ -98,13 +98,13 @@ class LiveSettings:
         self.adopt(self.settings)
 
     def policy(self) -> Policy:
-        """The policy of the next batch.
+        """Return the policy of the next batch.
 
-        In native mode a store out of reach counts as no store: the daemon refuses messages with a key, because waiting
-        would stop all others. In store mode a broker that takes no publishes does not stop the intake.
+        In native mode, an unreachable store counts as no store: messages with a key are refused, because waiting would
+        block the rest. In store mode, a broker that accepts no publishes does not stop the intake.
         """
         policy = self._policy
-        # Without a lane in a store that is reached, consuming waits for one.
+        # If the store is reached but has no lane for us, consuming waits for one.
         reached = self._store.usable or self._store.reached
         if self.settings.mode == "native":
             return replace(policy, has_store=False) if policy.has_store and not reached else policy
@@ -116,7 +116,7 @@ class LiveSettings:
 
     @property
     def holds_in_store(self) -> bool:
-        """Whether held messages go to the store: it has a lane for them, or no message may take the cascade."""
+        """Whether held messages go to the store, because it has a lane for them or no message may enter the cascade."""
         return self._store.usable or not uses_cascade(self.settings)
 
     @property
@@ -124,7 +124,7 @@ class LiveSettings:
         return self.settings.store.restore_ahead_ms
 
     def names(self) -> Endpoints:
-        """The exchanges and queues of this daemon."""
+        """This daemon's exchanges and queues."""
         return Endpoints(
             levels=self._cascade,
             due_queue=self.settings.native.due_queue.encode(),
@@ -134,11 +134,11 @@ class LiveSettings:
         )
 
     def now_upper_ms(self) -> int:
-        """The upper bound of the store's clock, or of this host's without a store."""
+        """Return the upper bound of the store's clock, or of this host's without a store."""
         stored = self._store.now_upper_ms()
         return -(-time.time_ns() // 1_000_000) if stored is None else stored
 
     def now_lower_ms(self) -> int:
-        """The lower bound of the same clock: a message that is due by it is due."""
+        """Return the lower bound of the same clock: a message due by then is due."""
         stored = self._store.now_lower_ms()
         return time.time_ns() // 1_000_000 if stored is None else stored

@@ -14,19 +14,19 @@ from delayer.retry import take_failures
 log = structlog.get_logger(__name__)
 
 GRACE: Final = 6.5
-"""Seconds for the parts to settle messages in flight after an order to stop. A stop takes ten at most:
-CUT_OFF, the closing (wiring.py), the end of the loop (app.py) and the log come on top."""
+"""Seconds for the parts to settle messages in flight after an order to stop. CUT_OFF, the closing (wiring.py), the end
+of the loop (app.py) and the log come on top; a stop takes at most ten."""
 FIRST_SHARE: Final = 0.7
-"""The share of GRACE after which the last parts stop too, if others still run: they settle in the rest."""
+"""The share of GRACE after which the last parts stop even if others still run, and settle in the rest."""
 CUT_OFF: Final = 0.5
 """Seconds for a cancelled part to end; after that it ends with the process."""
 
 Part = Callable[[asyncio.Event], Coroutine[None, None, None]]
-"""Runs until the event is set, then settles and returns. An exception out of it is a bug, or a reason to end."""
+"""Runs until the event is set, then settles and returns. An exception is a bug, or a reason to stop the daemon."""
 
 
 class ServiceGroup:
-    """Runs parts side by side. The first one to fail stops all of them, and its failure is the daemon's."""
+    """Runs parts concurrently. The first to fail stops all of them, and its failure is the daemon's."""
 
     def __init__(self, grace: float = GRACE) -> None:
         self.stopping = asyncio.Event()
@@ -43,11 +43,8 @@ class ServiceGroup:
         self._changed.set()
 
     def add(self, name: str, part: Part, *, last: bool = False) -> None:
-        """Start a part; parts may be added while others run.
-
-        The others settle with the help of the ``last`` parts, so those stop when every other part has stopped, or has
-        used up its share of the grace.
-        """
+        """Start a part, even while others run. The other parts need the ``last`` parts to settle, so those stop only
+        when all others have stopped or used up their share of the grace."""
         task = asyncio.create_task(part(self._stop_last if last else self.stopping), name=name)
         (self._last if last else self._parts).add(task)
         task.add_done_callback(lambda _: self._changed.set())
@@ -55,8 +52,8 @@ class ServiceGroup:
     async def run(self) -> None:
         """Wait for :meth:`stop` or a failure, then for every part to stop. Raises the first failure of a part.
 
-        Parts that have not stopped when the grace is over are cancelled. The broker requeues their deliveries, and the
-        store rolls their transactions back, as after a crash.
+        After the grace, cancels the parts still running. The broker requeues their deliveries, and the store rolls back
+        their transactions, as after a crash.
         """
         while not self.stopping.is_set() and not self._failures:
             await self._changed.wait()
@@ -85,13 +82,13 @@ class ServiceGroup:
             raise self._failures[0]
 
     async def _ended(self, parts: set[asyncio.Task[None]]) -> None:
-        """Wait for these parts, and for parts added meanwhile."""
+        """Wait for these parts, and for parts added in the meantime."""
         while parts:
             await asyncio.wait(parts)
             self._collect()
 
     def _collect(self) -> None:
-        """Forget the parts that have ended; note the failures among them."""
+        """Drop finished parts, and note failures among them."""
         done = {task for task in self._parts | self._last if task.done()}
         self._parts -= done
         self._last -= done

@@ -1,4 +1,4 @@
-"""The verbs for refused messages and strays, for the page and for the command line."""
+"""The verbs for refused messages and strays, for the page and the command line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _STAYS: Final = {"refused": "stays refused", "strays": "stays a stray"}
 
 
 def queue_of(settings: Settings, name: SetAsideName, mend: Mend = AS_IT_IS) -> SetAside:
-    """The queue of refused messages or of strays. ``mend``: the changes of refused messages that are retried."""
+    """Return the queue of refused messages or of strays. ``mend``: the fixes for refused messages that are retried."""
     where = settings.broker_url, settings.management_url
     if name == "strays":
         return strays_queue(*where, cascade_of(settings), settings.native.due_queue.encode())
@@ -46,8 +46,8 @@ def queue_of(settings: Settings, name: SetAsideName, mend: Mend = AS_IT_IS) -> S
 
 
 async def look(settings: Settings, name: SetAsideName, wanted: Selection = ANY, limit: int | None = None) -> Result:
-    """The messages that match. There are none without a strays queue in store mode: the store holds such messages.
-    Raises BrokerLost, BrokerRefused, QueueMissing."""
+    """List the matching messages; none in store mode without a strays queue, because the store holds them. Raises
+    BrokerLost, BrokerRefused, QueueMissing."""
     try:
         return await queue_of(settings, name).look(wanted, limit)
     except QueueMissing:
@@ -57,7 +57,7 @@ async def look(settings: Settings, name: SetAsideName, wanted: Selection = ANY, 
 
 
 def not_seen(name: SetAsideName, seen: Result, *, cut: bool) -> list[str]:
-    """The messages of the queue that a look has not seen, in sentences."""
+    """Say which of the queue's messages were not read."""
     lines = [seen.hidden] if seen.hidden else []
     if cut:
         lines.append(f"The queue has {seen.depth:,} {NOUNS[name]}; only the first {seen.looked:,} were looked at.")
@@ -66,10 +66,8 @@ def not_seen(name: SetAsideName, seen: Result, *, cut: bool) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class SetAsideChange:
-    """A change of the messages of one queue that match: ``verb`` "retry" or "drop". Satisfies OperatorChange.
-
-    Its methods raise as :func:`look`, and TopologyMismatch, StoreLost, BadStoreUrl, SchemaOutdated.
-    """
+    """A change of one queue's matching messages: ``verb`` "retry" or "drop". Satisfies OperatorChange. Its methods
+    raise as :func:`look`, and TopologyMismatch, StoreLost, BadStoreUrl, SchemaOutdated."""
 
     settings: Settings
     name: SetAsideName
@@ -78,21 +76,19 @@ class SetAsideChange:
     mend: Mend = AS_IT_IS
 
     async def count(self) -> ChangeResult:
-        """Count the messages that it would meet."""
+        """Count the messages that would change."""
         seen = await look(self.settings, self.name, self.wanted)
         return self._result(MATCHED, seen)._replace(of=seen.depth)
 
     async def carry_out(
         self, who: str, counted: ChangeResult | None = None, say: Callable[[int], None] = lambda _done: None
     ) -> ChangeResult:
-        """Change them. Messages that came after those ``counted`` stay. ``say`` gets the number of messages changed.
-
-        With a store, a change of refused messages gets an entry in the audit log; any other change is logged.
-        """
+        """Change the messages, but not those that came after ``counted``. ``say`` gets the number changed. With a
+        store, a change of refused messages gets an audit-log entry; any other change is logged."""
         queue = queue_of(self.settings, self.name, self.mend)
         limit = None if counted is None else counted.of
         if self.name == "strays" and self.verb == "retry":
-            # It publishes them by an exchange of native mode to the due queue, so both must exist.
+            # It publishes through an exchange of native mode to the due queue, so both must exist.
             async with pipelined_admin(self.settings.broker_url, "delayer strays") as broker:
                 await broker.declare(native_of(self.settings))
         if self.name == "refused" and (url := self.settings.store_url) is not None:

@@ -1,4 +1,4 @@
-"""The check that a broker is the one that the store belongs to (store/identity.py), on every new connection."""
+"""Checks on every new connection that the broker is the one the store belongs to (store/identity.py)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ RIGHTS: Final = "give the broker's user *configure* on delayer.store.* (docs/sec
 
 
 class StoreBond:
-    """Refuses brokers that are not the store's, once the store is known."""
+    """Rejects brokers that are not the store's, once the store is known."""
 
     def __init__(self) -> None:
         self._store: PostgresStore | None = None
 
     async def attach(self, store: PostgresStore, connection: Connection | None) -> None:
-        """Check ``connection``, if there is one yet, and every connection from now on. Raises StoreLost if its broker
-        is another store's, and if it cannot be asked."""
+        """Check ``connection``, if open yet, and every later connection. Raises StoreLost if its broker is another
+        store's, or cannot be asked."""
         if connection is not None:
             try:
                 await self._check(store, connection)
@@ -33,7 +33,7 @@ class StoreBond:
         self._store = store
 
     async def check(self, connection: Connection) -> None:
-        """Raises BrokerLost if the broker behind a new connection is not the store's, or cannot be asked."""
+        """Check a new connection. Raises BrokerLost if its broker is not the store's, or cannot be asked."""
         if self._store is None:
             return
         try:
@@ -43,7 +43,7 @@ class StoreBond:
 
     async def _check(self, store: PostgresStore, connection: Connection) -> None:
         """Raises StoreLost, BrokerLost."""
-        with suppress(StoreLost):  # The daemon also works while its store is away; the id seldom changes.
+        with suppress(StoreLost):  # The daemon also works without its store, and the id seldom changes.
             await store.read_identity()
         admin, exchange = PipelinedAdmin(connection, PATIENCE), store.identity.exchange
 
@@ -58,7 +58,7 @@ class StoreBond:
 
 
 class WrongBroker(BrokerLost):
-    """The broker is not the one that the store belongs to. ``advice``: the next step, as an imperative."""
+    """The broker is not the one the store belongs to. ``advice``: the next step, as an imperative."""
 
     def __init__(self, text: str, advice: str) -> None:
         super().__init__(text)

@@ -1,6 +1,6 @@
-"""systemd: the daemon's reports of its state (``Type=notify``), the watchdog, and the status line.
+"""systemd: state reports (``Type=notify``), the watchdog, and the status line.
 
-The protocol is a datagram of ``KEY=value`` lines to the socket that ``NOTIFY_SOCKET`` names; without that variable
+The protocol is a datagram of ``KEY=value`` lines to the socket that ``NOTIFY_SOCKET`` names. Without that variable,
 nothing is sent. See sd_notify(3) and sd_watchdog_enabled(3).
 """
 
@@ -20,19 +20,18 @@ from delayer.retry import first_set
 log = structlog.get_logger(__name__)
 
 FEEDS: Final = 3
-"""Feedings in the time that the watchdog allows: one lost or late datagram does no harm."""
+"""Feedings per watchdog timeout, so that one lost or late datagram does no harm."""
 LONGEST_ROUND: Final = 120.0
-"""Seconds of one round of a loop. The longest allowed wait is a park that is tried three times, each ended by the
-statement timeout."""
+"""Seconds that a round of a loop may take, such as a park tried three times, each stopped by the statement timeout."""
 
 
 class Notifier:
-    """The socket to systemd. Never raises: a daemon must not stop because of this socket."""
+    """The socket to systemd. Never raises, because the daemon must not stop over this socket."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         path = environ.get("NOTIFY_SOCKET", "")
         if path and path[0] not in "/@":
-            # "vsock:…" is how virtual machines report to their host; a service is never given it.
+            # "vsock:…" is for virtual machines reporting to their host; a service never gets it.
             log.warning("notify socket unusable", path=path, reason="expected an absolute path or @abstract")
             path = ""
         self._address = "\0" + path[1:] if path.startswith("@") else path
@@ -44,7 +43,7 @@ class Notifier:
 
     @property
     def watchdog_interval(self) -> float | None:
-        """Seconds between feedings, a third of what systemd allows; None when it does not watch this process."""
+        """Seconds between feedings, a third of systemd's timeout; None if it does not watch this process."""
         return self._watchdog / FEEDS if self._address and self._watchdog is not None else None
 
     def ready(self, status: str = "") -> None:
@@ -52,8 +51,8 @@ class Notifier:
         self.reloaded(status)
 
     def reloading(self) -> None:
-        """A reload begins. systemd wants its monotonic time too, to tell this reload from an earlier one. It is not
-        told of a reload in the middle of a start, because it would take its end for that of the start."""
+        """Report that a reload begins, with the monotonic time that tells systemd this reload from an earlier one. Says
+        nothing during a start, because systemd would take the reload's end for the start's."""
         if self._ready:
             self._reloading = True
             now_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
@@ -68,18 +67,18 @@ class Notifier:
         self._send("STOPPING=1", status)
 
     def status(self, text: str) -> None:
-        """One line for ``systemctl status``."""
+        """Report the line for ``systemctl status``."""
         self._status = text
         self._send("", self._words)
 
     def condition(self, text: str) -> None:
-        """The daemon's condition, for the end of that line."""
+        """Report the daemon's condition, for the end of that line."""
         if text != self._condition:
             self._condition = text
             self._send("", self._words)
 
     async def watch(self, look: Callable[[], str], stopping: asyncio.Event, every: float = 1.0) -> None:
-        """Report the daemon's condition when it changes, until stopping is set. ``every``: seconds between looks."""
+        """Report the daemon's condition whenever it changes, until ``stopping`` is set; check ``every`` seconds."""
         while not stopping.is_set():
             self.condition(look())
             await first_set(stopping, seconds=every)
@@ -89,7 +88,7 @@ class Notifier:
         return "; ".join(text for text in (self._status, self._condition) if text)
 
     def feed_watchdog(self) -> None:
-        """Feed, and repeat READY=1: the first may have been lost, and systemd would wait for it without end."""
+        """Feed, and repeat READY=1, because the first may have been lost, and systemd would wait forever."""
         if self._ready and not self._reloading:
             self._send("WATCHDOG=1\nREADY=1", self._words)
         else:
@@ -98,7 +97,7 @@ class Notifier:
     def _send(self, state: str, status: str = "") -> None:
         lines = [state] if state else []
         if status:
-            lines.append(f"STATUS={' '.join(status.split())}")  # A line end would begin a new key.
+            lines.append(f"STATUS={' '.join(status.split())}")  # A line end would start a new key.
         if not self._address or not lines:
             return
         try:
@@ -120,11 +119,8 @@ def _watchdog_seconds(environ: Mapping[str, str]) -> float | None:
 
 
 class Watchdog:
-    """The watchdog's feeder: it feeds while every loop of the daemon made progress lately. Satisfies ports.Heartbeat.
-
-    One loop that stands still ends the feeding. systemd then kills and restarts the daemon, and the promises hold as
-    after any crash.
-    """
+    """Feeds the watchdog while every loop makes progress. Satisfies ports.Heartbeat. A stalled loop stops the feeding;
+    systemd then kills and restarts the daemon, and the guarantees hold as after any crash."""
 
     def __init__(self, notifier: Notifier, clock: Callable[[], float] = time.monotonic) -> None:
         self._notifier, self._clock = notifier, clock
@@ -137,12 +133,12 @@ class Watchdog:
         self._last.pop(loop, None)
 
     def stalled(self) -> list[str]:
-        """The loops that are behind their limit."""
+        """List the loops past their limit."""
         now = self._clock()
         return sorted(loop for loop, last in self._last.items() if now - last > LONGEST_ROUND)
 
     async def feed(self, stopping: asyncio.Event) -> None:
-        """Feed until stopping is set; returns at once where no watchdog watches."""
+        """Feed until ``stopping`` is set; return at once if no watchdog is active."""
         interval = self._notifier.watchdog_interval
         while interval is not None and not stopping.is_set():
             stalled = self.stalled()
@@ -154,7 +150,7 @@ class Watchdog:
 
 
 def condition(*, connected: bool, blocked: bool, no_lane: str, stuck: Sequence[int], intake: str) -> str:
-    """The daemon's role at the intake queue, and the reasons why it does not do its work. Pure.
+    """Describe the daemon's role at the intake queue, and why it cannot work. Pure.
 
     ``blocked``: by a resource alarm of the broker. ``no_lane``: why the store gives this process no lane, or empty.
     ``stuck``: the lanes that do not advance. ``intake``: "active", "standby", or empty if it does not consume.

@@ -1,7 +1,7 @@
-"""OpenTelemetry spans for messages that carry a ``traceparent``: one for the wait, and one for the release inside it.
+"""OpenTelemetry spans for messages that carry a ``traceparent``: one for the delay, with the release inside it.
 
-Both spans link to the publisher's. The message leaves as it would without them, and its consumer continues the
-publisher's trace. This module needs the extra ``otel``.
+Both spans link to the publisher's. The message itself does not change, and its consumer continues the publisher's
+trace. This module needs the extra ``otel``.
 
 Source: opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables, semantic conventions for messaging.
 """
@@ -31,7 +31,7 @@ PARENT: Final = b"traceparent"
 
 
 class Spans:
-    """The source of spans, which a thread sends to the collector that the standard variables name."""
+    """Creates spans, which a thread sends to the collector that the standard variables name."""
 
     def __init__(self) -> None:
         os.environ.setdefault("OTEL_SERVICE_NAME", "delayer")
@@ -41,17 +41,17 @@ class Spans:
         self._propagator = TraceContextTextMapPropagator()
 
     def publisher(self, *arguments: Any, **named: Any) -> AmqpPublisher:
-        """An AmqpPublisher of these arguments that makes spans for the messages that it releases."""
+        """Create an AmqpPublisher that records spans for the messages it releases."""
         made = TracedPublisher(*arguments, **named)
         made.spans = self
         return made
 
     def flush(self, milliseconds: int = 1000) -> None:
-        """Send the last spans, and wait for the collector at most so long."""
+        """Send the last spans, waiting at most this long for the collector."""
         self._provider.force_flush(milliseconds)
 
     def record(self, message: Outgoing, headers: dict[bytes, Any], began_ms: float, ended_ms: float) -> None:
-        """Make the two spans of a message that was published from ``began_ms`` to ``ended_ms`` (epoch)."""
+        """Record the two spans of a message that was published from ``began_ms`` to ``ended_ms`` (epoch)."""
         parent = self._propagator.extract({PARENT.decode(): as_text(as_bytes(headers[PARENT]) or b"")})
         links = [trace.Link(trace.get_current_span(parent).get_span_context())]
         attributes = {
@@ -68,7 +68,7 @@ class Spans:
 
 
 class TracedPublisher(AmqpPublisher):
-    """Made by :meth:`Spans.publisher`."""
+    """Created by :meth:`Spans.publisher`."""
 
     spans: Spans
 
@@ -85,7 +85,7 @@ class TracedPublisher(AmqpPublisher):
 
 
 def _of_released(properties: bytes) -> dict[bytes, Any] | None:
-    """The headers that tell of the wait of a released message; None of one without a parent, or of another message."""
+    """Return the headers that describe a released message's delay; None if it is not one, or has no parent."""
     if PARENT not in properties or ID not in properties:
         return None
     found = decoded(Properties.parse(properties), (PARENT, LAST_DUE, DELAY, RECEIVED_AT, ENVELOPE, REFUSED))
@@ -93,7 +93,7 @@ def _of_released(properties: bytes) -> dict[bytes, Any] | None:
 
 
 def _arrived_ms(headers: dict[bytes, Any]) -> float:
-    """When the wait began, as far as the message tells: by its delay, by the broker's note, else when it was due."""
+    """Return when the delay began: by its length, by the broker's note, else when it was due."""
     due_ms, delay, noted = headers[LAST_DUE], headers.get(DELAY), headers.get(RECEIVED_AT)
     if isinstance(delay, int | float) and delay < 0:
         return float(due_ms + delay)

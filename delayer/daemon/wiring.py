@@ -1,4 +1,4 @@
-"""The daemon: its connections and parts, constructed from settings. The rules are in the services."""
+"""The daemon: its connections and parts, built from settings. The rules are in the services."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ log = structlog.get_logger(__name__)
 
 
 class Connections:
-    """The connections to the broker, by use: ``intake``, ``due``, ``publish``, ``takeover`` (where configured)."""
+    """The broker connections by use: ``intake``, ``due``, ``publish``, ``takeover`` (if configured)."""
 
     def __init__(self, settings: Settings, accept: Callable[[Connection], Awaitable[None]]) -> None:
         """``accept``: see ReconnectingConnection."""
@@ -64,7 +64,7 @@ class Connections:
             connection.start()
 
     def closings(self) -> list[Coroutine[None, None, None]]:
-        """The coroutines that close them, to be awaited together: a broker that hangs answers no close."""
+        """Return the coroutines that close them. Await these together, because a hanging broker answers no close."""
         self.isolation.close()
         return [connection.close() for connection in self._connections.values()]
 
@@ -81,7 +81,7 @@ STORE_WAIT: Final = 2.0
 
 
 class Daemon:
-    """One process of ``delayer run``. ``publisher`` makes a publisher of its arguments (daemon/tracing.py)."""
+    """One process of ``delayer run``. ``publisher``: creates publishers (daemon/tracing.py)."""
 
     def __init__(
         self, settings: Settings, notifier: Notifier, publisher: Callable[..., AmqpPublisher] = AmqpPublisher
@@ -113,7 +113,7 @@ class Daemon:
         return self.live.settings
 
     async def run(self) -> None:
-        """Run until :meth:`stop`. Raises TopologyMismatch, SchemaOutdated, StoreUnfit where a person has to decide."""
+        """Run until :meth:`stop`. Raises TopologyMismatch, SchemaOutdated, StoreUnfit if an operator has to decide."""
         self.connections.start()
         if self.settings.store_url is not None:
             self.start_store(self.settings)
@@ -127,7 +127,7 @@ class Daemon:
         try:
             await self.services.run()
         finally:
-            # Together, and bounded: a broker that hangs answers no close, and a stop takes ten seconds at most.
+            # Together and with a limit: a hanging broker answers no close, and a stop may take at most ten seconds.
             closings = self.connections.closings()
             await asyncio.wait([asyncio.create_task(closing) for closing in closings], timeout=1.0)
             log.info("stopped", **self.counters.as_dict())
@@ -139,7 +139,7 @@ class Daemon:
         self.services.stop()
 
     def start_store(self, settings: Settings) -> None:
-        """Start to take lanes of the store, unless the daemon does already."""
+        """Start acquiring lanes of the store, unless the daemon already does."""
         if not self.store.configured:
             url = settings.store_url or ""
 
@@ -158,13 +158,13 @@ class Daemon:
             self.services.add("restoring", SegmentRestorer(self.store, self.live, self.counters).run)
 
     def consuming(self) -> dict[str, bool]:
-        """The queues, and whether each is consumed now."""
+        """Whether each queue is being consumed."""
         sessions = {self.settings.intake.queue: self._intake, self.settings.native.due_queue: self._due}
         return {queue: one.consuming.is_set() for queue, one in sessions.items() if one is not None}
 
     @property
     def intake(self) -> Literal["active", "standby", ""]:
-        """The role of this process at the intake queue, as far as it is known; "" if it does not consume."""
+        """This process's role at the intake queue, as far as known; "" if it does not consume."""
         if not self._intake.consuming.is_set():
             return ""
         return "active" if self._intake.active or self.store.is_alone else "standby"
@@ -185,7 +185,7 @@ class Daemon:
         try:
             async with pipelined_admin(self.settings.broker_url, "delayer admin") as broker:
                 await broker.declare(topology_of(wanted))
-                # Earlier messages may still be in the cascade, although new ones do not use it.
+                # Earlier messages may still be in the cascade, although new messages do not use it.
                 if self._due is None and (uses_cascade(wanted) or await broker.exists(wanted.native.due_queue)):
                     handler = DueHandler(self.live, self._dispatch)
                     self._due = self._session("due", wanted.native.due_queue, handler)
@@ -196,8 +196,8 @@ class Daemon:
             raise BrokerLost(str(refused)) from refused
 
     async def _choose(self, broker: PipelinedAdmin, strategy: str) -> None:
-        """Ask the broker whether it delays messages on time, once for each connection, or until it does where the
-        strategy needs that. Raises BrokerLost."""
+        """Probe whether the broker delays messages on time, once per connection, or until it does if ``strategy`` is
+        "queue". Raises BrokerLost."""
         async with self._probing:
             connects = self.connections["intake"].connects
             if self._probed_connects == connects:
@@ -211,8 +211,8 @@ class Daemon:
             log.info("native strategy", strategy=chosen, reason=self._no_delays or None)
 
     async def _declare_again(self) -> None:
-        """Declare as at the start. After the start a mismatch does not stop the daemon: it goes on releasing and tries
-        again until an operator resolves the mismatch. Raises BrokerLost; TopologyMismatch at the start."""
+        """Declare as at the start. After the start, a mismatch does not stop the daemon: it keeps releasing, and
+        retries until an operator fixes the mismatch. Raises BrokerLost; TopologyMismatch at the start."""
         try:
             await self.declare()
         except TopologyMismatch as wrong:
@@ -223,7 +223,7 @@ class Daemon:
     async def _prepare(self) -> None:
         await self._declare_again()
         if self._no_delays and self.settings.native.strategy == "queue":
-            # The due queue is consumed all the same: what waits in the cascade comes out.
+            # The daemon still consumes the due queue, so messages already in the cascade are delivered.
             raise BrokerLost(f'native.strategy is "queue", and the broker cannot: {self._no_delays}')
         if self.settings.mode == "store":
             await self.store.wait_usable(STORE_WAIT)
@@ -231,8 +231,7 @@ class Daemon:
             await self.store.wait_known(5.0)  # Without a lane, native mode refuses every key.
 
     async def _announce(self, stopping: asyncio.Event) -> None:
-        """Report READY to systemd when the daemon consumes. A spare process reports READY as well: it has no share of
-        the lanes and waits for one."""
+        """Report READY to systemd once the daemon consumes, or is a spare that waits for a share of the lanes."""
         consuming, spare = self._intake.consuming, self.store.spare
         begun = await first_set(consuming, spare, stopping)
         if spare in begun and consuming not in begun:
@@ -259,9 +258,8 @@ class Daemon:
         return QueueConsumer(intake, consumer, handler, prepare=prepare, heartbeat=self.watchdog)
 
     def _takeovers(self) -> list[LevelTakeover]:
-        """A takeover for each level, the longest first. They share a connection of their own, and 16 MiB of messages
-        read ahead. A batch of one level has at most 1 MiB: two parks of each of some twenty levels may be open at
-        once."""
+        """Build a takeover for each level, longest first. They share a dedicated connection and 16 MiB of prefetch. A
+        batch is at most 1 MiB, because each of about twenty levels may have two parks open at once."""
         cascades = [(Cascade(one.cascade, owner=one.prefix), one.levels_from) for one in self.settings.takeovers]
         levels = [(cascade, level) for cascade, lowest in cascades for level in reversed(range(lowest, LEVELS))]
         all_bytes = 16 << 20

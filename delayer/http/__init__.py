@@ -1,1 +1,1 @@
-"""The HTTP side of the daemon: health, metrics, and the page. No message passes through here."""
+"""The HTTP side of the daemon: health, metrics, and the page. Messages do not pass through here."""

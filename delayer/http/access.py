@@ -1,9 +1,9 @@
 """Access control: hosts, origins, request sizes, and the token.
 
-Every client that reaches a loopback address, the default, may look. A web page must not look through a browser: the
+Every client that reaches a loopback address, the default, may read. A web page must not read through a browser, so the
 daemon does not answer to a foreign name that points at 127.0.0.1. Changes need the token; away from loopback, reading
-needs it too. It comes in the header ``Authorization: Bearer``, or through a session that it has opened (a cookie that
-scripts do not see and other sites cannot send). The token is never part of a URL.
+does too. It comes in the header ``Authorization: Bearer``, or through a session that it opened (a cookie that scripts
+cannot read and other sites cannot send). It is never part of a URL.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from delayer.config.texts import is_loopback
 from delayer.core.secret import Secret
 
 WHO: Final = "x-delayer-who"
-"""The header in which a program names its operator. On the page the operator gives a name with the token."""
+"""The header in which a program names its operator. On the page, the operator enters a name with the token."""
 COOKIE: Final = "delayer_session"
 LASTS: Final = 3600.0
-"""Seconds after which an unused session is over."""
+"""Seconds until an unused session expires."""
 LONGEST: Final = 12 * 3600.0
-"""Seconds after which any session is over. Browsers send a cookie to every port of its host, so other programs of the
-machine may have seen it."""
+"""Seconds until any session expires. Browsers send a cookie to all ports of a host, so other programs may see it."""
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'none'"
@@ -40,7 +39,7 @@ HEADERS: Final = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    # Not "no-referrer", because browsers then give "null" as the origin of our own forms.
+    # Not "no-referrer", because browsers then send "null" as the origin of our own forms.
     "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -49,8 +48,8 @@ HEADERS: Final = {
 
 
 def host_is_ours(host: str, listen: str) -> bool:
-    """Whether a request's ``Host`` names this server. On loopback only loopback names do: another name may point a
-    browser here that should not read these pages. Pure."""
+    """Whether a request's ``Host`` names this server. On loopback, only loopback names do, because any other name may
+    be a foreign one that points a browser here. Pure."""
     if not is_loopback(listen.rpartition(":")[0]):
         return True
     try:
@@ -70,7 +69,7 @@ def from_our_page(method: str, site: str, origin: str, host: str) -> bool:
 
 
 def cookie_name(host: str) -> str:
-    """The name of the cookie at this ``Host``. Daemons at two ports of one host have a cookie each. Pure."""
+    """Name the cookie for this ``Host``. Daemons at two ports of one host have a cookie each. Pure."""
     try:
         port = urlsplit(f"//{host}").port
     except ValueError:
@@ -79,10 +78,10 @@ def cookie_name(host: str) -> str:
 
 
 def _program(request: Request) -> str:
-    """The client that changes something by a program: its address, and the name that it gives itself. All clients share
-    one token, so this name serves the audit log only.
+    """Describe a program that makes a change: its address, and the name it gives. All clients share one token, so the
+    name is only for the audit log.
 
-    The header's bytes come from the client and go into a log and a table, so invisible characters are left out.
+    The client controls the header's bytes, which go into a log and a table, so invisible characters are dropped.
     """
     host = "" if request.client is None else f", {request.client.host}"
     said = "".join(one for one in request.headers.get(WHO, "") if one.isprintable()).strip()[:80]
@@ -90,11 +89,11 @@ def _program(request: Request) -> str:
 
 
 Notice = tuple[str, Sequence[str]]
-"""The result of a change, for the next page of its session: a heading and lines."""
+"""The result of a change, for its session's next page: a heading and lines."""
 
 
 class BrowserSession(NamedTuple):
-    """A browser that gave the token. ``token`` is a hash of it."""
+    """A browser that gave the token. ``token``: its hash."""
 
     who: str
     token: bytes
@@ -104,8 +103,7 @@ class BrowserSession(NamedTuple):
 
 
 class Sessions:
-    """Sessions, at most ``most`` of them, and the token that opens them. A token of at least 16 characters is not
-    guessed, so a wrong one costs nothing but its answer."""
+    """At most ``most`` sessions, and their token. Not throttled: nobody can guess a token of 16 or more characters."""
 
     def __init__(
         self, token: Callable[[], Secret | None], clock: Callable[[], float] = monotonic, *, most: int = 1_000
@@ -117,11 +115,11 @@ class Sessions:
 
     @property
     def can_open(self) -> bool:
-        """Whether there is a token at all."""
+        """Whether a token is configured."""
         return self._token() is not None
 
     def open(self, said: str, who: str) -> str | None:
-        """Open a session with the right token. Returns its name; None for a wrong token."""
+        """Open a session with the token. Returns its name; None if the token is wrong."""
         if not self._is_token(said):
             return None
         name = secrets.token_urlsafe(32)
@@ -131,11 +129,10 @@ class Sessions:
         return name
 
     def close(self, request: Request) -> None:
-        """Forget the session of a request."""
         self._sessions.pop(_key(request), None)
 
     def session(self, request: Request) -> BrowserSession | None:
-        """The session of a request, if it has a valid one."""
+        """Return a request's session, if valid."""
         key = _key(request)
         found = self._sessions.get(key)
         if found is None:
@@ -149,14 +146,14 @@ class Sessions:
         return found
 
     def leave(self, request: Request, notice: Notice) -> bool:
-        """Keep a notice for the next page of this session. False without a session."""
+        """Save a notice for this session's next page. False without a session."""
         found = self.session(request)
         if found is not None:
             self._sessions[_key(request)] = found._replace(notice=notice)
         return found is not None
 
     def take_notice(self, request: Request) -> Notice | None:
-        """The notice for this page, once."""
+        """Return the notice for this page, once."""
         found = self.session(request)
         if found is None or found.notice is None:
             return None
@@ -164,7 +161,7 @@ class Sessions:
         return found.notice
 
     def who(self, request: Request) -> str | None:
-        """The client that wants to change something; None without the token."""
+        """Name the client that wants to change something; None without the token."""
         kind, _, said = request.headers.get("authorization", "").partition(" ")
         if kind:
             return _program(request) if kind.lower() == "bearer" and self._is_token(said.strip()) else None
@@ -175,7 +172,7 @@ class Sessions:
         return hmac.compare_digest(_digest(said), self._present())
 
     def _present(self) -> bytes:
-        """The hash of the token. Without a token it is empty, and no hash is equal to it."""
+        """Return the token's hash. Without a token it is empty, which equals no hash."""
         token = self._token()
         return b"" if token is None else _digest(token.reveal())
 
@@ -189,7 +186,7 @@ def _digest(text: str) -> bytes:
 
 
 class RequestGuard(BaseHTTPMiddleware):
-    """The middleware before all handlers: it checks hosts, origins and sizes, and sets the headers of every answer."""
+    """The middleware in front of all handlers: checks hosts, origins and sizes, and sets every response's headers."""
 
     def __init__(self, app: ASGIApp, listen: Callable[[], str], max_body: int = 256 * 1024) -> None:
         super().__init__(app)
@@ -198,7 +195,7 @@ class RequestGuard(BaseHTTPMiddleware):
 
     async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
         answer = self._refusal(request) or await call_next(request)
-        # Browsers keep styles and scripts for five minutes, and nothing else.
+        # Browsers cache only styles and scripts, for five minutes.
         kept = answer.status_code == 200 and request.url.path.startswith("/static/")
         answer.headers.update({**HEADERS, "Cache-Control": "public, max-age=300" if kept else "no-store"})
         return answer

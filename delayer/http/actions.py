@@ -1,7 +1,7 @@
 """Changes over HTTP: cancel, reschedule, retry, drop. Each needs the token and is written to the audit log.
 
-A form of the page gets its answer as a page, after a question where the change cannot be undone or has no list of ids;
-a program (by the token in a header, or ``Accept: application/json``) gets JSON.
+The page's forms get pages as answers, after a confirmation if the change cannot be undone or does not list ids.
+Programs (with the token in a header, or ``Accept: application/json``) get JSON.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from delayer.store.session import looking
 from delayer.store.waiting import Entry
 
 SHOWN: Final = 20
-"""Messages that a question names; it counts the rest."""
+"""Messages that a confirmation lists; it counts the rest."""
 _LOCKED: Final = "This needs the token: give it on the page, or send the header `Authorization: Bearer TOKEN`."
 _WRONG: Final = "That is not the token: expected `Authorization: Bearer TOKEN`."
 _ANSWERS: Final = ("back", "confirmed", "counted", "typed")
-"""The fields of every form, beside the change itself."""
+"""The fields of every form, in addition to the change itself."""
 
 Form = Mapping[str, Sequence[str]]
 ChangeHandler = Callable[[Request, str, Form], Awaitable[ChangeResult | Response]]
-"""A change by a form: the request, the operator, and the fields. Returns a response if the form is not complete."""
+"""Makes a change by a form: the request, the operator, and the fields. Returns a response if the form is incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,14 @@ class Actions:
             raise HTTPException(403, _WRONG if "authorization" in request.headers else _LOCKED)
         form = await forms.said(request)
         try:
-            # A change goes on when its client closes the connection.
+            # A change continues if its client closes the connection.
             result = await asyncio.shield(self._in_turn(change(request, who, form)))
         except (BrokerLost, *STORE_ERRORS):
             view.forget()
             raise
         if isinstance(result, Response):
             return result
-        # Not after a change of nothing, because a look at a backlog is expensive.
+        # Only if something changed, because querying a backlog is expensive.
         if result.messages:
             view.forget()
         if by_program(request):
@@ -84,7 +84,7 @@ class Actions:
             return await change
 
     async def stored(self, request: Request, who: str, form: Form) -> ChangeResult | Response:
-        """Messages in the store, by their ids or by a filter: cancel or reschedule them; retry or drop held ones."""
+        """Cancel or reschedule messages in the store, by their ids or by a filter; retry or drop held messages."""
         verb = forms.verb(form, "cancel", "reschedule", *OF_HELD)
         fields = forms.HELD_FIELDS if verb in OF_HELD else forms.FIELDS
         forms.known(form, ("verb", "id", "all", "at", "by", *fields, *_ANSWERS))
@@ -112,7 +112,7 @@ class Actions:
         return await self._ask_about_all(request, form, search, change)
 
     async def set_aside(self, request: Request, who: str, form: Form, *, name: SetAsideName) -> ChangeResult | Response:
-        """Refused messages or strays by their ids: drop, or retry, refused ones with changes of their headers."""
+        """Drop or retry refused messages or strays by their ids, with fixes to the headers of refused messages."""
         forms.known(form, ("verb", "id", *_ANSWERS, *(forms.MENDS if name == "refused" else ())))
         verb, ids, inside = forms.verb(form, "retry", "drop"), forms.ids(form), self.pages.answers.inside
         request.state.back = f"/{name}"
@@ -124,7 +124,7 @@ class Actions:
         return await inside.change_aside(name, verb, frozenset(ids), who, mend)
 
     async def _told(self, tokens: Sequence[Token]) -> dict[str, str]:
-        """For each message in the store: its destination, instant, key and message_id."""
+        """Describe each message in the store: its destination, instant, key and message_id."""
         async with looking(self.pages.answers.view.url, "show") as connection:
             there, _ = await waiting.named(connection, tokens)
             there += [one.entry for one in await held_messages.named(connection, [token.id for token in tokens])]
@@ -132,17 +132,17 @@ class Actions:
         return {str(token): told[token.id] for token in tokens if token.id in told}
 
     async def _ask_about_ids(self, request: Request, verb: str, form: Form, told: Mapping[str, str]) -> Response:
-        """The question before messages are cancelled or dropped by their ids. ``told``: the text for each."""
+        """Confirm before cancelling or dropping messages by their ids. ``told``: the description of each."""
         ids = forms.ids(form)
         facts = [(one, told.get(one, "not there any more")) for one in ids]
         return await self._ask(request, verb, form, facts, count=len(ids))
 
     async def _ask_about_all(self, request: Request, form: Form, search: Search, change: StoredChange) -> Response:
-        """The question before all messages of a filter are changed."""
+        """Confirm before changing all messages of a filter."""
         counted = await change.count()
         if by_program(request):
             return JSONResponse({**counted.as_dict(), "confirmed": False})
-        # "2h" stays the instant that was counted and shown, however late the person confirms.
+        # "2h" stays the instant that was counted and shown, however late the operator confirms.
         given, when = forms.fixed(search), change.when
         fixed = {**given, "counted": str(counted.messages)}
         if when is not None and when.at_ms is not None:
@@ -160,7 +160,7 @@ class Actions:
         )
 
     async def _instant_again(self, request: Request, form: Form, wrong: str) -> Response:
-        """The same form again with its texts, because its instant cannot be read."""
+        """Show the form again with its values, because its instant is unreadable."""
         facts = [one for one in _fields(form) if one[0] in ("id", *forms.FIELDS)]
         at, by = (form.get(name, [""])[0] for name in ("at", "by"))
         again = {name: texts for name, texts in form.items() if name not in ("at", "by")}
@@ -169,7 +169,7 @@ class Actions:
     async def _ask(
         self, request: Request, verb: str, form: Form, facts: Sequence[tuple[str, str]], status: int = 200, **shown: Any
     ) -> Response:
-        """A form with the fields of ``form``, to be sent again."""
+        """Render a form with the fields of ``form``, to be submitted again."""
         more = len(facts) - SHOWN
         facts = [*facts[:SHOWN], *([("and", f"{more} more")] if more > 0 else [])]
         fields = [one for one in _fields(form) if one[0] not in ("verb", "confirmed", "typed")]
@@ -189,12 +189,12 @@ def _in_words(entry: Entry) -> str:
 
 
 def _needs_question(request: Request, verb: str, form: Form) -> bool:
-    """Whether a person has not yet confirmed a change by ids that cannot be undone."""
+    """Whether an operator must still confirm a change by ids that cannot be undone."""
     return verb in ("cancel", "drop") and form.get("confirmed") != ["yes"] and not by_program(request)
 
 
 def _confirmed(request: Request, form: Form) -> bool:
-    """Whether a change of all was confirmed: by a person, where nothing narrows it, with the number typed in."""
+    """Whether a change of all was confirmed; if nothing narrows it, an operator must also type the number."""
     confirmed, typed, counted = (form.get(name, [""])[0].strip() for name in ("confirmed", "typed", "counted"))
     narrowed = "all" not in form or by_program(request)
     return confirmed == "yes" and (narrowed or (typed == counted and counted.isdecimal()))

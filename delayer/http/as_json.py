@@ -1,4 +1,4 @@
-"""Messages for programs: the same for `--json` on the command line and for `/api`."""
+"""Messages for programs, the same for `--json` on the command line and for `/api`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from delayer.store.waiting import Entry
 
 
 def entry(entry: Entry, *, held: bool = False) -> dict[str, Any]:
-    """One entry of a list, for programs. The store does not know any more when a held message was parked."""
+    """Convert an entry of a list. The store no longer has the time at which a held message was parked."""
     said = reading.read(entry.properties)
     return {
         "id": str(entry.place.token),
@@ -37,24 +37,23 @@ def entry(entry: Entry, *, held: bool = False) -> dict[str, Any]:
 
 
 def held(one: HeldEntry) -> dict[str, Any]:
-    """One held message of a list, for programs."""
     return {**entry(one.entry, held=True), "held": one.held._asdict()}
 
 
 def fate(found: FullMessage) -> str:
-    """The future of the message, in a sentence."""
+    """Say in a sentence what will happen to the message."""
     return detail.fate(found, reading.address(found.entry.to_exchange, found.entry.to_key), found.owner, instant)
 
 
 def standing(found: FullMessage) -> str:
-    """The place of the message, its lane, and the lane's owner."""
+    """Say where the message is: its place, its lane, and the lane's owner."""
     where = found.where.value + ("" if found.entry.place.segment is None else f" {found.entry.place.segment}")
     owner = f"{found.owner}, running" if found.owned else f"free, last of {found.owner}" if found.owner else "free"
     return f"{where}, lane {found.entry.place.lane} ({owner})"
 
 
 def message(found: FullMessage) -> dict[str, Any]:
-    """One message with the beginning of its body, for programs."""
+    """Convert a message, with the beginning of its body."""
     held, body = found.held, found.entry.body
     return {
         **entry(found.entry, held=held is not None),

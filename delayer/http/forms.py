@@ -20,42 +20,42 @@ from delayer.store.admin.actions import NewDue
 
 _RAW: Final = ("route", "to_exchange", "to_key", "key", "message_id")
 FIELDS: Final = (*_RAW, "header", "due_after", "due_before")
-"""The names of a filter's fields in forms and query strings."""
+"""A filter's field names in forms and query strings."""
 HELD_FIELDS: Final = ("kind", *FIELDS)
-"""The same of held messages, with the kind of the hold."""
+"""Field names for held messages, with the kind of the hold."""
 NAMES: Final = ("route", "to_exchange", "to_key")
-"""Fields whose empty text has a meaning: messages without a route, the default exchange, the empty routing key."""
+"""Fields that may be empty: messages without a route, the default exchange, the empty routing key."""
 DEFAULT_EXCHANGE: Final = "amq.default"
-"""The default exchange in a search, where an empty field is no condition. RabbitMQ's management calls it so too."""
+"""Means the default exchange in a search, where an empty field means any. Named as in RabbitMQ's management."""
 FIRST: Final = "-"
-"""The place where the first page begins, in a trail."""
+"""Where the first page begins, in a trail."""
 MOST_PAGES: Final = 100
-"""Pages of a trail. A URL of 8 KB holds them."""
+"""Maximum number of pages in a trail, which fit into a URL of 8 KB."""
 MOST_NAMED: Final = 1_000
-"""Messages that one form names."""
+"""Maximum number of messages that a form names."""
 T = TypeVar("T")
 
 
 class FieldError(ValueError):
-    """A field that cannot be read. The text has the field, the expected and the found value."""
+    """An unreadable field. The text names the field, the value expected and the value found."""
 
 
 class Search(NamedTuple):
-    """A filter, and its texts for the form and for links."""
+    """A filter, and its values for the form and for links."""
 
     wanted: Filter
     given: Mapping[str, str]
 
 
 def searched(query: Mapping[str, str], now_ms: int, fields: Sequence[str] = FIELDS) -> Search:
-    """The filter of a search. An empty field is no condition. Raises FieldError."""
+    """Parse a search's filter. An empty field means any. Raises FieldError."""
     known(query, (*fields, "after", "trail", "id"))
     return _read({name: text for name in fields if (text := query.get(name, "").strip())}, now_ms)
 
 
 class Trail(NamedTuple):
-    """The way to a page of a list: the texts of the places behind which the full pages before it began. The first page
-    begins at "". None: the way is unknown, as after a page that ended at its limit."""
+    """The way to a page of a list: the positions after which the full pages before it began, "" for the first page.
+    None if unknown, as after a page that ended at its limit."""
 
     before: tuple[str, ...] | None
     after: str
@@ -66,27 +66,27 @@ class Trail(NamedTuple):
         return cls(tuple(trail.split(",")) if trail else () if not after else None, "" if after == FIRST else after)
 
     def next(self, after: str, *, full: bool) -> dict[str, str]:
-        """The fields of the next page, which begins behind ``after``. ``full``: this page has all its rows."""
+        """Build the fields of the next page, which begins after ``after``. ``full``: this page has all its rows."""
         known_way = full and self.before is not None and len(self.before) < MOST_PAGES
         return {"after": after, "trail": ",".join((*(self.before or ()), self.after or FIRST)) if known_way else ""}
 
     @property
     def previous(self) -> dict[str, str] | None:
-        """The fields of the page before; None on the first page, or where the way is unknown."""
+        """The fields of the previous page; None on the first page, or if the way is unknown."""
         if not self.before:
             return None
         *before, last = self.before
         return {"after": "" if last == FIRST else last, "trail": ",".join(before)}
 
     def numbers(self, rows: int, each: int) -> tuple[int, int] | None:
-        """The numbers of the first and the last of these rows in the whole list, with ``each`` on every page."""
+        """Number these rows' first and last in the whole list, with ``each`` rows per page."""
         if self.before is None or not rows:
             return None
         return len(self.before) * each + 1, len(self.before) * each + rows
 
 
 def meant(form: Mapping[str, Sequence[str]], now_ms: int, fields: Sequence[str] = FIELDS) -> Search:
-    """The filter of a change. Only ``all=yes`` matches everything, and an empty name is the empty name, as on the
+    """Parse a change's filter. Only ``all=yes`` matches everything, and an empty name is the empty name, as on the
     command line. Raises FieldError."""
     once([name for name, texts in form.items() for _ in texts])
     given = {name: form[name][0].strip() for name in fields if name in form}
@@ -103,7 +103,7 @@ def meant(form: Mapping[str, Sequence[str]], now_ms: int, fields: Sequence[str] 
 
 
 def known(form: Collection[str], names: Collection[str]) -> None:
-    """Refuse unknown fields: a misspelt filter would match too much. Raises FieldError."""
+    """Reject unknown fields, because a misspelt filter would match too much. Raises FieldError."""
     if strange := [name for name in form if name not in names]:
         raise FieldError(
             f"Unknown field {strange[0][:40]!r}: expected {'some of ' if names else 'none'}{', '.join(names)}"
@@ -111,7 +111,7 @@ def known(form: Collection[str], names: Collection[str]) -> None:
 
 
 def once(names: Sequence[str]) -> None:
-    """Refuse a field that is given twice. Raises FieldError."""
+    """Reject repeated fields. Raises FieldError."""
     if twice := [name for name, times in Counter(names).items() if times > 1]:
         raise FieldError(f"{twice[0][:40]}: expected once, found {names.count(twice[0])} times")
 
@@ -133,7 +133,7 @@ def _read(given: Mapping[str, str], now_ms: int) -> Search:
 
 
 def fixed(asked: Search) -> dict[str, str]:
-    """The texts of the same filter with absolute instants: "2h" becomes the instant that it means now. Pure."""
+    """Format the same filter with absolute instants: "2h" becomes the instant that it means now. Pure."""
     instants = {"due_after": asked.wanted.due_from_ms, "due_before": asked.wanted.due_before_ms}
     return {
         **asked.given,
@@ -142,17 +142,17 @@ def fixed(asked: Search) -> dict[str, str]:
 
 
 def instant(text: str, now_ms: int, name: str) -> int:
-    """Epoch milliseconds of an RFC 3339 text (without offset: in UTC) or of a duration from now. Raises FieldError."""
+    """Parse an RFC 3339 instant (without offset: in UTC) or a duration from now to epoch ms. Raises FieldError."""
     return _understood(name, text, lambda said: instant_ms(said, now_ms, UTC))
 
 
 def later(text: str) -> int:
-    """The milliseconds of a shift: "30m", "-1h". Raises FieldError."""
+    """Parse a shift, such as "30m" or "-1h", to milliseconds. Raises FieldError."""
     return _understood("By", text, shift_ms)
 
 
 def token(text: str) -> Token:
-    """The id of a message. Raises FieldError."""
+    """Parse a message's id. Raises FieldError."""
     return _understood("Id", text, read_token)
 
 
@@ -164,19 +164,19 @@ def _understood(name: str, text: str, read: Callable[[str], T]) -> T:
 
 
 def place(text: str) -> tuple[int, int] | None:
-    """The start of a page of a list; None for the first page. Raises FieldError."""
+    """Parse the start of a list's page; None means the first page. Raises FieldError."""
     return _understood("Page", text, read_place) if text else None
 
 
 def number(text: str) -> int | None:
-    """The number of the entry after which a page of a list starts; None for the first page. Raises FieldError."""
+    """Parse the number of the entry before a list's page; None means the first page. Raises FieldError."""
     if text and not (text.isascii() and text.isdecimal() and len(text) < 19):
         raise FieldError(f"Page: expected a number, found {text[:80]!r}")
     return int(text) if text else None
 
 
 async def said(request: Request) -> dict[str, list[str]]:
-    """The fields of a form. Raises FieldError."""
+    """Read a form's fields. Raises FieldError."""
     if not request.headers.get("content-type", "").startswith("application/x-www-form-urlencoded"):
         raise FieldError("Expected a form (application/x-www-form-urlencoded).")
     try:
@@ -186,7 +186,7 @@ async def said(request: Request) -> dict[str, list[str]]:
 
 
 def verb(form: Mapping[str, Sequence[str]], *allowed: str) -> str:
-    """The verb of a form. Raises FieldError."""
+    """Read a form's verb. Raises FieldError."""
     found = form.get("verb", [""])[0]
     if found not in allowed:
         raise FieldError(f"Verb: expected one of {', '.join(allowed)}, found {found[:40]!r}")
@@ -194,7 +194,7 @@ def verb(form: Mapping[str, Sequence[str]], *allowed: str) -> str:
 
 
 def ids(form: Mapping[str, Sequence[str]]) -> list[str]:
-    """The chosen ids, each once. Raises FieldError."""
+    """List the chosen ids, each once. Raises FieldError."""
     found = list(dict.fromkeys(form.get("id", [])))
     if not found:
         raise FieldError("Choose at least one message.")
@@ -204,7 +204,7 @@ def ids(form: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def new_due(form: Mapping[str, Sequence[str]], now_ms: int) -> NewDue:
-    """The new instant of a reschedule. Raises FieldError."""
+    """Read a reschedule's new instant. Raises FieldError."""
     at, by = (form.get(name, [""])[0].strip() for name in ("at", "by"))
     if bool(at) == bool(by):
         raise FieldError("Say the new instant: either when it is due, or by how much later.")
@@ -212,11 +212,11 @@ def new_due(form: Mapping[str, Sequence[str]], now_ms: int) -> NewDue:
 
 
 MENDS: Final = ("delay", "set_header", "drop_header")
-"""The fields that mend refused messages. The headers may be given several times."""
+"""The fields that fix refused messages. The header fields may be repeated."""
 
 
 def mend(form: Mapping[str, Sequence[str]], unread: Mapping[bytes, str]) -> Mend:
-    """The changes of refused messages. An empty field changes nothing. ``unread``: see Mend.of. Raises FieldError."""
+    """Read the fixes for refused messages; empty fields change nothing. ``unread``: see Mend.of. Raises FieldError."""
     given = {name: [text for one in form.get(name, ()) if (text := one.strip())] for name in MENDS}
     once(["delay" for _ in given["delay"]])
     delay_ms = _understood("Delay", given["delay"][0], duration_ms) if given["delay"] else None
@@ -228,10 +228,8 @@ def mend(form: Mapping[str, Sequence[str]], unread: Mapping[bytes, str]) -> Mend
 
 
 def back(form: Mapping[str, Sequence[str]], list_: str) -> str:
-    """The path that follows a form, on this server only; without a valid one, the ``list_`` that it belongs to.
-
-    Browsers drop tabs and line ends, so "/<TAB>/host" would lead to another server.
-    """
+    """Return the path to show after a form, on this server only; without a valid path, ``list_``. Browsers drop tabs
+    and line ends, so "/<TAB>/host" would lead to another server."""
     wish = form.get("back", [""])[0]
     local = wish.startswith("/") and not wish.startswith(("//", "/\\")) and wish.isprintable()
     return wish if local else list_

@@ -17,15 +17,15 @@ from delayer.store.admin.stats import StoreOverview
 
 
 def not_alive(state: State) -> list[str]:
-    """The reasons to kill this process and start it again; empty while it is alive."""
+    """List the reasons to kill and restart this process; empty while it is alive."""
     return [f"loop {loop!r} stands still" for loop in state["stalled"]]
 
 
 def not_ready(state: State, intake: str, store: StoreOverview | None, error: str) -> list[str]:
-    """The reasons why messages do not go in or come out; empty while the daemon is ready.
+    """List the reasons why messages do not go in or come out; empty while the daemon is ready.
 
-    ``intake``: the queue that the daemon always consumes; ``state`` names the others. ``store``: the last look at the
-    store; None if it failed, for the reason ``error``.
+    ``intake``: the queue that the daemon always consumes; ``state`` names the others. ``store``: the last query's
+    result; None if it failed, for the reason ``error``.
     """
     consumed = {intake: False} | state["consuming"]
     found = [f"queue {queue!r} is not consumed" for queue, is_ in consumed.items() if not is_]
@@ -59,7 +59,7 @@ class Answers:
     view: View
 
     async def not_ready(self) -> list[str]:
-        """The same reasons, from a fresh look."""
+        """List the reasons from a fresh query."""
         state, intake = self.inside.state(), self.inside.settings.intake.queue
         if not self.view.has_store:
             return not_ready(state, intake, None, "")

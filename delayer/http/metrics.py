@@ -1,7 +1,5 @@
-"""Metrics for Prometheus, as families: the counts of this process, and the last look at store and broker. Pure.
-
-METRICS is the complete list; a test compares docs/metrics.md with it.
-"""
+"""Metrics for Prometheus, as families: this process's counts, and the last query of store and broker. Pure. METRICS is
+the complete list; a test compares docs/metrics.md with it."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ PREFIX: Final = "delayer_"
 
 
 class MetricKind(NamedTuple):
-    """One metric: its type, its labels with blanks between them, its unit and meaning."""
+    """A metric's type, labels separated by blanks, unit and meaning."""
 
     type: str
     labels: str
@@ -40,7 +38,7 @@ def _counter(labels: str, text: str, unit: str = "messages") -> MetricKind:
 
 
 METRICS: Final[Mapping[str, MetricKind]] = {
-    # Of each process.
+    # Per process.
     "build_info": _gauge("version", "1", "which version runs; always 1"),
     "start_time_seconds": _gauge("", "unix seconds", "when the process began"),
     "mode_info": _gauge("mode", "1", "where new delays go; always 1"),
@@ -73,7 +71,7 @@ METRICS: Final[Mapping[str, MetricKind]] = {
     "settle_seconds": _histogram("", "seconds", "settling and committing a release"),
     "park_seconds": _histogram("", "seconds", "writing and committing a batch of new messages"),
     "publish_seconds": _histogram("", "seconds", "publishing a batch, until the last confirm"),
-    # Of the store. Every daemon that looks at it reports the same.
+    # Per store. Every daemon that queries it reports the same.
     "store_up": _gauge("", "0 or 1", "whether the last look at the store succeeded"),
     "store_schema_current": _gauge("", "0 or 1", "whether the store has the schema that this version needs"),
     "waiting_messages": _gauge("", "messages", "rows that wait in the store; exact"),
@@ -89,7 +87,7 @@ METRICS: Final[Mapping[str, MetricKind]] = {
     "store_messages_total": _counter("kind", "changes of messages since the store was made, by all daemons"),
     "segments": _gauge("state", "segments", "segments: all, broken ones, and those not restored in time"),
     "segment_messages": _gauge("state", "messages", "the messages in these segments"),
-    # Of the broker. Every daemon that looks at it reports the same.
+    # Per broker. Every daemon that queries it reports the same.
     "broker_up": _gauge("", "0 or 1", "whether the last look at the broker's queues succeeded"),
     "queue_messages": _gauge(
         "queue role", "messages", "ready messages in delayer's own queues, by the role of the queue"
@@ -102,7 +100,7 @@ METRICS: Final[Mapping[str, MetricKind]] = {
 
 @dataclass(frozen=True, slots=True)
 class MetricSources:
-    """The sources of one answer; a registry of prometheus_client."""
+    """The sources of one scrape; a registry of prometheus_client."""
 
     state: State
     store: Snapshot[StoreOverview] | None
@@ -110,10 +108,10 @@ class MetricSources:
     depths: Snapshot[Depths]
     ready: bool
     roles: Mapping[str, str] = field(default_factory=dict)
-    """The role of each queue by its name; every other queue is a strays queue."""
+    """Queue roles by name; queues not listed are strays queues."""
 
     def collect(self) -> Iterator[Metric]:
-        """Every family of METRICS, in its order, those without a sample too."""
+        """Yield every family of METRICS, in order, even without samples."""
         samples: dict[str, list[tuple[list[str], Any]]] = {name: [] for name in METRICS}
         for name, labels, value in _all(self):
             samples[name].append((labels, value))
@@ -122,14 +120,13 @@ class MetricSources:
 
 
 def roles(settings: Settings) -> dict[str, str]:
-    """The roles of the queues, for alert rules: queues may have any name."""
+    """Map queues to roles, for alert rules, because queues may have any name."""
     return {settings.refused.queue: "refused", settings.native.due_queue: "due", settings.intake.queue: "intake"}
 
 
 MetricSample = tuple[str, list[str], Any]
 GO_DOWN: Final = frozenset({"held", "compacted"})
-"""Counters of the store that a cancel reduces. Prometheus takes such a counter for a restarted one. Gauges have these
-figures instead."""
+"""Store counters that a cancel reduces, shown as gauges, because Prometheus would read a decrease as a restart."""
 
 
 def _all(sight: MetricSources) -> Iterator[MetricSample]:
@@ -162,7 +159,7 @@ def _of_process(state: State) -> Iterator[MetricSample]:
         yield "lanes", [], len(state["lanes"])
         yield "lanes_lost_total", [], counters.lanes_lost
     for kind in ROUTE_KINDS:
-        # The counter begins at 0, because a counter that begins with its first message hides that one.
+        # The counter begins at 0, because a counter that begins with its first message hides that message.
         named = {as_text(route): count for route, count in counters.routes[kind].items()}
         yield from ((f"{kind}_total", [route], n) for route, n in (dict.fromkeys(state["routes"], 0) | named).items())
     yield "restored_total", [], counters.restored

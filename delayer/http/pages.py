@@ -1,4 +1,4 @@
-"""The page: overview, waiting, held and refused messages, one message. Read only; actions.py changes."""
+"""The page: overview, waiting, held and refused messages, one message. Read only; actions.py makes changes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from delayer.store.admin.detail import FoundIn, FullMessage
 from delayer.store.session import looking
 
 MOST_COUNTED: Final = 1_000
-"""Messages of a filter that a page counts at most."""
+"""Maximum number of a filter's messages that a page counts."""
 MOST_BODY: Final = 1 << 20
-"""Bytes of a body that the page reads at most: 128 clients may ask at a time."""
+"""Maximum bytes of a body that the page reads, because 128 clients may request one at a time."""
 _FAILURES: Final = {
     400: "Not understood", 403: "Locked", 404: "There is nothing here", 413: "Too large for the page", 503: "Not done",
 }  # fmt: skip
@@ -39,8 +39,8 @@ _UNNAMED: Final = "expected id:48213 or one message's message_id, found none or 
 
 
 def by_program(request: Request) -> bool:
-    """Whether a program sent the request: for data, or to change something with the token in a header or for JSON.
-    Programs get JSON, and no question."""
+    """Whether a program sent the request, for JSON or for a change with the token in a header. Programs get JSON,
+    without a confirmation step."""
     path, headers = request.url.path, request.headers
     changes = path.startswith("/actions/")
     told = "authorization" in headers or "application/json" in headers.get("accept", "")
@@ -48,7 +48,7 @@ def by_program(request: Request) -> bool:
 
 
 async def _named(connection: Any, text: str) -> Token | None:
-    """The message of this name, by the rule of OWN, among rows and held messages; None for several or none."""
+    """Find the one message of this name among rows and held messages, by the rule of OWN; None without exactly one."""
     with suppress(ValueError):
         return read_token(text)
     name = reading.raw(text)
@@ -57,7 +57,7 @@ async def _named(connection: Any, text: str) -> Token | None:
 
 
 def _around(path: str, given: Mapping[str, str], trail: forms.Trail, rows: int, total: str) -> dict[str, str]:
-    """The links to the first and the previous page, and the numbers of the rows."""
+    """Build the links to the first and the previous page, and the range of row numbers."""
     back, here = trail.previous, trail.numbers(rows, ROWS)
     first = path + (f"?{render.query(given)}" if given else "")
     span = f"{render.number(here[0])}–{render.number(here[1])}" if here else ""
@@ -70,13 +70,13 @@ def _around(path: str, given: Mapping[str, str], trail: forms.Trail, rows: int, 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """The handlers of all pages that only show something."""
+    """The handlers of all read-only pages."""
 
     answers: Answers
     sessions: Sessions
 
     async def html(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
-        """A page with the parts that every page has."""
+        """Render a page with the parts common to every page."""
         view, readable = self.answers.view, self.readable(request)
         return render.html(
             template,
@@ -92,7 +92,7 @@ class Pages:
         )
 
     async def failed(self, request: Request, error: Exception) -> Response:
-        """The answer to a request that cannot be carried out."""
+        """Answer a request that failed."""
         status, text = 400 if isinstance(error, FieldError) else 503, str(error)
         if isinstance(error, HTTPException):
             status, text = error.status_code, error.detail
@@ -102,13 +102,12 @@ class Pages:
         return await self.html(request, "done.html", status, heading=heading, lines=[text], back=back)
 
     def readable(self, request: Request) -> bool:
-        """Whether this client may read: on loopback, where the page is open, or with the token."""
+        """Whether this client may read: on loopback, if the page is open, or with the token."""
         http = self.answers.inside.settings.http
         local = is_loopback(http.listen.rpartition(":")[0])
         return local or http.open or self.sessions.who(request) is not None
 
     async def overview(self, request: Request) -> Response:
-        """The overview."""
         census = await self.answers.view.census.get() if self.answers.view.has_store else None
         value, settings = None if census is None else census.value, self.answers.inside.settings
         rates = recent.sent_rates(self.answers.inside.state()["recent"], 60.0)
@@ -125,7 +124,7 @@ class Pages:
         )
 
     async def part(self, _request: Request) -> Response:
-        """The part of the overview that is refreshed."""
+        """Refresh the live part of the overview."""
         return render.html("parts_overview.html", **await self._live())
 
     async def _live(self) -> dict[str, Any]:
@@ -152,7 +151,7 @@ class Pages:
         }
 
     async def live_json(self, _request: Request) -> Response:
-        """Rates and lateness of the last minutes, and the mode, for the chart and for `delayer status`."""
+        """Return the last minutes' rates and lateness, and the mode, for the chart and for `delayer status`."""
         state = self.answers.inside.state()
         steps = state["recent"]
         summaries = {str(seconds): recent.summary(steps, seconds)._asdict() for seconds in (60, 300, 900)}
@@ -168,7 +167,7 @@ class Pages:
         )
 
     async def backlog_json(self, _request: Request) -> Response:
-        """Counts by due time, for the chart."""
+        """Return the counts by due time, for the chart."""
         if not self.answers.view.has_store:
             raise HTTPException(404, NO_STORE)
         census = await self.answers.view.census.get()
@@ -187,12 +186,11 @@ class Pages:
         )
 
     async def find(self, request: Request) -> Response:
-        """Redirect from a typed name to the page of its message."""
+        """Redirect from a typed name to its message's page."""
         name = quote(request.query_params.get("id", "").strip(), safe="")
         return RedirectResponse(f"/message/{name}" if name else "/waiting", status_code=303)
 
     async def waiting(self, request: Request) -> Response:
-        """Waiting messages, page by page."""
         given = request.query_params
         forms.once([name for name, _ in given.multi_items()])
         form = forms.searched(given, recent.host_ms())
@@ -204,8 +202,8 @@ class Pages:
         return await self.html(request, "waiting.html", back=back, given=form.given, **values)
 
     async def _list(self, request: Request, form: forms.Search, trail: forms.Trail) -> dict[str, Any]:
-        """The rows of a page, the ways to others, and the number of all. The page counts a filter's messages while it
-        looks for them, up to MOST_COUNTED."""
+        """Query the rows of a page, the links to others, and the total. A filter's messages are counted during the
+        search, up to MOST_COUNTED."""
         wanted, after, path = form.wanted, forms.place(trail.after) or waiting.BEGINNING, request.url.path
         limit = ROWS if wanted.everything or by_program(request) else MOST_COUNTED
         async with looking(self.answers.view.url, "list") as connection:
@@ -228,14 +226,13 @@ class Pages:
         }
 
     async def _total(self, of: str) -> str:
-        """The number of all "waiting" messages, also in segments, or of all "held" ones, by the counters."""
+        """Read the number of all "held" messages, or of "waiting" messages including segments, from the counters."""
         seen = (await self.answers.view.store.get()).fresh
         if seen is None:
             return ""
         return render.number(seen.held if of == "held" else seen.waiting + seen.segments.messages)
 
     async def message(self, request: Request) -> Response:
-        """One message."""
         found = await self._one(request)
         if isinstance(found, Response):
             return found
@@ -255,20 +252,19 @@ class Pages:
         )
 
     async def body(self, request: Request) -> Response:
-        """The body of one message, as a file."""
+        """Send a message's body as a file."""
         found = await self._one(request)
         if isinstance(found, Response):
             return found
         place, body = found.entry.place, found.entry.body
         if len(body) < found.entry.size:
             raise HTTPException(413, f"Expected at most {MOST_BODY} bytes. Next: `delayer show {place.token} --body`.")
-        # No browser shows it or runs it, whatever it is.
+        # Stops browsers from rendering or running it.
         headers = {"Content-Disposition": f'attachment; filename="{place.id}.bin"'}
         return Response(body, headers=headers, media_type="application/octet-stream")
 
     async def _one(self, request: Request) -> FullMessage | Response:
-        """The message of a path; or the answer without one. Its name is an id, or a message_id that no other row
-        has."""
+        """Find the message that a path names by id or unique message_id, or return the response if there is none."""
         text = request.path_params["name"]
         found: FullMessage | FoundIn = FoundIn.NOWHERE
         async with looking(self.answers.view.url, "show") as connection:
@@ -283,7 +279,6 @@ class Pages:
         return found
 
     async def held(self, request: Request) -> Response:
-        """Held messages."""
         query = request.query_params
         forms.once([name for name, _ in query.multi_items() if name != "id"])
         form, trail = forms.searched(query, recent.host_ms(), forms.HELD_FIELDS), forms.Trail.of(query)
@@ -305,7 +300,7 @@ class Pages:
         return await self.html(request, "held.html", **shown)
 
     async def set_aside(self, request: Request, *, name: SetAsideName) -> Response:
-        """The first refused messages, or the first strays."""
+        """List the first refused messages or strays."""
         if by_program(request):
             forms.known(request.query_params, ())
         seen = await self.answers.view.aside[name].get(patience=60.0)
@@ -316,7 +311,6 @@ class Pages:
         return await self.html(request, f"{name}.html", there=there, queue=self.answers.inside.settings.refused.queue)
 
     async def audit_log(self, request: Request) -> Response:
-        """The audit log: the changes that operators made."""
         before = forms.number(request.query_params.get("before", ""))
         async with looking(self.answers.view.url, "audit-log") as connection:
             rows = await audit_log.listed(connection, ROWS, before)
@@ -325,7 +319,7 @@ class Pages:
         return await self.html(request, "audit_log.html", rows=rows, next=more, part=part)
 
     async def login(self, request: Request) -> Response:
-        """The form for the token, and the session that it opens."""
+        """Show the token form, or open a session with the token."""
         if request.method == "GET":
             return await self.html(request, "login.html", wrong="", who="")
         try:
@@ -346,14 +340,13 @@ class Pages:
         return answer
 
     async def locked(self, request: Request) -> Response:
-        """The answer where reading needs the token, and the client has not given it."""
+        """Answer a client that needs the token to read."""
         wrong = "Reading needs the token: of messages by a program always, of others unless [http] open is set."
         if by_program(request):
             raise HTTPException(403, wrong)
         return await self.html(request, "login.html", 403, wrong=wrong, who="")
 
     async def logout(self, request: Request) -> Response:
-        """Close the session."""
         self.sessions.close(request)
         answer = RedirectResponse("/", status_code=303)
         answer.delete_cookie(cookie_name(request.headers["host"]), httponly=True, samesite="strict", path="/")

@@ -18,9 +18,9 @@ RATE_KINDS: Final = ("parked", "released", "cascaded", "refused", "held")
 
 
 class Step(NamedTuple):
-    """The counts of one step, of all routes together: of each of RATE_KINDS, of messages within each bound of LATENESS,
-    of all delivered messages under "late", and the sum of their lateness in seconds under "total". ``at_ms``: its end.
-    ``sent``: the MOST_SENT destinations with the most messages, and the number of each."""
+    """The counts of one step over all routes: each of RATE_KINDS, messages within each bound of LATENESS, all delivered
+    messages as "late", and the sum of their lateness in seconds as "total". ``at_ms``: its end. ``sent``: the MOST_SENT
+    largest destinations, with their counts."""
 
     at_ms: int
     counts: Counter[str | float]
@@ -28,12 +28,12 @@ class Step(NamedTuple):
 
 
 def host_ms() -> int:
-    """The clock of this host, epoch milliseconds."""
+    """Read this host's clock, epoch milliseconds."""
     return time.time_ns() // 1_000_000
 
 
 class Recent:
-    """The last ``kept`` steps of this process: 180 are a quarter of an hour."""
+    """This process's last ``kept`` steps; 180 are a quarter of an hour."""
 
     def __init__(self, counters: Counters, now_ms: int, kept: int = 180) -> None:
         self._counters = counters
@@ -48,7 +48,7 @@ class Recent:
             self.note(host_ms())
 
     def note(self, now_ms: int) -> None:
-        """End a step, unless one has ended within these five seconds. If the clock was set back, forget all before."""
+        """End a step, unless one ended within five seconds. If the clock was set back, forget all earlier steps."""
         at_ms = now_ms // STEP_MS * STEP_MS
         if at_ms <= self._at_ms < at_ms + STEP_MS:
             return
@@ -60,7 +60,7 @@ class Recent:
         self._at_ms, self._totals, self._sent = at_ms, totals, sent
 
     def _now(self) -> Counter[str | float]:
-        """The counts since the start of the process, as those of a step."""
+        """Count since the start of the process, in the form of a step."""
         counts = self._counters.as_dict()
         totals: Counter[str | float] = Counter({kind: counts[kind] for kind in RATE_KINDS})
         for tally in self._counters.lateness.values():
@@ -70,10 +70,10 @@ class Recent:
 
 
 def quantile(share: float, below: Sequence[int], count: int, total: float = inf) -> float | None:
-    """The lateness in seconds that ``share`` of the messages did not exceed, None without messages.
+    """Return the lateness in seconds that ``share`` of the messages did not exceed, None without messages.
 
-    The value is interpolated between two bounds of LATENESS. It is at most so high that the messages above it do not
-    exceed ``total``, the sum of all. Beyond the last bound it is that bound.
+    Interpolates between two bounds of LATENESS, and limits the result so that the messages above it cannot exceed
+    ``total``, the sum of all. Beyond the last bound, returns that bound.
 
     >>> quantile(0.5, [0, 0, 10, *[10] * (len(LATENESS) - 3)], 10)
     0.0175
@@ -94,7 +94,7 @@ def quantile(share: float, below: Sequence[int], count: int, total: float = inf)
 
 
 class Summary(NamedTuple):
-    """Rates a second, and lateness in seconds, over the last ``seconds``."""
+    """Rates per second and lateness in seconds, over the last ``seconds``."""
 
     seconds: float
     rates: Mapping[str, float]
@@ -105,7 +105,7 @@ class Summary(NamedTuple):
 
 
 def summary(of: Sequence[Step], seconds: float) -> Summary:
-    """The summary of the last ``seconds`` of these steps, or of all if there are fewer."""
+    """Sum up the last ``seconds`` of these steps, or all if there are fewer."""
     last = _last(of, seconds)
     long = max(len(last), 1) * STEP_MS / 1000
     counts: Counter[str | float] = Counter()
@@ -116,8 +116,8 @@ def summary(of: Sequence[Step], seconds: float) -> Summary:
 
 
 def sent_rates(of: Sequence[Step], seconds: float) -> dict[tuple[bytes, bytes], float]:
-    """The messages a second that this process released to each destination, over the last ``seconds``. A destination
-    that is not among the MOST_SENT of a step has none in that step."""
+    """Compute the messages per second that this process released to each destination in the last ``seconds``. Outside a
+    step's MOST_SENT, a destination counts as zero in that step."""
     last = _last(of, seconds)
     totals: Counter[tuple[bytes, bytes]] = Counter()
     for one in last:
@@ -126,7 +126,7 @@ def sent_rates(of: Sequence[Step], seconds: float) -> dict[tuple[bytes, bytes], 
 
 
 def series(of: Sequence[Step]) -> dict[str, list[float | None]]:
-    """The columns of a chart: instants in seconds, rates, lateness in milliseconds."""
+    """Build a chart's columns: instants in seconds, rates, lateness in milliseconds."""
     columns: dict[str, list[float | None]] = {"t": [one.at_ms / 1000 for one in of]}
     columns |= {kind: [one.counts[kind] * 1000 / STEP_MS for one in of] for kind in RATE_KINDS}
     for name, share in (("p50_ms", 0.5), ("p99_ms", 0.99)):

@@ -1,4 +1,4 @@
-"""HTML by Jinja2, with everything escaped; and the words, numbers and instants of the page."""
+"""HTML by Jinja2, with everything escaped; and the page's wording, numbers and instants."""
 
 from __future__ import annotations
 
@@ -27,26 +27,25 @@ from delayer.store.admin.stats import COMPACTED, NONE_THERE, Census
 _UNSEEN: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"
 )
-"""Invisible characters and those that turn the direction of text: the page shows their code points."""
+"""Invisible characters and those that turn the direction of text; the page shows their code points."""
 
 
 def ahead(at_ms: int | None, now_ms: int | None = None) -> str:
-    """How far off an instant is, from ``now_ms`` or from the clock of this host."""
+    """Format how far off an instant is, from ``now_ms`` or from this host's clock."""
     return away(at_ms, host_ms() if now_ms is None else now_ms)
 
 
 def number(value: float | None) -> str:
-    """A number with a thin space between thousands."""
+    """Format a number with thin spaces between thousands."""
     return "–" if value is None else f"{value:,.0f}".replace(",", "\u202f")
 
 
 def rate(value: float) -> str:
-    """A number a second."""
     return f"{value:.1f}" if 0 < value < 10 else number(value)
 
 
 def name(raw: bytes | str | None) -> str:
-    """A name from AMQP, with its invisible characters as code points."""
+    """Format a name from AMQP, with its invisible characters as code points."""
     if raw is None:
         return ""
     text = raw if isinstance(raw, str) else as_text(raw)
@@ -54,12 +53,12 @@ def name(raw: bytes | str | None) -> str:
 
 
 def address(exchange: bytes, routing_key: bytes) -> str:
-    """A destination: the exchange and the key, or the queue."""
+    """Format a destination: the exchange and the key, or the queue."""
     return name(reading.address(exchange, routing_key))
 
 
 def properties(raw: bytes, most: int = 40, longest: int = 300) -> list[tuple[str, str]]:
-    """The first properties and headers of a message, each with its value; values are cut after ``longest``."""
+    """List a message's first properties and headers with their values, which are cut after ``longest``."""
     read = reading.read(raw)
     found = [*read.properties.items(), *((f"{header.name} ({header.type})", header.value) for header in read.headers)]
     texts = [(name, value_text(value)) for name, value in found[:most]]
@@ -69,7 +68,7 @@ def properties(raw: bytes, most: int = 40, longest: int = 300) -> list[tuple[str
 
 
 def query(given: Mapping[str, Any], **more: Any) -> str:
-    """A query string without empty values."""
+    """Build a query string without empty values."""
     return urlencode({key: value for key, value in {**given, **more}.items() if value not in ("", None)})
 
 
@@ -90,16 +89,15 @@ ENVIRONMENT.globals["version"] = __version__
 
 
 def html(template: str, status: int = 200, **values: Any) -> HTMLResponse:
-    """A page, or a part of one."""
     return HTMLResponse(ENVIRONMENT.get_template(template).render(values), status_code=status)
 
 
 MOST_ROWS: Final = 20
-"""Destinations with the most messages of one sort that the overview names."""
+"""Number of destinations that the overview lists for each ranking."""
 
 
 class DestinationRow(NamedTuple):
-    """One destination on the overview. ``rate``: messages a second that this daemon released to it."""
+    """A destination on the overview. ``rate``: messages per second that this daemon released to it."""
 
     exchange: bytes
     routing_key: bytes
@@ -118,7 +116,7 @@ def blocked(state: State) -> bool:
 
 
 def series(census: Census | None) -> list[dict[str, Any]]:
-    """The charts of the backlog: titles, and a table row for each bar that is not empty."""
+    """Build the backlog's charts: titles, and a table row for each bar that is not empty."""
     counts = {} if census is None else census.together()
     found = []
     for one in horizon.SERIES:
@@ -131,7 +129,7 @@ def series(census: Census | None) -> list[dict[str, Any]]:
 
 
 def routes(census: Census, configured: Iterable[bytes]) -> list[tuple[bytes, float, float, int]]:
-    """The messages of each route: those that wait, those of them due within an hour, and held ones. Pure."""
+    """Count each route's messages: waiting, due within an hour, and held. Pure."""
     last, waiting = horizon.OFFSETS.index(HOUR_MS), census.by_route()
     found = []
     for route in {*configured, *waiting, *census.held}:
@@ -142,7 +140,7 @@ def routes(census: Census, configured: Iterable[bytes]) -> list[tuple[bytes, flo
 
 
 def destinations(census: Census, rates: Mapping[tuple[bytes, bytes], float]) -> list[DestinationRow]:
-    """The largest destinations: those with the most waiting, the most held, and the most released messages. Pure."""
+    """List the largest destinations: those with the most waiting, held and released messages. Pure."""
     rows = []
     for to in census.destinations.keys() | rates.keys():
         one = census.destinations.get(to, NONE_THERE)
@@ -155,7 +153,7 @@ def destinations(census: Census, rates: Mapping[tuple[bytes, bytes], float]) -> 
 
 
 def destinations_note(census: Census, rows: Sequence[DestinationRow]) -> str:
-    """The note under the destinations: how they were counted, and what was not."""
+    """Note below the destinations how they were counted, and what was not."""
     packed = sum(count for (route, _), count in census.counts.items() if route == COMPACTED)
     others = sum(census.together().values()) - packed - sum(row.waiting for row in rows)
     how = "Counted" if census.exact else "Estimated from samples, so a message may be due earlier than this table says;"
@@ -165,7 +163,7 @@ def destinations_note(census: Census, rows: Sequence[DestinationRow]) -> str:
 
 
 def backlog_note(census: Census | None, error: str) -> str:
-    """The note under the charts of the backlog."""
+    """Write the note below the backlog's charts."""
     if census is None:
         return f"Not counted yet: {error}" if error else "Not counted yet."
     counts = census.together()

@@ -1,7 +1,5 @@
-"""The HTTP server: its paths, and the service of the daemon that runs uvicorn in the daemon's own loop.
-
-The service logs its failures, such as a taken port, and tries again. It never stops the daemon.
-"""
+"""The HTTP server: its paths, and the service that runs uvicorn in the daemon's own loop. The service logs its
+failures, such as a taken port, and retries. It never stops the daemon."""
 
 from __future__ import annotations
 
@@ -37,9 +35,9 @@ from delayer.retry import first_set
 log = structlog.get_logger(__name__)
 
 AGAIN: Final = 5.0
-"""Seconds until the next attempt to listen at a port that is taken."""
+"""Seconds until the next attempt to listen on a taken port."""
 AT_ONCE: Final = 128
-"""The most connections and requests at a time. The server answers 503 to further ones."""
+"""Maximum number of concurrent connections and requests. The server answers 503 to more."""
 OPEN: Final = "not loopback: anyone who can reach this address can read messages without a token"
 HttpHandler = Callable[[Request], Awaitable[Response]]
 STATIC: Final = Path(__file__).parent / "static"
@@ -54,20 +52,20 @@ def _probes(answers: Answers) -> list[BaseRoute]:
 
 
 def probes(answers: Answers) -> Starlette:
-    """Health and metrics alone."""
+    """Serve only health and metrics."""
     guard = Middleware(RequestGuard, listen=lambda: answers.inside.settings.http.metrics_listen)
     return Starlette(routes=_probes(answers), middleware=[guard])
 
 
 def application(answers: Answers, at_once: int = 4) -> Starlette:
-    """The paths and their handlers. At most ``at_once`` looks at the store run at a time, and as many changes."""
+    """Build the paths and their handlers. At most ``at_once`` store queries run concurrently, and as many changes."""
     settings = answers.inside
     sessions = Sessions(lambda: settings.settings.http.token)
     pages = Pages(answers, sessions)
     actions = Actions(pages, asyncio.Semaphore(at_once))
 
     def shown(answer: HttpHandler, turns: asyncio.Semaphore | None = None, *, private: bool = False) -> HttpHandler:
-        """If private, or away from loopback unless the page is open: an answer for clients with the token only."""
+        """Require the token if ``private``, or if the address is not loopback and the page not open."""
 
         async def answered(request: Request) -> Response:
             if not (sessions.who(request) is not None if private else pages.readable(request)):
@@ -115,8 +113,7 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
 
 
 class HttpPart:
-    """One HTTP server of this daemon: at ``listen``, or with ``metrics_only`` at ``metrics_listen``. It tries a taken
-    port again after ``retry_seconds``."""
+    """One of this daemon's HTTP servers: at ``listen``, or with ``metrics_only`` at ``metrics_listen``."""
 
     def __init__(self, inside: DaemonPort, *, metrics_only: bool = False, retry_seconds: float = AGAIN) -> None:
         http = inside.settings.http
@@ -182,7 +179,7 @@ def _config(app: Any) -> uvicorn.Config:
 
 
 async def listening(listen: str) -> list[socket.socket]:
-    """Sockets that listen at ``host:port``, one for each address of the host. Raises OSError."""
+    """Listen on ``host:port``, with a socket for each of the host's addresses. Raises OSError."""
     host, _, port = listen.rpartition(":")
     found = await asyncio.get_running_loop().getaddrinfo(
         host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

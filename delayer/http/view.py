@@ -1,7 +1,5 @@
-"""The daemon as the HTTP server sees it, and cached looks at store and broker that all requests share.
-
-A daemon whose page is closed and whose metrics are not scraped does not look at all.
-"""
+"""The daemon as the HTTP server sees it, and cached queries of store and broker that all requests share. If its page is
+closed and its metrics are not scraped, the daemon does not query at all."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ State = Mapping[str, Any]
     routes       the exchanges of the configured routes
     started_ms   its start, epoch milliseconds
     consuming    queue -> whether the daemon consumes it
-    intake       "active", or "standby" if another daemon gets the messages, as far as this is known; "" without either
+    intake       "active", or "standby" if another daemon is known to get the messages; "" if it does not consume
     connections  use -> {"connected", "blocked", "connects"}
     store        whether a store is configured
     lanes        numbers of the lanes that it releases
@@ -45,9 +43,8 @@ State = Mapping[str, Any]
 
 
 class Depths(NamedTuple):
-    """Ready messages of the broker's queues, None for a missing queue. ``levels``: of the cascade, by number.
-    ``delayed``: messages that the broker itself delays in each of all these queues, None if unknown; empty if it delays
-    none."""
+    """Ready messages in the broker's queues, None if a queue is missing. ``levels``: the cascade's, by number.
+    ``delayed``: messages that the broker itself delays, by queue, None if unknown; empty if it delays none."""
 
     queues: Mapping[str, int | None]
     levels: Mapping[int, int | None]
@@ -58,7 +55,7 @@ T = TypeVar("T")
 
 
 class DaemonPort(Protocol):
-    """The daemon, as the server sees it."""
+    """The daemon as the server sees it."""
 
     @property
     def settings(self) -> Settings:
@@ -68,15 +65,15 @@ class DaemonPort(Protocol):
         """See State. Cheap."""
 
     async def depths(self) -> Depths:
-        """Ask the broker. Raises BrokerLost."""
+        """Query the broker. Raises BrokerLost."""
 
     async def look_aside(self, name: SetAsideName, limit: int) -> Result:
-        """The first messages of that queue. Raises BrokerLost."""
+        """List the queue's first messages. Raises BrokerLost."""
 
     async def change_aside(
         self, name: SetAsideName, verb: str, ids: frozenset[str], who: str, mend: Mend
     ) -> ChangeResult:
-        """Do "retry", with these changes of refused messages, or "drop". Raises BrokerLost, StoreLost."""
+        """Apply "retry", with these fixes of refused messages, or "drop". Raises BrokerLost, StoreLost."""
 
 
 ROWS: Final = 50
@@ -91,26 +88,24 @@ NO_STORE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Snapshot(Generic[T]):
-    """``value``: the last result, None if no look succeeded. ``error``: why the last look failed, or empty."""
+    """``value``: the last result, None if no query has succeeded. ``error``: why the last query failed, or empty."""
 
     value: T | None = None
     error: str = ""
     age: float | None = None
-    """Seconds since ``value`` was looked up."""
+    """Seconds since ``value`` was read."""
 
     @property
     def fresh(self) -> T | None:
-        """The value, unless the last look failed."""
+        """The value, unless the last query failed."""
         return None if self.error else self.value
 
 
 @dataclass(eq=False, repr=False)
 class Cached(Generic[T]):
-    """One look, repeated at most every ``seconds``. A look that runs for more than ``late`` seconds is an error.
-
-    A look that succeeds is not repeated before ``rest`` times its duration has passed. A look that fails is repeated
-    after ``seconds``: a server that did not answer may be back.
-    """
+    """A query, repeated at most every ``seconds``; after ``late`` seconds without an answer it is an error. After
+    success it rests at least ``rest`` times its duration; after failure only ``seconds``, because the server may be
+    back."""
 
     look: Callable[[], Awaitable[T]]
     seconds: float
@@ -129,20 +124,20 @@ class Cached(Generic[T]):
         self._task: asyncio.Task[None] | None = None
 
     async def get(self, patience: float = 3.0) -> Snapshot[T]:
-        """A fresh result, or the last one if the look takes more than ``patience`` seconds."""
+        """Return a fresh result, or the last one if the query takes more than ``patience`` seconds."""
         if self.clock() >= self._again_at and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._refresh(), name=f"look at {self.name}")
         if self._task is not None:
             await asyncio.wait([self._task], timeout=patience)
             if self._task.done():
-                self._task.result()  # It raises a bug.
+                self._task.result()  # Raises a bug.
         now = self.clock()
         waits = 0.0 if self._began is None else now - self._began
         error = self._error or (f"no answer for {waits:.0f} s" if waits > self.late else "")
         return Snapshot(self._value, error, None if self._seen_at is None else now - self._seen_at)
 
     def forget(self) -> None:
-        """Let the next request look again after a change, also if a look has begun before the change."""
+        """Make the next request query again, even if a query began before the change."""
         self._again_at = 0.0
         self._forgotten = True
 
@@ -169,14 +164,14 @@ class Cached(Generic[T]):
 
 
 class View:
-    """The cached looks."""
+    """The cached queries."""
 
     def __init__(self, inside: DaemonPort) -> None:
         self._inside = inside
         self.store = Cached(self._store, 2.0, "store")
         self.census = Cached(self._census, 20.0, "backlog", late=inf)
         self.depths = Cached[Depths](inside.depths, 15.0, "queues")
-        # Requests share one look: two into the queue at a time would see half of it each.
+        # Requests share one query, because two concurrent reads of a queue would each see half of it.
         names: tuple[SetAsideName, ...] = ("refused", "strays")
         self.aside = {name: Cached(partial(inside.look_aside, name, ROWS), 3.0, name, late=inf) for name in names}
 
@@ -185,13 +180,12 @@ class View:
         return self.store, self.census, self.depths, *self.aside.values()
 
     def forget(self) -> None:
-        """Let the next requests look again after a change."""
+        """Make the next requests query again after a change."""
         for part in self._parts:
             part.forget()
 
     async def set_aside(self, patience: float = 0.2) -> dict[str, int | None]:
-        """The number of held and refused messages and of strays, each under the page that lists them, for the menu.
-        None: unknown. It reads no message."""
+        """Count held and refused messages and strays, by the page that lists them, for the menu. None means unknown."""
         settings = self._inside.settings
         depths = (await self.depths.get(patience)).fresh
         queues = {} if depths is None else depths.queues

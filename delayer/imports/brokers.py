@@ -1,4 +1,4 @@
-"""Questions to brokers: to the source's own, and to the target's about destinations."""
+"""Queries to brokers: to the source's own, and to the target's about destinations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME: Final = "delayer import"
 
 
 async def asked(question: Awaitable[T]) -> T:
-    """The answer. Raises SourceLost if the broker is lost or refuses."""
+    """Await the answer. Raises SourceLost if the broker is lost or refuses."""
     try:
         return await question
     except (BrokerLost, BrokerRefused) as error:
@@ -28,13 +28,13 @@ async def asked(question: Awaitable[T]) -> T:
 
 
 async def admin_of(url: str, management_url: str | None = None) -> Admin:
-    """A connection to the source's broker; the caller closes it. Raises BadSource, SourceLost."""
+    """Connect to the source's broker; the caller closes. Raises BadSource, SourceLost."""
     address_of(url)
     return await asked(Admin.connect(url, management_url=management_url, name=NAME))
 
 
 def address_of(url: str) -> Address:
-    """The address of a source's broker. Raises BadSource, never showing the URL."""
+    """Parse the address of a source's broker. Raises BadSource, never showing the URL."""
     try:
         return Address.parse(url)
     except ValueError as error:
@@ -49,8 +49,7 @@ _WORDS = {
 
 
 class Destinations:
-    """Knows which destinations the broker would take. ``verified`` False: ask no broker, and assume that it takes all
-    messages."""
+    """Checks which destinations the broker would accept. ``verified`` False: assume all, without asking."""
 
     def __init__(self, broker_url: str, management_url: str | None, *, verified: bool = True) -> None:
         self._broker_url = broker_url
@@ -60,8 +59,7 @@ class Destinations:
         self.remarks: list[str] = []
 
     async def problems(self, goals: Mapping[Target, Goal]) -> Mapping[Target, str]:
-        """The destinations among these whose messages would be held, with the reason. Raises ImportImpossible if the
-        broker could not be asked."""
+        """List destinations whose messages would be held, with the reason. Raises ImportImpossible if it cannot ask."""
         if len(self._known) > 2 * MOST_GOALS:
             self._known.clear()
         if self._verified:

@@ -19,12 +19,12 @@ from delayer.core.plan import LATEST_MS
 from delayer.imports.queues import Queues, Reader
 
 ARRIVED: Final = b"0." * LEVELS
-"""The beginning of a routing key whose delay is over; the address follows."""
+"""Prefix of a routing key whose delay is over; the address follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class LevelReader:
-    """Satisfies queues.Reader: one level's queue."""
+    """Satisfies queues.Reader for one level's queue."""
 
     cascade: Cascade
     number: int
@@ -41,12 +41,12 @@ class LevelReader:
         return None
 
     def latest_ms(self, now_ms: int) -> int:
-        """See the port. The level's own time, all the levels below, and the second that Celery's workers wait."""
+        """See the port. Adds this level's time, all the levels below, and the second that Celery's workers wait."""
         return now_ms + (2 << self.number) * 1000
 
     def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> ImportItem:
-        """See the port. An envelope contains the due instant and the destination of its message. A
-        message between two attempts comes in as held: its id and the flags of its hold stay."""
+        """See the port. An envelope contains its message's due instant and destination. A message between two attempts
+        is imported as held, with its id and the flags of its hold."""
         if (inside := self._inside(delivery, properties)) is not None:
             if inside.held is None:
                 return ImportItem(inside.parcel)
@@ -62,11 +62,8 @@ class LevelReader:
         )  # fmt: skip
 
     def _inside(self, delivery: Delivery, properties: Properties | None) -> edits.Envelope | None:
-        """The envelope of delayer's own cascade; None without an envelope.
-
-        Only a message on its way to the daemon's own due queue is an envelope. Any other message is a publisher's, on
-        its way to some queue, and its headers prove nothing.
-        """
+        """Parse the envelope of delayer's own cascade; None if there is none. Only messages on their way to the
+        daemon's due queue are envelopes. Others are publishers', so their headers prove nothing."""
         ours = self.cascade.kind == "delayer" and leads_to(delivery.routing_key, self.due_queue)
         if properties is None or not ours:
             return None
@@ -86,9 +83,8 @@ class LevelReader:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class CascadeLevels(Queues):
-    """Reads the levels from the lowest up, so that the soonest messages come first. Then it reads them from the top
-    down, so that it meets messages that fell meanwhile. ``due_queue``: that of delayer's own cascade. ``lowest``: the
-    lowest level to read."""
+    """Reads the levels from the lowest up, so that the soonest messages come first, then from the top down, to meet
+    messages that fell in the meantime. ``due_queue``: delayer's own cascade's. ``lowest``: the lowest level to read."""
 
     name = "cascade"
     falling = True
@@ -107,7 +103,7 @@ class CascadeLevels(Queues):
         return given(cascade=kind, prefix=self.cascade.prefix if kind == "delayer" else owner, to_exchange=to_exchange)
 
     def reached_from(self, queue: str, readers: Sequence[Reader]) -> list[Reader]:
-        """See Queues. The message is in that level, or in one below."""
+        """See Queues. The message is in that level or below."""
         levels = {reader.queue: reader for reader in readers}
         downwards = [self.cascade.level(number) for number in reversed(range(LEVELS))]
         return [levels[name] for name in downwards[downwards.index(queue) :] if name in levels]

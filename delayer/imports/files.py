@@ -1,13 +1,13 @@
-"""Sources that are files with a record in each line. They are read twice, in constant memory: `jsonl` (our own export,
+"""Sources that are files with one record per line, read twice in constant memory: `jsonl` (our own export,
 core/lines.py) and `delayed-exchange` (a dump of the delayed-message plugin).
 
-*Staging* reads the whole file once. It notes in the store the place and the due instant of each record. The run then
-reads the records in the order of their instants. The file must not change until the run is done. Its digest is one of
-the parameters. Before each batch, its size and the time of its last change must be those of the digest.
+*Staging* reads the whole file once and saves each record's place and due instant in the store. The run then reads the
+records in order of due instant, so the file must not change until the run is done. Its digest is one of the parameters,
+and before each batch its size and modification time must still match.
 
-One `rabbitmqctl eval` makes a dump on each node of the broker (docs/importing.md). A line is a message, with blanks
-between its fields. They are the due instant in epoch milliseconds, then base64 of virtual host, exchange, routing keys
-with NUL between them, property bytes, and body. The last line has the number of messages.
+`rabbitmqctl eval`, run on each node of the broker, writes a dump (docs/importing.md). A line is a message, with fields
+separated by blanks: the due instant in epoch milliseconds, then base64 of virtual host, exchange, routing keys
+separated by NUL, property bytes, and body. The last line has the number of messages.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def seen_now(path: Path) -> tuple[int, int, int]:
-    """The inode, size and time of change (ns), which differ if the file is another one or was written to."""
+    """Return the inode, size and time of change (ns), which differ if the file was replaced or written to."""
     with reading(path):
         found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
@@ -57,24 +57,24 @@ def seen_now(path: Path) -> tuple[int, int, int]:
 BATCH: Final = 2_000
 BATCH_BYTES: Final = 8 << 20
 NAMED: Final = 10
-"""Lines that a survey names for each kind of remark."""
+"""Lines that a survey names per kind of remark."""
 _BEFORE: Final = (-(1 << 62), -1)
 """A place before every record."""
 
 
 class Unreadable(ValueError):
-    """A line that is no record. The message completes "line 7: …"."""
+    """A line that is not a record. The message completes "line 7: …"."""
 
 
 class SkippedRecord(NamedTuple):
-    """A record that the import leaves out: the reason, and a remark about this one."""
+    """A record left out of the import: the reason, and a remark on this record."""
 
     why: str
     remark: str = ""
 
 
 LineReading = ImportItem | SkippedRecord | int | None
-"""The meaning of a line. A number is the count of messages from the last line. None is a line without content."""
+"""The meaning of a line: a message, a skipped record, the count from the last line, or None if the line is empty."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -83,7 +83,7 @@ class FileSource(ABC):
 
     name: ClassVar[str]
     counted: ClassVar[bool] = True
-    """Whether the last line of a file has the number of its messages."""
+    """Whether a file's last line has the number of its messages."""
     path: Path
     notes: ImportStore
     meant: ImportSelection
@@ -95,16 +95,16 @@ class FileSource(ABC):
         self._run: Run | None = None
         self._after = _BEFORE
         self._to_come = 0
-        """The staged records that no batch has brought yet."""
+        """Staged records that no batch has returned yet."""
         self._survey: Survey | None = None
 
     def more_parameters(self) -> Mapping[str, object]:
-        """Parameters besides the file that change how its lines are read."""
+        """Parameters, other than the file, that change how its lines are read."""
         return {}
 
     @abstractmethod
     def read(self, line: bytes) -> LineReading:
-        """The meaning of a line without its line end, with its renamed destination. Raises Unreadable."""
+        """Parse a line without its line end, and rename its destination. Raises Unreadable."""
 
     @property
     def parameters(self) -> dict[str, object]:
@@ -118,7 +118,7 @@ class FileSource(ABC):
         return self._parameters
 
     async def survey(self, unfinished: Run | None = None) -> Survey:
-        """See Source. It skips and reports unreadable records. It always reads every line."""
+        """See Source. Reads every line; skips and reports unreadable records."""
         if self._survey is None:
             self._survey = self._look()
             if unfinished is None:
@@ -131,8 +131,7 @@ class FileSource(ABC):
         return self._survey
 
     def _look(self) -> Survey:
-        """Read and count the whole file, also messages beyond the limit. Raises ImportImpossible for a file that was
-        cut."""
+        """Count the whole file, including messages beyond the limit. Raises ImportImpossible if the file was cut."""
         survey, limit = Survey(), self.meant.limit
         ends: list[int] = []
         for number, _, _, found in self._lines():
@@ -161,7 +160,7 @@ class FileSource(ABC):
         return survey
 
     def _lines(self) -> Iterator[tuple[int, int, int, LineReading]]:
-        """The number, place, length and meaning of each line."""
+        """Yield the number, place, length and meaning of each line."""
         position = 0
         with reading(self.path), self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -190,7 +189,7 @@ class FileSource(ABC):
         return count if self.meant.limit is None else min(count, self.meant.limit)
 
     async def resume(self, run: Run) -> None:
-        """See Source. It removes nothing, and passes over committed records."""
+        """See Source. Removes nothing, and skips committed records."""
         self._run = run
         self._to_come = (run.staged or 0) - run.committed
         if run.progress is not None:
@@ -226,7 +225,7 @@ class FileSource(ABC):
             return self._checked(self._file.read(length))
 
     async def remove(self, batch: ImportBatch) -> int:
-        """See Source. The file stays as it is."""
+        """See Source. The file stays unchanged."""
         return len(batch.items) + batch.again
 
     async def finish(self) -> dict[str, int]:
@@ -270,7 +269,7 @@ _NOTHING: Final = (b"", b"ok")
 
 
 def _with_blind_copies(properties: bytes, more_keys: Sequence[bytes]) -> bytes:
-    """Add the header BCC for keys that the header CC lacks, because the broker removed BCC when the message came in."""
+    """Add a BCC header with the keys missing from CC, because the broker removed BCC when the message came in."""
     found = Properties.parse(properties)
     shown = found.get(b"CC")
     copies = frozenset() if shown is None else routing_keys_of(shown.value)
@@ -283,9 +282,8 @@ def _with_blind_copies(properties: bytes, more_keys: Sequence[bytes]) -> bytes:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class DelayedExchange(FileSource):
-    """A dump, or the dumps of several nodes one behind the other. Only messages of ``vhost`` are imported.
-    ``exchanges`` names targets by exchange; an empty key keeps the message's own. Other messages go to the exchange of
-    the same name."""
+    """A dump, or several nodes' dumps concatenated. Imports only messages of ``vhost``. ``exchanges``: targets by
+    exchange, where an empty key keeps the message's own; other messages go to the exchange of the same name."""
 
     name = "delayed-exchange"
     vhost: bytes

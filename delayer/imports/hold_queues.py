@@ -1,8 +1,8 @@
 """Source `hold-queues`: queues that hold messages for a time and then dead-letter them, one queue for each duration.
 
 Examples are Symfony's ``delay_…``, Laravel's ``….delay.<ms>``, enqueue's ``….delayed``, EasyNetQ's, MailerQ's powers of
-two, and the pair of a work queue and a retry queue. The queue's arguments or its policy say where a message goes and
-how long the queue holds it. The management API shows both. Options of the command override them.
+two, and the pair of a work queue and a retry queue. The queue's arguments or policy, read from the management API, say
+where messages go and how long the queue holds them. The command's options override them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from delayer.imports.state_machine import BadSource, ImportImpossible
 
 COPIES: Final = b"CC"
 SENT_AGAIN: Final = re.compile(r"_retry(_\d{4}-\d\d-\d\d)?\Z")
-"""The end of the name of Symfony's queues whose messages its workers sent again, with their old timestamp. Symfony 8.1
-can make one for each day."""
+"""Suffix of Symfony's queues for messages that workers sent again, with old timestamps; 8.1 can use one per day."""
 
 
 @dataclass(slots=True)
 class HoldQueue:
-    """Satisfies queues.Reader: one queue. ``ttl_ms``: None if only the messages' expiration counts. ``stamped``:
-    whether a message's timestamp is the time of its arrival."""
+    """Satisfies queues.Reader for one queue. ``ttl_ms``: None if only the messages' expiration applies. ``stamped``:
+    whether timestamps are arrival times."""
 
     queue: str
     exchange: bytes
@@ -41,7 +40,7 @@ class HoldQueue:
     ttl_ms: int | None
     stamped: bool = False
     last_ms: int = 0
-    """The latest due instant so far. Messages behind that one came later, so none is due sooner."""
+    """The latest due instant so far. Messages after that one arrived later, so none is due sooner."""
 
     @property
     def target(self) -> Target | None:
@@ -68,8 +67,7 @@ class HoldQueue:
         )  # fmt: skip
 
     def _wait_ms(self, properties: Properties | None) -> int | None:
-        """The time from a message's arrival to its dead-lettering: the smaller of TTL and expiration, as for the
-        broker. None without both."""
+        """Return the time to dead-lettering: the smaller of TTL and expiration, as in the broker; None without both."""
         said = [] if self.ttl_ms is None else [self.ttl_ms]
         expiration = None if properties is None else properties.short("expiration")
         if expiration is not None and expiration.isdigit():
@@ -78,11 +76,11 @@ class HoldQueue:
         return min(said, default=None)
 
     def _due_ms(self, properties: Properties | None, wait_ms: int, now_ms: int) -> int:
-        """The due instant, epoch milliseconds. Never early: a timestamp counts only if it puts the instant between now
-        and the whole wait from now.
+        """Return the due instant, epoch ms. Never early: a timestamp counts only if it gives an instant between now and
+        the whole delay from now.
 
-        A message whose time is over by its timestamp would be gone. So that timestamp is of its first publish, and the
-        message may have come just now.
+        A message whose time is over by its timestamp would be gone from the queue. So the timestamp must be that of its
+        first publish, and the message may have arrived just now.
         """
         latest_ms = now_ms + wait_ms
         came = self._came_ms(properties)
@@ -94,10 +92,10 @@ class HoldQueue:
         return due_ms
 
     def _came_ms(self, properties: Properties | None) -> int | None:
-        """The arrival, at the end of that second: the timestamp, if --believe-timestamps says that publishers set it.
+        """Return the arrival, at the end of that second: the timestamp, if --believe-timestamps says that publishers
+        set it.
 
-        None for messages that were dead-lettered before, and in Symfony's retry queues: their timestamp is of the first
-        publish.
+        None for dead-lettered messages and Symfony's retry queues, where the timestamp is that of the first publish.
         """
         if not self.stamped or SENT_AGAIN.search(self.queue) or properties is None:
             return None
@@ -107,8 +105,8 @@ class HoldQueue:
 
 
 async def _queues(management: Management) -> dict[str, dict[str, Any]]:
-    """Every queue of the vhost with the settings that act on its messages: its arguments, and policies under the names
-    of arguments. The shortest time to live counts, as for the broker."""
+    """List the vhost's queues with the arguments that apply to their messages, including policies under the names of
+    arguments. The shortest TTL wins, as in the broker."""
     found = {}
     rows = await management.get(f"queues/{management.vhost}?columns=name,arguments,effective_policy_definition")
     for row in rows:
@@ -124,8 +122,8 @@ async def _queues(management: Management) -> dict[str, dict[str, Any]]:
 
 
 def _dead_lettered(raw: bytes, properties: Properties | None, *, rerouted: bool) -> bytes:
-    """The properties as the broker dead-letters them. An expiration has acted, and does not act again. Further keys of
-    the message do not act either if the queue sets the key."""
+    """Edit the properties as the broker does when dead-lettering: drop the expiration, which has taken effect, and
+    further keys if the queue sets the key."""
     if properties is None:
         return raw
     return splice(properties, remove=(COPIES,) if rerouted else (), drop=("expiration",))
@@ -133,9 +131,9 @@ def _dead_lettered(raw: bytes, properties: Properties | None, *, rerouted: bool)
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class HoldQueues(Queues):
-    """Reads the queues that match ``patterns``, those of the shortest time first. ``ttl_ms``, ``to_exchange`` and
-    ``to_key`` override the arguments and policies of all of them. ``believe_timestamps``: whether a message's timestamp
-    is the time of its arrival. ``own``: the names of delayer's own queues, which no pattern matches."""
+    """Reads the queues that match ``patterns``, shortest TTL first. ``ttl_ms``, ``to_exchange`` and ``to_key`` override
+    arguments and policies. ``believe_timestamps``: timestamps are arrival times. ``own``: delayer's queues, never
+    read."""
 
     name = "hold-queues"
     patterns: Sequence[str]
@@ -163,8 +161,8 @@ class HoldQueues(Queues):
         return list(holds)
 
     async def _told(self) -> dict[str, Mapping[str, Any]]:
-        """Every queue that matches, with its arguments. Values of a policy have the names of arguments. A queue without
-        a time to live, such as the work queue of a retry pair, matches only by its full name."""
+        """List the matching queues with their arguments, including policies under the names of arguments. A queue
+        without TTL, such as the work queue of a retry pair, matches only by its full name."""
         if not self.management_url:
             if any(set("*?[") & set(pattern) for pattern in self.patterns):
                 raise ImportImpossible(

@@ -1,4 +1,4 @@
-"""Sources that are queues: they read queue after queue, and recognize messages that they have read before."""
+"""Sources that are queues, read one by one. They recognize messages that they have read before."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from delayer.imports.state_machine import SourceLost
 
 
 def fell(properties: Properties | None) -> bool:
-    """Whether the message was dead-lettered by another queue before."""
+    """Whether another queue has dead-lettered the message before."""
     return properties is not None and properties.get(X_DEATH) is not None
 
 
 def fingerprint(delivery: Delivery, properties: Properties | None, *, falling: bool = False) -> str:
-    """The identity of a message: its bytes without the broker's count of deliveries. It is empty for a message with
-    neither a message id nor Celery's header ``id``. ``falling``: it may have moved to another queue of its cascade,
-    with the broker's notes."""
+    """Identify a message by its bytes, without the broker's delivery count; "" if it has neither a message id nor
+    Celery's header ``id``. ``falling``: it may have moved to another queue of its cascade, with the broker's notes."""
     if properties is None or ("message_id" not in properties.places and properties.get(b"id") is None):
         return ""
     digest = hashlib.sha256()
@@ -57,16 +56,15 @@ class DoubtfulMessages:
         self._in_doubt: deque[str] = deque()
 
     def read(self, note: str) -> None:
-        """Read the note of another run."""
+        """Read another run's note."""
         self._known.update(json.loads(note)["digests"])
 
     def total(self) -> int:
-        """The number of digests from the note that were not met yet."""
+        """Count the note's digests not met yet."""
         return self._known.total()
 
     def recognize(self, delivery: Delivery, properties: Properties | None) -> tuple[str, bool]:
-        """The digest of a message, and whether it is a committed one that was still in its queue. It is forgotten
-        then."""
+        """Return a message's digest, and whether the message is committed but still in its queue. Forgets it then."""
         digest = fingerprint(delivery, properties, falling=self._falling)
         again = delivery.redelivered or (self._falling and fell(properties))
         if not again or not digest or self._known[digest] <= 0:
@@ -75,22 +73,22 @@ class DoubtfulMessages:
         return digest, True
 
     def note(self, queue: str, digests: Sequence[str], prefetch: int) -> str:
-        """The note of a batch: its queue, and the digests of messages that may be delivered again. They are those of
-        this batch, those that another run committed and this one has not met, and those acknowledged before. The broker
-        has heard all acknowledgements but the last ``prefetch``, because it sent new messages since."""
+        """Write a batch's note: its queue, and digests of messages that may be delivered again. These are this batch's,
+        those another run committed and this run has not met, and those acknowledged before. The broker has processed
+        all acknowledgements but the last ``prefetch``, because it has sent new messages since."""
         self._in_doubt.extend(digests)
         while len(self._in_doubt) > prefetch:
             self._in_doubt.popleft()
         return json.dumps({"queue": queue, "digests": sorted(filter(None, [*self._in_doubt, *self._known.elements()]))})
 
     def over(self) -> None:
-        """The broker has ended the consumer, in order behind its acknowledgements."""
+        """Forget acknowledged messages: the broker processed their acknowledgements before it closed the consumer."""
         self._in_doubt.clear()
 
 
 BATCH: Final = 1_000
 END_SECONDS: Final = 10.0
-"""Seconds for the broker to end a consumer. Its answer proves that it has heard all acknowledgements."""
+"""Seconds for the broker to close a consumer. Its answer proves that it has processed all acknowledgements."""
 _UNHEARD: Final = "the connection broke, and committed messages may still be in it"
 
 
@@ -102,19 +100,19 @@ class Reader(Protocol):
 
     @property
     def target(self) -> Target | None:
-        """The target of all its messages; None where each has its own."""
+        """The target of all its messages; None if each has its own."""
 
     def latest_ms(self, now_ms: int) -> int | None:
-        """The latest due instant that a message in it can have; None if only its messages know."""
+        """The latest due instant that a message in it can have; None if only its messages say."""
 
     def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> ImportItem:
-        """The message. ``properties``: None where their bytes are broken."""
+        """Convert a message. ``properties``: None if their bytes are broken."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Queues(ABC):
-    """Satisfies state_machine.ImportSource. It reads the queues of ``readers`` one after another. ``now``: the store's
-    clock, epoch ms. ``prefetch``: messages, beside those of ``most_unacknowledged``."""
+    """Satisfies state_machine.ImportSource by reading the queues of ``readers`` one by one. ``now``: the store's clock,
+    epoch ms. ``prefetch``: messages, in addition to ``most_unacknowledged``."""
 
     falling: ClassVar[bool] = False
     """Whether messages move between the queues by themselves."""
@@ -125,7 +123,7 @@ class Queues(ABC):
     management_url: str | None = None
     prefetch: int = 2 * BATCH
     most_unacknowledged: int = 50_000
-    """The most messages that stay unacknowledged in front of others. The broker gets them back at the end."""
+    """Maximum number of messages left unacknowledged while reading on. The broker gets them back at the end."""
 
     def __post_init__(self) -> None:
         self._doubt = DoubtfulMessages(falling=self.falling)
@@ -138,30 +136,30 @@ class Queues(ABC):
         """Messages that this subscription leaves unacknowledged."""
         self._unread = 0
         self._left: dict[str, Counter[str]] = {}
-        """By queue: the messages that stay, with their reasons."""
+        """By queue: the messages that stay, by reason."""
         self._tags: list[int] = []
-        """Delivery tags of the last batch: its own, and those of messages that were met again."""
+        """Delivery tags of the last batch, including messages that were met again."""
         self._count = 0
 
     @property
     def besides(self) -> Sequence[str]:
-        """Queues that are not read, and may hold messages of the source that their broker delays."""
+        """Unread queues that may contain messages of the source that their broker delays."""
         return ()
 
     @abstractmethod
     async def readers(self, admin: Admin) -> list[Reader]:
-        """The queues, in the order to read them. Raises ImportImpossible."""
+        """List the queues in reading order. Raises ImportImpossible."""
 
     @abstractmethod
     def more_parameters(self) -> Mapping[str, object]:
-        """Parameters besides the broker that choose the messages."""
+        """Parameters, other than the broker, that choose the messages."""
 
     @property
     def parameters(self) -> dict[str, object]:
         return {"broker": str(address_of(self.url)), **self.more_parameters(), **self.meant.as_dict()}
 
     async def survey(self, unfinished: Run | None = None) -> Survey:
-        """See Source. A look into a queue counts as a delivery, so the survey asks for numbers only."""
+        """See Source. Only counts, because reading from a queue would count as a delivery."""
         survey = Survey()
         now_ms = await self.now()
         async with await admin_of(self.url) as admin:
@@ -190,7 +188,7 @@ class Queues(ABC):
         return survey
 
     async def stage(self, run: Run) -> None:
-        """See Source. There is nothing to stage: the run reads the queues themselves."""
+        """See Source. Stages nothing, because the run reads the queues themselves."""
         return
 
     async def resume(self, run: Run) -> None:
@@ -212,7 +210,7 @@ class Queues(ABC):
         return None
 
     async def _batch(self, deliveries: Sequence[Delivery], prefetch: int) -> ImportBatch | None:
-        """The new messages among these that are to be imported. The others stay unacknowledged."""
+        """Pick the new messages to import. The rest stay unacknowledged."""
         reader = self._reader
         now_ms = await self.now()
         items: list[ImportItem] = []
@@ -251,7 +249,7 @@ class Queues(ABC):
         return dict(sum(self._left.values(), delayed))
 
     async def _delayed(self, queues: Collection[str], *, fresh: bool) -> Counter[str]:
-        """The messages in these queues that their broker delays itself, or the number of queues that may hold some."""
+        """Count the messages in these queues that their broker delays itself, and the queues that may contain some."""
         async with await admin_of(self.url, self.management_url) as admin:
             counts = (await asked(admin.delayed([*queues, *self.besides], fresh=fresh))).values()
         found: Counter[str] = Counter()
@@ -260,13 +258,12 @@ class Queues(ABC):
         return +found  # The sign drops zeros.
 
     async def put_back(self, run: Run) -> None:
-        """See Source. Messages that are not committed are in their queue. Committed ones that are still there are
-        removed."""
+        """See Source. Uncommitted messages are already in their queue; removes committed messages still there."""
         await self.resume(run)
         await self._remove_known(run)
 
     async def _remove_known(self, run: Run) -> None:
-        """Acknowledge the committed messages that are still in the queue that was read last."""
+        """Acknowledge the committed messages still in the queue that was read last."""
         if not self._doubt.total():
             return
         queue = str(json.loads(str(run.progress))["queue"])
@@ -280,7 +277,7 @@ class Queues(ABC):
         await self._leave()
 
     def reached_from(self, queue: str, readers: Sequence[Reader]) -> list[Reader]:
-        """The readers of queues that a message of ``queue`` may be in by now."""
+        """List the readers of queues that a message of ``queue`` may have moved to."""
         return [reader for reader in readers if reader.queue == queue]
 
     async def close(self) -> None:
@@ -294,14 +291,14 @@ class Queues(ABC):
                 await reconnecting.close()
 
     async def _all_readers(self, admin: Admin) -> list[Reader]:
-        """The readers of all queues, asked once."""
+        """List the readers of all queues, queried once."""
         if self._readers is None:
             self._readers = await self.readers(admin)
         return self._readers
 
     @property
     def _reader(self) -> Reader:
-        """The reader of the queue that is read."""
+        """The reader of the current queue."""
         assert self._readers is not None
         return self._readers[self._at]
 
@@ -317,12 +314,11 @@ class Queues(ABC):
         self._left[self._reader.queue][why] += 1
 
     def _acknowledge(self, subscription: AmqpSubscription, tag: int) -> None:
-        """Acknowledge a committed message."""
         self._acknowledged = True
         subscription.ack(tag, multiple=False)
 
     async def _next_subscription(self) -> AmqpSubscription | None:
-        """The subscription of the queue that is read; None when there is no queue left."""
+        """Return the subscription to the current queue; None if no queue is left."""
         if self._subscription is not None:
             return self._subscription
         now_ms = await self.now()
@@ -331,11 +327,10 @@ class Queues(ABC):
             while self._at < len(readers):
                 reader = readers[self._at]
                 depth = (await asked(admin.depths([reader.queue])))[reader.queue] or 0
-                # A second visit to a queue replaces the first one's list: it meets again the messages that the first
-                # one left.
+                # A second visit to a queue meets the messages left there again, so it replaces the first visit's list.
                 self._left[reader.queue] = Counter()
                 if depth and not self._none_meant(reader, now_ms):
-                    # A run that died may have messages in hand that are on their way back into the queue.
+                    # Messages that a dead run had prefetched may be on their way back into the queue.
                     self._unread = depth + self._doubt.total()
                     break
                 self._left[reader.queue] += Counter({Left.BEFORE_CUTOFF: depth})
@@ -353,9 +348,9 @@ class Queues(ABC):
         return self._subscription
 
     async def _deliveries(self, subscription: AmqpSubscription) -> list[Delivery]:
-        """The next messages. Empty at the end of the queue, which the reader then leaves. Raises SourceLost."""
+        """Fetch the next messages. Leaves the queue at its end, and returns []. Raises SourceLost."""
         try:
-            # After three empty answers, a second each, another consumer holds the rest of the queue.
+            # After three empty answers, a second each, another consumer must hold the rest of the queue.
             for _ in range(3 if self._unread > 0 else 0):
                 if some := await subscription.next_batch(min(BATCH, self._unread), 0.05):
                     self._unread -= len(some)
@@ -372,13 +367,12 @@ class Queues(ABC):
         return []
 
     async def _ready(self) -> int:
-        """The number of messages that wait in the queue that is read, without those that a consumer holds."""
+        """Count the messages waiting in the current queue, without those that a consumer holds."""
         async with await admin_of(self.url) as admin:
             return (await asked(admin.depths([self._reader.queue])))[self._reader.queue] or 0
 
     async def _leave(self) -> None:
-        """Stop reading. Unacknowledged messages are back in the queue. Acknowledged ones are gone, or reported as
-        unknown."""
+        """Stop reading, which requeues unacknowledged messages. Raises SourceLost if acknowledgements may be lost."""
         subscription, self._subscription = self._subscription, None
         self._kept = 0
         if subscription is None:

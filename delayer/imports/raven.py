@@ -1,4 +1,4 @@
-"""Source `nservicebus-raven`: an export of RavenDB's `TimeoutDatas/` documents, a JSON object in each line.
+"""Source `nservicebus-raven`: an export of RavenDB's `TimeoutDatas/` documents, one JSON object per line.
 
 Each document has Destination, SagaId, State (base64), Time, OwningTimeoutManager and Headers. Its id is in "Id", in
 "@metadata" (as "@id"), or in "Key". Documents of NServiceBus 5 and older have the destination as an object.
@@ -20,7 +20,7 @@ from delayer.imports.timeouts import StoredTimeout, item_of
 
 COLLECTION: Final = "TimeoutDatas"
 HIDDEN: Final = ("__hidden__", "__migrated__")
-"""The prefixes of an owner's name with which the vendor's own migration marks timeouts in hand and done."""
+"""Owner-name prefixes with which the vendor's own migration marks timeouts as in progress and done."""
 
 
 def _id(found: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
@@ -43,7 +43,7 @@ def _address(said: object) -> str:
 
 def _due_ms(found: Mapping[str, Any]) -> int:
     said = found.get("Time")
-    due_ms = read_utc_ms(said) if isinstance(said, str) else None  # Older documents leave out the zone.
+    due_ms = read_utc_ms(said) if isinstance(said, str) else None  # Older documents omit the zone.
     if due_ms is None:
         raise Unreadable(f"Time: expected an instant such as 2031-01-31T08:00:00.0000000Z, found {said!r}")
     return due_ms
@@ -63,7 +63,7 @@ def _body(found: Mapping[str, Any]) -> bytes:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class RavenExport(FileSource):
-    """An export. ``endpoint``: only its timeouts are imported."""
+    """An export. ``endpoint``: import only its timeouts."""
 
     name = "nservicebus-raven"
     counted = False
@@ -89,7 +89,7 @@ class RavenExport(FileSource):
         owner = str(found.get("OwningTimeoutManager") or "")
         if owner.startswith(HIDDEN):
             return SkippedRecord("already taken by another migration")
-        # Every timeout manager takes a timeout without an owner.
+        # Every timeout manager accepts a timeout without an owner.
         if self.endpoint is not None and owner not in ("", self.endpoint):
             return SkippedRecord("of other endpoints")
         address = _address(found.get("Destination"))

@@ -1,8 +1,8 @@
-"""Sources `nservicebus-sql` (SQL Persistence: a table for each endpoint) and `nservicebus-nhibernate` (one for all).
+"""Sources `nservicebus-sql` (SQL Persistence: a table per endpoint) and `nservicebus-nhibernate` (one for all).
 
-*Staging* moves the chosen rows of each table into a staging table beside it, in one transaction. From then on no
-timeout manager sees them. The run reads the staging tables in the order of due instants. It deletes the rows of a batch
-after the store has committed them, and drops the empty tables at the end.
+*Staging* moves each table's chosen rows into a staging table, in one transaction, which hides them from timeout
+managers. The run reads the staging tables in order of due instants, deletes a batch's rows once the store has committed
+them, and finally drops the empty tables.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from delayer.imports.timeouts import StoredTimeout, epoch_ms, item_of, misnamed,
 
 TABLES: Final[Mapping[str, Sequence[str]]] = {
     "nservicebus-sql": ("*TimeoutData",),
-    # NHibernate quotes no name, so PostgreSQL folds these to lower case.
+    # NHibernate does not quote names, so PostgreSQL folds these to lower case.
     "nservicebus-nhibernate": ("TimeoutEntity", "timeoutentity"),
 }
 """The sources, and the patterns of their tables."""
 CLOCKS: Final = {"postgresql": "timezone('UTC', clock_timestamp())", "mssql": "sysutcdatetime()"}
-"""By dialect: the clock of the database, in UTC without a zone."""
+"""By dialect: the database's clock, in UTC without a zone."""
 MYSQL_CLOCK: Final = "utc_timestamp(3)"
 BATCH: Final = 2_000
 BATCH_BYTES: Final = 8 << 20
 
 
 def write_places(places: Mapping[str, DuePlace]) -> str:
-    """The places as JSON, by the names of the tables. A uuid becomes an object, because JSON has no uuids."""
+    """Format the places as JSON, by table name. A uuid becomes an object, because JSON has no uuids."""
     said = {
         name: [due.isoformat(), {"uuid": str(id_)} if isinstance(id_, uuid.UUID) else id_]
         for name, (due, id_) in places.items()
@@ -54,7 +54,7 @@ def write_places(places: Mapping[str, DuePlace]) -> str:
 
 
 def read_places(text: str | None) -> dict[str, DuePlace]:
-    """Read the text of :func:`write_places`; None means no places."""
+    """Parse the result of :func:`write_places`; None means no places."""
     return {
         name: (datetime.fromisoformat(due), uuid.UUID(id_["uuid"]) if isinstance(id_, dict) else id_)
         for name, (due, id_) in json.loads(text or "{}").items()
@@ -63,8 +63,8 @@ def read_places(text: str | None) -> dict[str, DuePlace]:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class SqlTimeouts:
-    """Satisfies ImportSource, for the tables that match ``patterns``. ``overdue_too``: choose soon and overdue
-    rows too, because no timeout manager runs any more. Soon: due within ``soon_ms`` from now."""
+    """Satisfies ImportSource for the tables that match ``patterns``. ``overdue_too``: also choose rows overdue or due
+    within ``soon_ms`` from now, because no timeout manager runs any more."""
 
     name: str
     url: str
@@ -90,7 +90,7 @@ class SqlTimeouts:
         return said | self.meant.as_dict()
 
     async def survey(self, unfinished: Run | None = None) -> Survey:
-        """See Source. It counts rows by destination, and reads neither headers nor bodies."""
+        """See Source. Counts rows by destination, without reading headers or bodies."""
         survey = Survey()
         async with self._database.connected() as connection:
             tables, there = await self._tables(connection, "" if unfinished is None else unfinished.token)
@@ -123,7 +123,7 @@ class SqlTimeouts:
 
     async def stage(self, run: Run) -> int:
         async with self._database.connected() as connection:
-            # Otherwise MySQL would lock every index to its end, and no timeout manager could store a timeout.
+            # Otherwise MySQL would lock every index to its end, and timeout managers could not store timeouts.
             await connection.execution_options(isolation_level="READ COMMITTED")
             tables, there = await self._tables(connection, run.token)
             for one in tables:
@@ -136,7 +136,7 @@ class SqlTimeouts:
             return staged or await self._move(connection, tables)
 
     async def resume(self, run: Run) -> None:
-        """See Source. A table without a staging table is read to its end, or did not exist at the beginning."""
+        """See Source. A table without a staging table is read to its end, or did not exist when the run began."""
         async with self._database.connected() as connection:
             tables, there = await self._tables(connection, run.token)
         self._staged = [one for one in tables if one.staged.name in there]
@@ -144,7 +144,7 @@ class SqlTimeouts:
         await self._remove(read_places(run.progress))
 
     async def next_batch(self) -> ImportBatch | None:
-        """See Source. The sizes of the soonest rows in each table tell which of them are one batch."""
+        """See Source. The sizes of each table's soonest rows decide which of them fit one batch."""
         places = dict(self._removed)
         rows: list[Any] = []
         async with self._database.connected() as connection:
@@ -205,8 +205,7 @@ class SqlTimeouts:
         await self._database.close()
 
     async def _tables(self, connection: AsyncConnection, token: str) -> tuple[list[TimeoutTable], list[str]]:
-        """The tables that match, as the database has them, and the names of all tables. Raises ImportImpossible if none
-        matches."""
+        """Return the matching tables as defined, and all table names. Raises ImportImpossible if none matches."""
         names = sorted(await connection.run_sync(lambda sync: inspect(sync).get_table_names(schema=self.schema)))
         found = [
             name
@@ -223,7 +222,7 @@ class SqlTimeouts:
         return [TimeoutTable(one, token, self.endpoint) for one in tables], names
 
     async def _count(self, connection: AsyncConnection, tables: Sequence[TimeoutTable]) -> int:
-        """The number of staged rows."""
+        """Count the staged rows."""
         counts = [select(func.count()).select_from(one.staged) for one in tables]
         return sum([(await connection.execute(one)).scalar_one() for one in counts])
 
@@ -233,7 +232,7 @@ class SqlTimeouts:
         await connection.commit()
 
     async def _pick(self, connection: AsyncConnection, ahead_ms: int) -> RowFilter:
-        """The filter of the chosen rows. By the database's clock none of them is due within ``ahead_ms``."""
+        """Build the filter of chosen rows: by the database's clock, none of them is due within ``ahead_ms``."""
         after = None
         if not self.overdue_too:
             clock: Select[Any] = select(literal_column(CLOCKS.get(connection.dialect.name, MYSQL_CLOCK)))
@@ -245,7 +244,7 @@ class SqlTimeouts:
     async def _shares(
         self, connection: AsyncConnection, tables: Sequence[TimeoutTable], pick: RowFilter
     ) -> Mapping[str, int | None]:
-        """The numbers of rows in each table among the ``limit`` soonest; None without a limit."""
+        """Count each table's rows among the ``limit`` soonest; None without a limit."""
         limit = self.meant.limit
         if limit is None:
             return dict.fromkeys([one.name for one in tables])
@@ -253,16 +252,15 @@ class SqlTimeouts:
         return Counter(name for _, name in islice(dues, limit))
 
     async def _soonest(self, connection: AsyncConnection, queries: Mapping[str, Select[Any]]) -> Iterator[Any]:
-        """The rows of the queries in the order of their first column, the due instant. The second one is the name of
-        their table."""
+        """Merge the queries' rows by their first column, the due instant. The second is the name of their table."""
         found = [
             [(due, name, *more) for due, *more in await connection.execute(query)] for name, query in queries.items()
         ]
         return heapq.merge(*found, key=itemgetter(0))
 
     async def _move(self, connection: AsyncConnection, tables: Sequence[TimeoutTable]) -> int:
-        """Move the chosen rows in one transaction. A timeout manager reads without locks and sees all of them until the
-        commit. So none of them may be due by then."""
+        """Move the chosen rows in one transaction. A timeout manager reads without locks and sees them until the
+        commit, so none of them may be due by then."""
         ahead_ms = self.soon_ms
         for _ in range(3):
             began = time.monotonic()
@@ -279,7 +277,7 @@ class SqlTimeouts:
         )
 
     async def _moved(self, connection: AsyncConnection, tables: Sequence[TimeoutTable], pick: RowFilter) -> int:
-        """Move the rows without a commit. Returns their number. Raises CountMismatch."""
+        """Move the rows without committing. Returns their number. Raises CountMismatch."""
         shares = await self._shares(connection, tables, pick)
         moved = 0
         for one in tables:
@@ -304,7 +302,7 @@ class SqlTimeouts:
     async def _leave_others(
         self, connection: AsyncConnection, one: TimeoutTable, pick: RowFilter, survey: Survey
     ) -> int:
-        """Count the rows that stay in ``survey``, with their reasons. Returns the number of chosen rows."""
+        """Count in ``survey`` the rows that stay, by reason. Returns the number of chosen rows."""
         meant = 0
         for why, count in await connection.execute(one.reasons(pick)):
             if why:

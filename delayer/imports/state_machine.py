@@ -1,9 +1,8 @@
 """The state machine of an import: preview, run (stage, batches, resume), abort; and the port of a source.
 
-Every step is safe to repeat, and the store keeps everything that the next step needs. So a killed run goes on behind
-its last commit. A batch is committed together with the source's note of its progress; only then does the source remove
-it. After a kill between the two, the source removes the rest of the batch by that note, and no message is parked twice.
-See core/importing.py for the states.
+Every step is safe to repeat, and the store has everything the next step needs, so a killed run continues after its last
+commit. A batch commits together with the source's progress note; only then does the source remove it. After a kill in
+between, that note tells the source what to remove, so no message is parked twice. See core/importing.py for the states.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ImportImpossible(Exception):
-    """The import cannot begin or go on before an operator decides something. The message says what."""
+    """The import needs an operator's decision before it can begin or continue. The message says which."""
 
 
 class BadSource(ImportImpossible):
@@ -33,7 +32,7 @@ class BadSource(ImportImpossible):
 
 
 class SourceLost(Exception):
-    """The source is out of reach. No message is lost: committed ones are in the store, the others in the source."""
+    """The source is unreachable. No message is lost: each is committed in the store or still in the source."""
 
 
 class CountMismatch(Exception):
@@ -41,11 +40,8 @@ class CountMismatch(Exception):
 
 
 class ImportSource(Protocol):
-    """The messages that another system holds. Every method may raise SourceLost, and ImportImpossible where it says so.
-
-    ``name`` is its name in `delayer import`. ``parameters`` choose the messages, without any password: a run is resumed
-    only with equal ones.
-    """
+    """The messages of another system, named ``name`` in `delayer import`. ``parameters`` choose the messages, without
+    passwords; a resumed run needs equal ones. Every method may raise SourceLost, and ImportImpossible if it says so."""
 
     @property
     def name(self) -> str: ...
@@ -54,28 +50,27 @@ class ImportSource(Protocol):
     def parameters(self) -> Mapping[str, object]: ...
 
     async def survey(self, unfinished: Run | None = None) -> Survey:
-        """Count and check the messages without lasting changes. ``unfinished``: this import was interrupted, and its
-        staged messages still come. Raises ImportImpossible for a source that no run could read."""
+        """Count and check the messages without lasting changes. Raises ImportImpossible if no run could read the
+        source. ``unfinished``: this import was interrupted, and its staged messages are still to come."""
 
     async def stage(self, run: Run) -> int | None:
-        """Take the chosen messages out of reach of others, or note their places. Safe to repeat. Returns their number;
-        None where only the run can tell. Raises ImportImpossible; then no message is staged."""
+        """Hide the chosen messages from others, or save their places. Safe to repeat. Returns their number; None if
+        only the run can tell. Raises ImportImpossible; then no message is staged."""
 
     async def resume(self, run: Run) -> None:
-        """Begin, or go on behind ``run.progress``. The source removes committed messages that it still has, now or when
-        it meets them again."""
+        """Begin, or continue after ``run.progress``. Removes committed messages from the source, now or when met."""
 
     async def next_batch(self) -> ImportBatch | None:
-        """The next messages, the soonest first as far as the source can tell; None at the end."""
+        """Return the next messages, soonest first as far as the source can tell; None at the end."""
 
     async def remove(self, batch: ImportBatch) -> int | None:
         """Remove a committed batch from the source. Returns the number removed; None if it cannot be counted."""
 
     async def finish(self) -> dict[str, int]:
-        """Clean up after the last batch. Safe to repeat. Returns the numbers of messages that stay there, by reason."""
+        """Clean up after the last batch. Safe to repeat. Returns how many messages stay in the source, by reason."""
 
     async def put_back(self, run: Run) -> int | None:
-        """Put staged messages back that are not committed. Returns their number. Safe to repeat."""
+        """Put back staged messages that are not committed. Returns their number. Safe to repeat."""
 
     async def close(self) -> None:
         """Close connections and files. Safe to call twice."""
@@ -84,7 +79,7 @@ class ImportSource(Protocol):
 @dataclass(frozen=True, slots=True)
 class Preview:
     """The effects of a run. ``problems``: destinations whose messages would be held, and why. ``own``: whether
-    ``unfinished`` is this import. ``refusal``: why a run would not begin; "" where it would."""
+    ``unfinished`` is this import. ``refusal``: why a run would not begin, or ""."""
 
     survey: Survey
     problems: Mapping[Target, str]
@@ -94,8 +89,7 @@ class Preview:
 
     @property
     def reasons(self) -> dict[str, int]:
-        """The numbers of messages that would be held, by reason, as far as a preview can tell. Each counts once.
-        Messages beyond a limit may be among them."""
+        """Count messages that would be held, by reason, each once. May include messages beyond a limit."""
         found = dict(self.survey.unfit)
         for target, why in self.problems.items():
             if (goal := self.survey.goals.get(target)) is not None and goal.messages > goal.unfit:
@@ -116,9 +110,9 @@ class Preview:
 
 @dataclass(slots=True)
 class ImportReport:
-    """The effects of a run: since ``begun`` this time, and altogether (``run``). ``again``: messages that were
-    committed before the last interruption and only had to be removed. ``reasons``: why messages are held. ``left``: why
-    others stay. ``doubts``: those of the survey; a resumed run makes none."""
+    """The effects of a run, since it last ``begun`` and in total (``run``). ``again``: messages committed before the
+    last interruption that only had to be removed. ``reasons``: why messages are held. ``left``: why messages stay.
+    ``doubts``: the survey's; a resumed run has none."""
 
     begun: Run
     run: Run
@@ -143,12 +137,12 @@ class ImportReport:
 
     @property
     def clean(self) -> bool:
-        """Whether no operator is needed: no messages held or superseded, in any run, and no chosen ones left."""
+        """Whether no operator is needed: no run held or superseded messages, and no chosen messages are left."""
         return not (self.run.held or self.run.superseded) and FOR_PEOPLE.isdisjoint(self.left)
 
 
 async def preview(source: ImportSource, book: ImportStore, judge: Destinations, *, again: bool = False) -> Preview:
-    """Look without changes. ``again``: as for :func:`run`. Raises SourceLost, ImportImpossible, StoreLost."""
+    """Preview a run without changes. ``again``: as for :func:`run`. Raises SourceLost, ImportImpossible, StoreLost."""
     unfinished = await book.unfinished()
     refusal = ""
     own = None
@@ -164,13 +158,13 @@ async def preview(source: ImportSource, book: ImportStore, judge: Destinations, 
 async def run(
     source: ImportSource, book: ImportStore, judge: Destinations, who: str, say: Say, *, again: bool = False
 ) -> ImportReport:
-    """Begin, or go on. ``again``: import also messages that an earlier import brought. Raises SourceLost,
+    """Begin or continue. ``again``: also import messages that an earlier import brought. Raises SourceLost,
     ImportImpossible, CountMismatch, StoreLost; then run it again."""
     began = time.monotonic()
     found = await book.unfinished()
     doubts: list[str] = []
     if found is None:
-        # An unreadable source, or a broker that cannot be asked, stops the import before any message moves.
+        # An unreadable source or an unreachable broker stops the import before any message moves.
         survey = await source.survey()
         doubts = survey.doubts
         if survey.brought and not again:
@@ -241,7 +235,7 @@ async def _batches(
 
 
 async def _judged(batch: ImportBatch, judge: Destinations) -> ImportBatch:
-    """The batch, with a hold for each message that the broker would not take."""
+    """Add a hold to each message that the broker would not accept."""
     survey = Survey()
     for item in batch.items:
         survey.expect(item.parcel.target, 1, item.parcel.due_ms)
@@ -258,8 +252,8 @@ async def _judged(batch: ImportBatch, judge: Destinations) -> ImportBatch:
 
 
 async def abort(source: ImportSource, book: ImportStore) -> tuple[Run, int | None]:
-    """End an unfinished run. Committed messages stay, the others go back. Returns the run, and how many went back; None
-    where the source cannot count. Raises ImportImpossible if there is no run."""
+    """End an unfinished run: committed messages stay, the rest go back. Returns the run, and how many went back; None
+    if the source cannot count them. Raises ImportImpossible if there is no run."""
     found = await book.unfinished()
     if found is None:
         raise ImportImpossible("there is no unfinished import to abort")
@@ -270,7 +264,7 @@ async def abort(source: ImportSource, book: ImportStore) -> tuple[Run, int | Non
 
 
 def same(found: Run, source: ImportSource) -> Run:
-    """``found``, if it is this import. Raises ImportImpossible."""
+    """Return ``found`` if it is this import. Raises ImportImpossible."""
     begun = {"source": found.source, **found.parameters}
     now = {"source": source.name, **source.parameters}
     differences = [

@@ -1,7 +1,5 @@
-"""A table of NServiceBus timeouts and its staging table, as statements for them. Pure.
-
-The statements are SQLAlchemy's, but for two that it lacks: CREATE TABLE AS, and MySQL's DELETE by a join.
-"""
+"""A table of NServiceBus timeouts and its staging table, as statements for them. Pure. The statements use SQLAlchemy,
+except two that it lacks: CREATE TABLE AS, and MySQL's DELETE with a join."""
 
 from __future__ import annotations
 
@@ -18,22 +16,22 @@ from delayer.imports.state_machine import ImportImpossible
 
 MYSQL: Final = frozenset({"mysql", "mariadb"})
 SUFFIX: Final = "_delayer_"
-"""It stands between a table's name and the run's token in the name of the staging table."""
+"""Separates the table's name from the run's token in the name of a staging table."""
 
 SOON: Final = "due within a minute, or overdue: a timeout manager may have them in hand (--overdue-too takes them)"
 NO_TIME: Final = "without a due time"
 
 DuePlace = tuple[datetime, Any]
-"""A row's due instant and id: its place in the order of reading."""
+"""A row's due instant and id, which give its place in reading order."""
 
 
 def staged_name(name: str, token: str) -> str:
-    """The name of the staging table for this table and the run of this token.
+    """Name the staging table of this table for the run with this token.
 
     >>> staged_name("Sales_TimeoutData", "5f0c9a7e41d2")
     'Sales_TimeoutData_delayer_5f0c9a7e41d2'
     """
-    # PostgreSQL cuts names after 63 bytes without an error. The name of the index has 3 bytes more.
+    # PostgreSQL silently cuts names after 63 bytes. The index's name is 3 bytes longer.
     room = 60 - len(SUFFIX) - len(token)
     if len(name.encode()) > room:
         digest = hashlib.sha256(name.encode()).hexdigest()[:8]
@@ -42,26 +40,25 @@ def staged_name(name: str, token: str) -> str:
 
 
 def staged_token(name: str) -> str:
-    """The token in the name of a staging table; "" for another table."""
+    """Extract the token from a staging table's name; "" for another table."""
     found = re.fullmatch(rf".+{SUFFIX}([0-9a-f]+)", name, re.DOTALL)
     return "" if found is None else found[1]
 
 
 def staged_beside(name: str, names: Iterable[str]) -> list[str]:
-    """The staging tables of the table ``name``, of any run."""
+    """List the staging tables of the table ``name``, of any run."""
     return [one for one in names if (token := staged_token(one)) and one == staged_name(name, token)]
 
 
 class RowFilter(NamedTuple):
-    """The filter of rows: due later than ``after``, and at ``since`` or later."""
+    """Chooses rows due later than ``after``, and at ``since`` or later."""
 
     after: datetime | None = None
     since: datetime | None = None
 
 
 class TimeoutTable:
-    """A table of timeouts and its staging table; the methods make statements for them. ``endpoint``: only its timeouts
-    are chosen, if the table has those of several."""
+    """A timeout table and its staging table, as statement builders. ``endpoint``: choose only its timeouts."""
 
     def __init__(self, source: sa.Table, token: str, endpoint: str | None = None) -> None:
         """Raises ImportImpossible for a table without the columns of timeouts."""
@@ -69,7 +66,7 @@ class TimeoutTable:
         self.source = source
         columns = (sa.Column(column.name, column.type) for column in source.c)
         self.staged = sa.Table(staged_name(source.name, token), sa.MetaData(), *columns, schema=source.schema)
-        # NHibernate quotes no name, and PostgreSQL makes such names lower case.
+        # NHibernate does not quote names, so PostgreSQL folds them to lower case.
         self._spelled = {column.name.lower(): column.name for column in source.c}
         needed = ["id", "destination", "state", "time", "headers", *([] if endpoint is None else ["endpoint"])]
         for name in needed:
@@ -83,8 +80,8 @@ class TimeoutTable:
         return table.c[self._spelled[name]]
 
     def create(self, dialect: sa.Dialect) -> list[str]:
-        """The statements for the empty staging table and its index in the order of reading. In MySQL the primary key is
-        that order, because rows lie in its order: an index would lead to another page for each row."""
+        """Create the empty staging table and its index in reading order. In MySQL the primary key has that order,
+        because rows are stored in its order, and an index would lead to another page for each row."""
         prepare = dialect.identifier_preparer
         source, staged = prepare.format_table(self.source), prepare.format_table(self.staged)
         order = ", ".join(prepare.quote(self._spelled[name]) for name in ("time", "id"))
@@ -104,8 +101,8 @@ class TimeoutTable:
         return sa.insert(self.staged).from_select([column.name for column in self.source.c], rows)
 
     def forget(self, dialect: sa.Dialect) -> str:
-        """Delete the copied rows. The statement tells MySQL to begin with the staging table. Otherwise MySQL reads the
-        whole table, and waits for every locked row in it."""
+        """Delete the copied rows. Makes MySQL start with the staging table, because otherwise it reads the whole table
+        and waits for every locked row."""
         prepare = dialect.identifier_preparer
         source, staged = prepare.format_table(self.source), prepare.format_table(self.staged)
         id_ = prepare.quote(self._spelled["id"])
@@ -118,8 +115,7 @@ class TimeoutTable:
         return sa.insert(self.source).from_select([column.name for column in self.source.c], sa.select(*self.staged.c))
 
     def goals(self, table: sa.Table, *conditions: sa.ColumnElement[bool], limit: int | None = None) -> sa.Select[Any]:
-        """By destination: the number of rows, and their first and last due instants; only of the ``limit`` soonest
-        rows, if there is a limit."""
+        """Count rows by destination, with first and last due instants, of the ``limit`` soonest (None: all)."""
         rows = sa.select(self.of(table, "destination"), self.of(table, "time")).where(*conditions)
         if limit is not None:
             rows = rows.order_by(*self._order(table)).limit(limit)
@@ -127,12 +123,12 @@ class TimeoutTable:
         return sa.select(destination, sa.func.count(), sa.func.min(due), sa.func.max(due)).group_by(destination)
 
     def dues(self, pick: RowFilter, limit: int) -> sa.Select[Any]:
-        """The due instants of the ``limit`` soonest chosen rows."""
+        """Select the due instants of the ``limit`` soonest chosen rows."""
         due = self.of(self.source, "time")
         return sa.select(due).where(*self.meant(pick)).order_by(due).limit(limit)
 
     def reasons(self, pick: RowFilter) -> sa.Select[Any]:
-        """The numbers of rows by the reason why they stay; the reason of chosen rows is ""."""
+        """Count rows by the reason why they stay; "" for chosen rows."""
         due = self.of(self.source, "time")
         reasons: list[tuple[sa.ColumnElement[bool], str]] = [(due.is_(None), NO_TIME)]
         if pick.since is not None:
@@ -143,13 +139,13 @@ class TimeoutTable:
         return sa.select(rows.c.why, sa.func.count()).group_by(rows.c.why)
 
     def sizes(self, dialect: sa.Dialect, limit: int, after: DuePlace | None) -> sa.Select[Any]:
-        """The due instants of the soonest staged rows behind that place, and the bytes of their bodies and headers."""
+        """Select the due instants of the soonest staged rows after that place, and the bytes of body and headers."""
         length = sa.func.datalength if dialect.name == "mssql" else sa.func.octet_length
         state, headers = (sa.func.coalesce(length(self.of(self.staged, name)), 0) for name in ("state", "headers"))
         return self._soonest(sa.select(self.of(self.staged, "time"), state + headers), limit, after)
 
     def batch(self, limit: int, after: DuePlace | None = None) -> sa.Select[Any]:
-        """The soonest staged rows behind that place."""
+        """Select the soonest staged rows after that place."""
         columns = [self.of(self.staged, name) for name in ("id", "destination", "state", "time", "headers")]
         return self._soonest(sa.select(*columns), limit, after)
 
@@ -162,8 +158,8 @@ class TimeoutTable:
         return query.where(due >= since, sa.or_(due > since, id_ > after[1]))
 
     def remove(self, upto: DuePlace, after: DuePlace | None = None) -> sa.Delete:
-        """Delete the staged rows up to ``upto``; rows up to ``after`` are deleted already. The condition on ``after``
-        keeps the database from reading dead entries of the index."""
+        """Delete the staged rows up to ``upto``. Rows up to ``after`` are already deleted; the condition keeps the
+        database from reading dead index entries."""
         due, id_ = self._order(self.staged)
         until = self._instant(upto)
         query = sa.delete(self.staged).where(due <= until, sa.or_(due < until, id_ <= upto[1]))
@@ -182,6 +178,6 @@ class TimeoutTable:
         return self.of(table, "time"), self.of(table, "id")
 
     def _instant(self, place: DuePlace) -> sa.ColumnElement[Any]:
-        """An instant in the type of the column. SQL Server's datetime counts in thirds of 10 ms. Its .003 is less than
-        the true .00333 if the parameter is a datetime2."""
+        """Convert an instant to the column's type. SQL Server's datetime counts in thirds of 10 ms, and its .003 is
+        less than the true .00333 if the parameter is a datetime2."""
         return sa.cast(place[0], self.of(self.staged, "time").type)

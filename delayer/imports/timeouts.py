@@ -1,4 +1,4 @@
-"""A timeout that NServiceBus's timeout manager stored, as the message that its transport would publish. Pure."""
+"""Converts a timeout stored by NServiceBus's timeout manager into the message its transport would publish. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from delayer.core.plan import LATEST_MS
 RELATED: Final = "NServiceBus.RelatedToTimeoutId"
 """The header that the timeout manager adds when it dispatches."""
 SAVED_REPLY_TO: Final = "NServiceBus.Timeout.ReplyToAddress"
-"""The header where timeout managers of core 3 to 5 kept the reply address; they restored it when they dispatched."""
+"""Where timeout managers of core 3 to 5 saved the reply address; they restored it when they dispatched."""
 UNREAD: Final = b"x-delayer-import-headers"
-"""The header for an unreadable headers column, or for a queue name that is too long, unchanged."""
+"""Carries an unreadable headers column, or a queue name that is too long, unchanged."""
 NET_TYPE: Final = "$type"
 _EXPIRE: Final = nservicebus.EXPIRE.decode()
 _REPLY_TO_ADDRESS: Final = nservicebus.REPLY_TO.decode()
@@ -28,7 +28,7 @@ _EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001 - the columns have no zone,
 
 
 class StoredTimeout(NamedTuple):
-    """A stored timeout: ``headers`` is the JSON of the column, ``address`` the destination as it was stored."""
+    """A stored timeout. ``headers``: the column's JSON. ``address``: the destination as stored."""
 
     id: str
     address: str
@@ -38,7 +38,7 @@ class StoredTimeout(NamedTuple):
 
 
 def epoch_ms(moment: datetime) -> int:
-    """A column's instant (UTC, without a zone) in epoch ms, rounded up."""
+    """Convert a column's instant (UTC, without a zone) to epoch ms, rounded up."""
     return -((_EPOCH - moment.replace(tzinfo=None)) // timedelta(milliseconds=1))
 
 
@@ -48,8 +48,8 @@ def moment_of(epoch: int) -> datetime:
 
 
 def item_of(timeout: StoredTimeout, source: bytes, meant: ImportSelection) -> ImportItem:
-    """The message, for its queue through the default exchange. ``meant`` renames the queue, and the reply address. A
-    defect of the timeout becomes the message's Hold."""
+    """Build the message for its queue, through the default exchange. ``meant`` renames the queue and the reply address.
+    A defect of the timeout becomes the message's Hold."""
     address = timeout.address.encode("utf-8", "surrogateescape")
     queue = meant.retargeted(Target(b"", address)).routing_key
     headers: Mapping[str, object] = {}
@@ -69,7 +69,7 @@ def item_of(timeout: StoredTimeout, source: bytes, meant: ImportSelection) -> Im
 
 
 def misnamed(queue: bytes) -> Hold | None:
-    """The hold of a message whose destination no queue can have."""
+    """Return a hold if no queue can have this name."""
     if 0 < len(queue) <= SHORT_STRING:
         return None
     return unfit(f"its destination has {len(queue)} bytes, expected 1 to {SHORT_STRING}")
@@ -81,7 +81,7 @@ def _headers(given: str | Mapping[str, object] | None) -> Mapping[str, object]:
         return {}
     found = json.loads(given) if isinstance(given, str) else given
     if isinstance(found, list):
-        # The serializer of .NET writes a dictionary as a list of pairs by default.
+        # .NET's serializer writes a dictionary as a list of pairs by default.
         if not all(isinstance(one, dict) and {"Key", "Value"} <= one.keys() for one in found):
             raise ValueError("expected pairs of Key and Value in the list, found something else")
         found = {str(one["Key"]): one["Value"] for one in found}
@@ -89,7 +89,7 @@ def _headers(given: str | Mapping[str, object] | None) -> Mapping[str, object]:
         return {}
     if not isinstance(found, dict):
         raise ValueError(f"expected a JSON object, found {type(found).__name__}")  # noqa: TRY004 - of data, not of code
-    if NET_TYPE in found:  # Json.NET writes its type on request; it is no header.
+    if NET_TYPE in found:  # Json.NET adds its type on request; it is not a header.
         found = {name: value for name, value in found.items() if name != NET_TYPE}
     longest = max(map(len, found), default=0)
     if longest > SHORT_STRING // 4 and any(len(name.encode("utf-8", "surrogatepass")) > SHORT_STRING for name in found):
@@ -98,7 +98,7 @@ def _headers(given: str | Mapping[str, object] | None) -> Mapping[str, object]:
 
 
 def _due_ms(column_ms: int, headers: Mapping[str, object]) -> int:
-    """The column's instant, or that of the header, if it is the same one and more exact."""
+    """Return the column's instant, or the header's if it is the same but more exact."""
     expire = headers.get(_EXPIRE)
     if expire is None:
         return column_ms
@@ -106,13 +106,12 @@ def _due_ms(column_ms: int, headers: Mapping[str, object]) -> int:
         exact = nservicebus.read_wire_instant_ms(expire)
     except UnreadableDelay:
         return column_ms
-    # Databases round the due instant: SQL Server to 3 ms, MySQL to a second. The header has it exactly.
+    # Databases round the due instant, SQL Server to 3 ms and MySQL to a second. The header is exact.
     return exact if 0 < exact - column_ms <= 1_000 else column_ms
 
 
 def _properties(id_: str, headers: Mapping[str, object], raw: bytes, meant: ImportSelection) -> bytes:
-    """The properties as NServiceBus's transport for RabbitMQ fills them in: headers as strings, and properties as well
-    where AMQP has one."""
+    """Build the properties as NServiceBus does: headers as strings, also in the AMQP properties that match."""
     texts = {name: _text(value) for name, value in headers.items()}
     texts.setdefault(RELATED, id_)
     if SAVED_REPLY_TO in texts and (saved := texts.pop(SAVED_REPLY_TO)):
