@@ -6,9 +6,8 @@ from typing import Final
 
 
 def pause(attempt: int, random: float) -> float:
-    """Seconds before the next attempt: 0.2 s for ``attempt`` 0, then doubling up to 15 s.
-
-    ``random`` in [0, 1) varies the upper half of the pause, so that clients do not reconnect all at once."""
+    """Seconds before the next attempt: 0.2 s for ``attempt`` 0, then doubling up to 15 s. ``random`` in [0, 1) varies
+    the upper half of the pause, so that clients do not reconnect all at once."""
     ceiling = min(15.0, 0.2 * 2.0 ** min(attempt, 16))
     return ceiling * (0.5 + 0.5 * random)
 
@@ -43,9 +42,8 @@ LONGEST_MS: Final = 3_600_000
 
 
 def pause_ms(attempts: int, message_id: int) -> int:
-    """The pause after ``attempts`` failures (at least 1): 10 s, doubling up to an hour, less up to a fifth of it.
-
-    The reduction depends only on the id. It spreads the retries of messages that one outage held.
+    """The pause after ``attempts`` failures (at least 1): 10 s, doubling up to an hour, less up to a fifth of it. The
+    reduction depends only on the id, to spread the retries of messages that one outage held.
 
     >>> [pause_ms(n, 0) for n in (1, 2, 9, 10, 1000)]
     [10000, 20000, 2560000, 3600000, 3600000]

@@ -109,8 +109,7 @@ class Cascade:
 
     @property
     def counts_deliveries(self) -> bool:
-        """Whether the level queues are quorum queues, whose deliveries the broker counts in ``x-delivery-count``. Only
-        the broker writes that header when they redeliver."""
+        """Whether the level queues are quorum queues, so that only the broker sets ``x-delivery-count`` there."""
         return _FAMILIES[self.kind].arguments.get("x-queue-type") == "quorum"
 
     @property
@@ -172,9 +171,8 @@ def _check(seconds: int) -> None:
 
 
 def routing_key(seconds: int, address: bytes) -> bytes:
-    """Build a key of 28 binary digits, most significant first, each followed by a dot, then the address.
-
-    Raises ValueError for a delay out of range, or an address of more than 199 bytes."""
+    """Build a key of 28 binary digits, most significant first, each followed by a dot, then the address. Raises
+    ValueError for a delay out of range, or an address of more than 199 bytes."""
     _check(seconds)
     if len(address) > ADDRESS_BYTES:
         raise ValueError(f"address: expected at most {ADDRESS_BYTES} bytes, found {len(address)}")
@@ -183,9 +181,7 @@ def routing_key(seconds: int, address: bytes) -> bytes:
 
 
 def strip_prefix(key: bytes) -> bytes:
-    """Remove the 28 digits of a cascade from ``key``; return any other key unchanged.
-
-    Every trip adds one prefix and every reader removes one, so the rest is the publisher's own key."""
+    """Remove one cascade prefix (each trip adds one). The rest, or a key without a prefix, is the publisher's own."""
     match = _PREFIX.match(key)
     return key[match.end() :] if match else key
 
@@ -210,17 +206,14 @@ def leads_to(key: bytes, address: bytes) -> bool:
 
 
 def delivery_binding(address: str) -> str:
-    """Return the key that binds ``address`` to a delivery exchange: one ``*`` for each digit, because ``#.`` would also
-    match ``other.address``."""
+    """The key that binds ``address`` to a delivery exchange. A prefix of ``#.`` would also match ``other.address``."""
     return "*." * LEVELS + address
 
 
 def bindable(address: bytes) -> bool:
-    """Whether :func:`delivery_binding` of ``address`` is a valid binding key that matches only this address.
-
-    A word that is exactly ``*`` or ``#`` would be a wildcard. Binding keys are UTF-8. RabbitMQ removes line ends from
-    the name of a queue to bind, and would bind another queue.
-    """
+    """Whether :func:`delivery_binding` of ``address`` is a valid binding key that matches only this address. A word
+    that is exactly ``*`` or ``#`` would be a wildcard. Binding keys are UTF-8. RabbitMQ removes line ends from the name
+    of a queue to bind, and would bind another queue."""
     try:
         words = address.decode().split(".")
     except UnicodeDecodeError:
@@ -229,9 +222,7 @@ def bindable(address: bytes) -> bool:
 
 
 def catch_all_topology(name: str) -> Topology:
-    """A fanout exchange and a quorum queue of the same name, for refused messages or strays.
-
-    Topic and direct exchanges would also route by a CC header."""
+    """A quorum queue for refused messages or strays, and its fanout exchange: other types also route by a CC header."""
     return Topology((Exchange(name, "fanout"),), (parking_queue(name),), (Binding(name, name, "queue", ""),))
 
 
@@ -257,8 +248,7 @@ def intake_topology(
     """The intake queue, its refused queue, and the ``from`` exchange of every route, bound to the intake queue.
 
     ``sources`` may contain "" for messages published directly to the queue; it needs no exchange. A ``classic`` queue
-    has one copy, and RabbitMQ 4.4 does not delay messages in it. A ``shared`` queue has any number of active consumers,
-    other queues have one.
+    has one copy, and RabbitMQ 4.4 does not delay messages in it. Only a ``shared`` queue has several active consumers.
     """
     names = [source for source in sources if source]
     one_copy = Queue(queue, arguments({"x-queue-type": "classic", "x-dead-letter-exchange": refused}))

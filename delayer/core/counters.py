@@ -1,8 +1,5 @@
-"""Counters of this process since its start, for the last log line and for metrics.
-
-Callers add once per batch. Counting must not slow the hot path, so values of single messages (a route, a lateness) cost
-one step of a loop in C.
-"""
+"""Counters of this process since its start, for the last log line and for metrics. Callers add once per batch. Counting
+must not slow the hot path, so values of single messages (a route, a lateness) cost one step of a loop in C."""
 
 from __future__ import annotations
 
@@ -56,9 +53,8 @@ class Tally:
             self.below[at] += 1
 
     def add_lateness(self, late_ms: list[float]) -> None:
-        """Add values in milliseconds to bounds in seconds. Sorts ``late_ms``.
-
-        Messages not due yet (clocks differ by a millisecond) count as on time.
+        """Add values in milliseconds to bounds in seconds. Sorts ``late_ms``. Messages not due yet count as on time,
+        because clocks differ by a millisecond.
 
         >>> tally = Tally((0.005, 0.1, 1.0))
         >>> tally.add_lateness([1000, 100, 2, -1])

@@ -74,10 +74,8 @@ def _number(value: object) -> int | float | Decimal | None:
 
 
 def read_instant_ms(value: object) -> int:
-    """Read the due time of ``x-deliver-at`` in epoch ms, rounded up. Raises UnreadableDelay.
-
-    It may be integer epoch milliseconds, an RFC 3339 string, or an AMQP timestamp (seconds). A numeric string could
-    mean seconds or milliseconds, so it is rejected.
+    """Read the due time of ``x-deliver-at`` in epoch ms, rounded up: integer epoch ms, an RFC 3339 string, or an AMQP
+    timestamp (seconds). Rejects a numeric string, which could be seconds or ms. Raises UnreadableDelay.
 
     >>> read_instant_ms("1970-01-01T00:00:01.0001Z"), read_instant_ms(Timestamp(7))
     (1001, 7000)
@@ -111,9 +109,8 @@ def read_utc_ms(value: object) -> int | None:
 
 
 def read_eta_ms(value: object) -> int | None:
-    """Read the due time of Celery's ``eta`` in epoch ms, rounded up. Raises UnreadableDelay.
-
-    Every task has the header; None means no delay. A time without a zone is UTC, as with Celery's ``enable_utc``.
+    """Read the due time of Celery's ``eta`` in epoch ms, rounded up. Every task has the header; None means no delay. A
+    time without a zone is UTC, as with Celery's ``enable_utc``. Raises UnreadableDelay.
 
     >>> read_eta_ms("1970-01-01T00:00:01.000001"), read_eta_ms("1970-01-01T01:00:02+01:00"), read_eta_ms(None)
     (1001, 2000, None)
@@ -144,7 +141,7 @@ def read_opt_time_ms(value: object) -> int:
 
 
 def _unit(value: int) -> str:
-    """Guess the unit by which this number is a time in our age. A small number may be a time long past.
+    """Guess the unit: the one that makes this number a time of our age. A small number may be a time long past.
 
     >>> _unit(1_800_000_000), _unit(1_800_000_000_000), _unit(1_800_000_000_000_000), _unit(5)
     ('seconds', 'milliseconds', 'microseconds', 'milliseconds')
@@ -265,9 +262,8 @@ _OTHER_WORDS: Final = frozenset({b"x-relay", b"x-decay"})
 
 @lru_cache(maxsize=4096)
 def meant(name: bytes) -> bytes | None:
-    """Find the request header that this name misspells; None if the name is right, or not close to any.
-
-    A misspelling differs in letter case, or in one letter that is added, missing, wrong, or swapped with the next.
+    """Find the request header that this name misspells, in letter case, or by one letter added, missing, wrong, or
+    swapped with the next. None if the name is right, or not close to any.
 
     >>> meant(b"X-Delay"), meant(b"x-dealy"), meant(b"xdelay"), meant(b"X_DELAY"), meant(b"x-deliver-att")
     (b'x-delay', b'x-delay', b'x-delay', b'x-delay', b'x-deliver-at')

@@ -131,11 +131,9 @@ def steps(pointer: str) -> tuple[str, ...]:
 
 
 def instant_in_json_ms(body: bytes, pointer: str, encoding: bytes | None = None) -> int | None:
-    """Read the time at the pointer in epoch ms, rounded up; None for null or no value. Raises UnreadableDelay.
-
-    It may be RFC 3339, with or without a zone (then UTC), or integer epoch milliseconds. A body that is not JSON is an
-    error, because the publisher may have meant a due time.
-    """
+    """Read the time at the pointer in epoch ms, rounded up; None for null or no value. Raises UnreadableDelay. It may
+    be RFC 3339, with or without a zone (then UTC), or integer epoch milliseconds. A body that is not JSON is an error,
+    because the publisher may have meant a due time."""
     value = _at(_parsed(body, encoding), steps(pointer))
     if value is None:
         return None

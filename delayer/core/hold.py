@@ -1,7 +1,5 @@
-"""Holds: why a destination did not accept a message, as data for decisions and a text for people. Pure.
-
-The store keeps these values in the columns of ``held``; a message in the broker's queues carries them in headers.
-"""
+"""Holds: why a destination did not accept a message, as data for decisions and a text for people. Pure. The store keeps
+these values in the columns of ``held``; a message in the broker's queues carries them in headers."""
 
 from __future__ import annotations
 
@@ -79,9 +77,8 @@ Limits = Mapping[bytes, int]
 
 
 def too_late(due_ms: int, now_ms: int, limit_ms: int | None, earlier: Hold | None = None) -> Hold | None:
-    """Hold a message that is later than its route allows; None if the daemon delivers it.
-
-    A message whose ``earlier`` hold needed an operator is here because the operator retried it, so it is delivered.
+    """Return the Hold of a message that is later than its route allows; None if the daemon delivers it. A message whose
+    ``earlier`` hold needed an operator is delivered, because the operator retried it.
 
     >>> too_late(0, 60_000, 60_000)
     >>> too_late(0, 90_000, 60_000).text

@@ -26,8 +26,7 @@ CLASSES: Final = {
     "overdue": 0, "minute": MINUTE_MS, "hour": HOUR_MS, "day": DAY_MS, "week": 7 * DAY_MS, "month": MONTH_MS,
     "year": 12 * MONTH_MS,
 }  # fmt: skip
-"""Classes of metrics. Each counts the messages due within its limit but not within the previous limit. A month is 30
-days, a year 360."""
+"""Classes of metrics, each for messages due within its limit but not the previous. A month is 30 days, a year 360."""
 LATER: Final = "later"
 
 

@@ -1,7 +1,7 @@
 """Imports from other systems, as values. Pure.
 
     staging ──staged──> running ──all of it committed──> done
-          └───────────────────┴──on request──> aborted
+       └───────────────────┴──on request──> aborted
 
 *Staging* moves the matching messages away from other consumers, or records what to read. *Running* commits batch after
 batch by due time, and the source drops a batch only after its commit. An interrupted run resumes at its last commit.
@@ -151,8 +151,7 @@ class Survey:
     def add(
         self, target: Target, due_ms: int, problem: str = "", *, messages: int = 1, last_due_ms: int | None = None
     ) -> None:
-        """Count messages of one destination, the first due at ``due_ms``. ``problem``: why any destination would hold
-        them, or ""."""
+        """Count messages due from ``due_ms`` at one destination. ``problem``: why any destination would hold them."""
         self.messages += messages
         self.first_due_ms = soonest(self.first_due_ms, due_ms)
         self.last_due_ms = max(self.last_due_ms or 0, last_due_ms or due_ms)

@@ -2,7 +2,7 @@
 
 In level L a message waits up to 2^L more seconds, and then as many as the bits below L of its routing key say. So it is
 due between ``bits below L`` and ``bits below L`` plus 2^L seconds from now. Headers can only choose a time within these
-limits, because messages copy headers from others. An earlier time belongs to an earlier publish of the message.
+limits, because messages copy headers from others. An earlier time is from an earlier publish, so it is ignored.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ LEVEL_HEADERS: Final = nservicebus.HEADERS | {X_DEATH, LAST_DUE, ETA}
 
 
 def longest_wait_seconds(level: int, routing_key: bytes) -> int:
-    """The maximum remaining delay of a message in ``level``'s queue: that of a message that just arrived.
-
-    The level's own bit does not matter, because a message in the queue waits there whatever its key."""
+    """The maximum remaining delay of a message in ``level``'s queue: that of a message that just arrived. The level's
+    own bit does not matter, because a message in the queue waits there whatever its key."""
     delay = delay_in_key(routing_key) or 0
     return (1 << level) + (delay & ((1 << level) - 1))
 
 
 def due_at_level(cascade: Cascade, level: int, routing_key: bytes, headers: Mapping[bytes, object], now_ms: int) -> int:
-    """The due time in epoch ms: as exact as the headers allow, and never before the cascade could deliver it.
-
-    The latest of several times in the headers wins. Unreadable and impossible times are ignored."""
+    """The due time in epoch ms: as exact as the headers allow, and never before the cascade could deliver it. The
+    latest of several times in the headers wins. Unreadable and impossible times are ignored."""
     latest_ms = now_ms + longest_wait_seconds(level, routing_key) * 1000
     soonest_ms = latest_ms - (1000 << level)
     asked_ms = _asked_ms(cascade, headers)
@@ -71,10 +69,9 @@ def _or_none(read: Callable[[T], int | None], value: T) -> int | None:
 
 
 def _died_ms(cascade: Cascade, level: int, routing_key: bytes, headers: Mapping[bytes, object]) -> int | None:
-    """The due time by the broker's note that the message left the previous level; None without such a note.
-
-    The note has whole seconds, rounded down. If its count is above 1, it has the time of the first visit, so it is
-    ignored. Publishers may copy notes."""
+    """The due time by the broker's note that the message left the previous level; None without such a note. The note
+    has whole seconds, rounded down. If its count is above 1, it has the time of the first visit, so it is ignored.
+    Publishers may copy notes."""
     before = _level_before(level, routing_key)
     deaths = headers.get(X_DEATH)
     if before is None or not isinstance(deaths, list) or not deaths or not isinstance(deaths[0], dict):

@@ -12,8 +12,8 @@ content header after class, weight and body size; the default is only delivery m
 errors, since a misspelt ``body`` would give an empty message. ``crc`` is the store's checksum over exchange, routing
 key, properties and body. A line with a wrong ``crc`` is held, not sent. ``token``, only with ``held``, is the
 ``x-delayer-id`` of a message published and held before it waited (core/hold.py), so its copies have that id. Other
-imported messages get new ids, because ids of one store mean other messages in another. The last line, ``{"v": 1,
-"messages": 1000}``, has the number of messages, so that a reader detects a truncated file.
+imported messages get new ids, because ids of one store mean other messages in another. The last line, such as
+``{"v": 1, "messages": 1000}``, has the number of messages, so that a reader detects a truncated file.
 
 Change the format by the rule of amqp/edits.py: never change the meaning of a released version, and read all of them.
 """
@@ -189,9 +189,8 @@ _UNPRINTED: Final = re.compile("[^\n -~]")
 
 
 def escaped(text: str) -> str:
-    r"""Escape the unprintable characters (DEL, C1 controls, direction marks) of a JSON text as ``\uXXXX``.
-
-    They occur only in strings, where both spellings mean the same. Line ends between the objects stay.
+    r"""Escape unprintable characters (DEL, C1 controls, direction marks) of JSON as ``\uXXXX``. They occur only in
+    strings, where both spellings mean the same. Line ends between the objects stay.
 
     >>> escaped('"a\u202eb\x9b"')
     '"a\\u202eb\\u009b"'

@@ -1,7 +1,5 @@
-"""Detect a message that loops: its route passes it on at once, and it comes back at once. Pure.
-
-Such a loop is a configuration error: a queue dead-letters into a route that does not delay its messages.
-"""
+"""Detect a message that loops: its route passes it on at once, and it comes back at once. Pure. Such a loop is a
+configuration error: a queue dead-letters into a route that does not delay its messages."""
 
 from __future__ import annotations
 
@@ -26,17 +24,15 @@ class _Followed:
 
 
 class LoopWatch:
-    """Follows one message of each route, and recognizes it by the due time of its last trip. So many messages that come
-    back once each are not reported as a loop."""
+    """Follows one message per route by the due time of its last trip, so one-time returns are no loop."""
 
     def __init__(self) -> None:
         self._followed: dict[bytes, _Followed] = {}
         self._reported: set[bytes] = set()
 
     def returned(self, route: bytes, last_due_ms: int, due_ms: int, body: bytes, now_ms: int) -> bool:
-        """Note that a message came back to ``route``. Returns True if it loops, once for each route.
-
-        ``last_due_ms``: its ``x-delayer-due``. ``due_ms``: when it is due now. All times are epoch milliseconds."""
+        """Note that a message came back to ``route``. Returns True if it loops, once for each route. ``last_due_ms``:
+        its ``x-delayer-due``. ``due_ms``: when it is due now. All times are epoch milliseconds."""
         if route in self._reported:
             return False
         one = self._followed.get(route)

@@ -34,10 +34,8 @@ def is_over(due_ms: int | None, headers: Mapping[bytes, object], now_ms: int) ->
 
 
 def received_ms(headers: Mapping[bytes, object], now_ms: int) -> int | None:
-    """The broker's stamp in epoch ms if it can be from this publish; else None.
-
-    By default the broker keeps an existing stamp. A stamp ahead of the clock, or older than the last release or
-    dead-lettering, is from another publish."""
+    """The broker's stamp in epoch ms if it can be from this publish; else None. By default the broker keeps an existing
+    stamp. A stamp ahead of the clock, or older than the last release or dead-lettering, is from another publish."""
     stamp = headers.get(RECEIVED_AT)
     if type(stamp) is not int or not 0 < stamp <= now_ms:
         return None

@@ -42,8 +42,7 @@ class Outgoing(NamedTuple):
     body: bytes
     token: bytes
     isolated: bool = False
-    """Whether an earlier publish of this message closed its connection. Then only the isolation connection publishes it
-    (core/hold.py)."""
+    """Whether publishing it once closed a connection. If so, only the isolation connection publishes it."""
 
 
 @dataclass(slots=True)
@@ -84,8 +83,8 @@ DIRECT_REPLY: Final = b"amq.rabbitmq.reply-to"
 
 
 def is_direct_reply(exchange: bytes, routing_key: bytes) -> bool:
-    """Whether a publish goes to a direct reply, not a queue. The broker parses the rest of the name, and closes the
-    whole connection (541) if it is invalid."""
+    """Whether a publish goes to a direct reply, not a queue. For an invalid name the broker closes the connection
+    (541)."""
     return not exchange and routing_key.startswith(DIRECT_REPLY)
 
 
@@ -97,10 +96,9 @@ class Target(NamedTuple):
 
 
 class Parcel(NamedTuple):
-    """A message on its way into the store: as received, with the decisions about it.
-
-    ``route``, the exchange that the message came through, serves lists and audits. A release needs only the target, so
-    later changes of the configuration do not affect it."""
+    """A message on its way into the store: as received, with the decisions about it. ``route``, the exchange that the
+    message came through, serves lists and audits. A release needs only the target, so later changes of the
+    configuration do not affect it."""
 
     due_ms: int
     route: bytes
@@ -111,8 +109,7 @@ class Parcel(NamedTuple):
     body: bytes
     key: bytes | None = None
     token: bytes = b""
-    """The ``x-delayer-id`` of a message that was published, or went through the cascade, before it was held. If empty,
-    the release sets one."""
+    """The ``x-delayer-id`` of a message published or cascaded before it was held. If empty, the release sets one."""
 
     @property
     def names(self) -> dict[str, bytes]:

@@ -95,7 +95,8 @@ def timeout_address(headers: Headers) -> bytes | None:
 
 
 def cleared_timeouts(headers: Headers) -> KeyGroup | None:
-    """The keys of the timeouts that a message clears, or None. Raises UnreadableDelay if the message names no saga."""
+    """The keys of the timeouts that a message clears, or None. Raises UnreadableDelay if it clears some but names no
+    saga."""
     value = headers.get(CLEAR_TIMEOUTS)
     if not (value is True or (isinstance(value, str) and value.lower() == "true")):
         return None

@@ -33,10 +33,9 @@ class Applied(NamedTuple):
 
 @dataclass(slots=True)
 class Term:
-    """The time in which one process applies operations with keys. Terms follow one another.
-
-    ``seen``: the epoch of the intake when the term's first delivery arrived. ``epoch``: the epoch to which the term's
-    first batch with keys raised it. Then a batch of an earlier term fails, however late it reaches the store."""
+    """The time in which one process applies operations with keys. Terms follow one another. ``seen``: the epoch of the
+    intake when the term's first delivery arrived. ``epoch``: the epoch to which the term's first batch with keys raised
+    it. Then a batch of an earlier term fails, however late it reaches the store."""
 
     seen: int
     epoch: int | None = None
@@ -60,7 +59,7 @@ class Fold:
     """By key, the position of a cancel with nothing before it in the batch. The store finds out if it met a message."""
 
     def applied(self, deleted: frozenset[bytes] | set[bytes]) -> Applied:
-        """Complete the result, once the store has ``deleted`` the waiting messages of these keys."""
+        """Return the result, once the store has ``deleted`` the waiting messages of these keys."""
         return Applied(frozenset(self.met | {at for key, at in self.open.items() if key in deleted}))
 
 

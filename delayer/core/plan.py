@@ -107,10 +107,7 @@ class Policy:
     that none waits behind messages that cannot be published.
 
     Messages due within ``keep_ms`` stay in memory, because parking would make them late and the cascade counts whole
-    seconds.
-
-    ``no_keys``: why this configuration refuses keys and cancels; "" if it accepts them.
-    """
+    seconds. ``no_keys``: why this configuration refuses keys and cancels; "" if it accepts them."""
 
     mode: Mode
     routes: Mapping[bytes, Route]
@@ -196,12 +193,9 @@ class Retry(NamedTuple):
 def decide(
     request: DelayRequest, route: Route | None, policy: Policy, now_ms: int, now_lower_ms: int | None = None
 ) -> Plan | Retry:
-    """Return the plan for one message. ``route`` is that of its exchange; None if the exchange has none.
-
-    A delay is measured from ``now_ms``, the upper bound of the clock when the message was read, so it is never too
-    short. A message is due once ``now_lower_ms``, the clock's lower bound (by default ``now_ms``), reaches its due
-    time.
-    """
+    """Return the plan for one message. ``route`` is that of its exchange; None if the exchange has none. A delay is
+    measured from ``now_ms``, the upper bound of the clock when the message was read, so it is never too short. A
+    message is due once ``now_lower_ms``, the clock's lower bound (by default ``now_ms``), reaches its due time."""
     try:
         return _decide(request, route, policy, now_ms, now_ms if now_lower_ms is None else now_lower_ms)
     except Unacceptable as reason:

@@ -22,20 +22,15 @@ class Publisher(Protocol):
 
     @property
     def batch_limit(self) -> int:
-        """The recommended batch size, which changes with the speed of the broker. A longer batch misses its deadline
-        more often, and is then published again."""
+        """The recommended batch size at the broker's speed. Longer batches miss their deadline, and repeat, more often."""
 
     async def publish(self, batch: Sequence[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
         """Publish, and wait for every confirm, even while the broker blocks publishers. Returns one outcome for each
         message, in the order of the batch. Messages of one exchange are published in that order.
 
-        With a ``schedule``, each message is published at its due time, never before. Cancelling drops the messages that
-        are not due yet.
-
-        Raises BrokerLost if an outcome is missing in time. Then the whole batch is in doubt, except for the outcomes
-        that an Unconfirmed carries.
-        """
+        With a ``schedule``, each message is published at its due time, never before; cancelling drops those not due
+        yet. Raises BrokerLost if an outcome is missing in time. Then the whole batch is in doubt, except for the
+        outcomes that an Unconfirmed carries."""
 
     async def close(self) -> None:
-        """Close the channel without waiting for the broker, and without raising if the broker is gone. Safe to call
-        twice; a later publish opens another channel."""
+        """Close the channel without waiting for the broker, which may be gone. Idempotent; publish() reopens."""

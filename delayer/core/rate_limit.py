@@ -1,8 +1,5 @@
-"""The rate limit of a route (``max_rate``): a token bucket. The caller passes the time.
-
-The limit protects a recovered service from the backlog of its outage. Messages over the rate stay in their route's
-lane, where they are visible as late.
-"""
+"""The rate limit of a route (``max_rate``): a token bucket. The caller passes the time. The limit protects a recovered
+service from the backlog of its outage. Messages over the rate stay in their route's lane, visibly late."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ from typing import Final
 BURST: Final = 0.2
 """The bucket's size, in seconds of the rate: small enough for an even flow, large enough to share a commit."""
 LONGEST_WAIT: Final = BURST
-"""How long a claim may wait for its slot, in seconds, without losing tokens, as limited routes share connections. So at
-most two bursts go together."""
+"""Seconds that a claim may wait for a shared connection without losing tokens. So at most two bursts go together."""
 
 
 class TokenBucket:

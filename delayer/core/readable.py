@@ -67,8 +67,7 @@ def instant(at_ms: int | None, *, exact: bool = False) -> str:
 
 
 def away(at_ms: int | None, now_ms: int) -> str:
-    """Format as ``in 3 d 4 h`` or ``2 min 5 s ago``, in the two largest units; "" for None. A script of the page writes
-    the same."""
+    """Format as ``in 3 d 4 h`` or ``2 min 5 s ago``, in the two largest units; "" for None. A page script agrees."""
     if at_ms is None:
         return ""
     rest, parts = abs(at_ms - now_ms) // 1000, []

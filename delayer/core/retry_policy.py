@@ -1,7 +1,5 @@
-"""Retries by configuration: a queue's dead letters return to it, with growing delays and up to a limit. Pure.
-
-The broker's ``x-death`` has queue and reason. Our own header counts the retries, as every trip removes ``x-death``.
-"""
+"""Retries by configuration: a queue's dead letters return to it, with growing delays and up to a limit. Pure. The
+broker's ``x-death`` has queue and reason. Our own header counts the retries, as every trip removes ``x-death``."""
 
 from __future__ import annotations
 

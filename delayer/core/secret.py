@@ -1,8 +1,5 @@
-"""URLs with passwords, and tokens: masked in output, revealed only to connect or compare.
-
-People put passwords into URLs without escaping the characters that divide a URL. So the output contains only parts that
-cannot belong to a password under any reading.
-"""
+"""URLs with passwords, and tokens: masked in output, revealed only to connect or compare. People do not escape the
+characters in a password that divide a URL. So output has only parts that cannot belong to a password in any reading."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Topology as a value: the exchanges, queues and bindings to declare on a broker.
-
-Names, keys and argument names are ``str``, as in the broker's administration. Arguments are pairs, sorted by name, so
-that equal topologies compare and hash equal.
-"""
+"""Topology as a value: the exchanges, queues and bindings to declare on a broker. Names and keys are ``str``, as in the
+broker's administration. Arguments are pairs sorted by name, so that equal topologies compare and hash equal."""
 
 from __future__ import annotations
 
