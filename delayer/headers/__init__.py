@@ -28,12 +28,11 @@ def delay(wait: timedelta) -> dict[str, int]:
 
 
 def at(due: datetime) -> dict[str, int]:
-    """Headers of a message due at this time, as epoch ms, rounded up.
+    """Headers of a message due at this time, as epoch ms, rounded up. Raises ValueError if ``due`` has no time zone,
+    because its instant would then depend on the machine.
 
     >>> at(datetime(2030, 1, 1, tzinfo=UTC))
     {'x-deliver-at': 1893456000000}
-
-    Raises ValueError if ``due`` has no time zone, because its instant would then depend on the machine.
     """
     if due.utcoffset() is None:
         raise ValueError(f"expected a datetime with a time zone, found the naive {due.isoformat()}")
@@ -41,23 +40,21 @@ def at(due: datetime) -> dict[str, int]:
 
 
 def key(name: str) -> dict[str, str]:
-    """Header of a message that replaces the waiting message of the same key. It needs a store.
+    """Header of a message that replaces the waiting message of the same key. It needs a store. Raises ValueError if
+    ``name`` is empty, or longer than 255 bytes of UTF-8.
 
     >>> key("order-4711")
     {'x-delay-key': 'order-4711'}
-
-    Raises ValueError if ``name`` is empty, or longer than 255 bytes of UTF-8.
     """
     return {"x-delay-key": _checked(name)}
 
 
 def cancel(name: str) -> dict[str, str]:
-    """Header of a message that cancels the waiting message of this key. It needs a store.
+    """Header of a message that cancels the waiting message of this key. It needs a store. Raises ValueError if ``name``
+    is empty, or longer than 255 bytes of UTF-8.
 
     >>> cancel("order-4711")
     {'x-delay-cancel': 'order-4711'}
-
-    Raises ValueError if ``name`` is empty, or longer than 255 bytes of UTF-8.
     """
     return {"x-delay-cancel": _checked(name)}
 
