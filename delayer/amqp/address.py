@@ -29,11 +29,9 @@ _MECHANISMS = ("PLAIN", "EXTERNAL")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The broker's address and the login. ``repr`` and ``str`` never show the password.
-
-    ``heartbeat`` and ``timeout`` are seconds; None if the URL does not set them. ``server_name`` is the host name that
-    the broker's certificate must have, if not ``host``.
-    """
+    """The broker's address and the login. ``repr`` and ``str`` never show the password. ``heartbeat`` and ``timeout``
+    are seconds; None if the URL does not set them. ``server_name`` is the host name in the broker's certificate, if not
+    ``host``."""
 
     host: str
     port: int

@@ -33,10 +33,8 @@ TOKEN_HEADER = b"x-delayer-id"
 
 
 class Batch:
-    """One publish() call: each message's outcome, and the caller's future.
-
-    Raises ValueError if two messages have the same token, because a return identifies its message only by the token.
-    """
+    """One publish() call: each message's outcome, and the caller's future. Raises ValueError if two messages have the
+    same token, because a return identifies its message only by the token."""
 
     def __init__(self, tokens: Sequence[bytes], outcomes: asyncio.Future[list[Outcome]]) -> None:
         if len(set(tokens)) != len(tokens):
@@ -170,10 +168,8 @@ class Confirms:
         raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, f"second confirm of publish {number}")
 
     def note_returned(self, message: ReturnedMessage) -> None:
-        """Record that the broker found no queue for a message. Its confirm follows.
-
-        Raises ProtocolError if the return does not match exactly one message, because then all in flight are in
-        doubt."""
+        """Record that the broker found no queue for a message. Its confirm follows. Raises ProtocolError if the return
+        does not match exactly one message, because then all in flight are in doubt."""
         token = _token(message.properties)
         if token is None:
             raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, "a returned message carries no x-delayer-id")
@@ -217,10 +213,8 @@ class Channel:
 
     ``closed`` is done when the channel is gone; its result is the reason (a ChannelClosed or ConnectionLost), which
     every method then raises. Wait for it with ``asyncio.wait`` or ``asyncio.shield``, because cancelling a task that
-    awaits the future directly cancels the future.
-
-    ``number_freed`` is done when the number is free again. A channel that we closed ignores all frames until then.
-    """
+    awaits the future directly cancels the future. ``number_freed`` is done when the number is free again. A channel
+    that we closed ignores all frames until then."""
 
     def __init__(self, connection: Connection, number: int) -> None:
         self.number = number
@@ -254,11 +248,9 @@ class Channel:
     async def consume(
         self, queue: str, on_delivery: Callable[[Delivery], None], on_cancelled: Callable[[], None]
     ) -> str:
-        """Start to consume; return the consumer tag.
-
-        The read loop calls ``on_delivery``, perhaps before this method returns; an exception from it ends the
-        connection. If the broker cancels the consumer, the channel calls ``on_cancelled`` once.
-        """
+        """Start to consume; return the consumer tag. The read loop calls ``on_delivery``, perhaps before this method
+        returns; an exception from it closes the connection. If the broker cancels the consumer, ``on_cancelled`` is
+        called once."""
         self._tags += 1
         tag = b"delayer.%d" % self._tags
         # Set the callbacks before the request, because the first delivery may directly follow the broker's answer.
@@ -360,8 +352,7 @@ class Channel:
             schedule.on_written()
 
     async def close(self) -> None:
-        """Close, and wait up to 5 s for the broker's answer. Unsettled deliveries return to their queues.
-        Idempotent."""
+        """Close, and wait up to 5 s for the answer. Unsettled deliveries return to their queues. Idempotent."""
         self.abandon()
         await asyncio.wait({self.number_freed}, timeout=_CLOSE_SECONDS)
 

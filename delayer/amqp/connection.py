@@ -34,8 +34,7 @@ _Reply = TypeVar("_Reply", bound=Frame)
 
 class HeartbeatTimer:
     """Sends a heartbeat if nothing was written for half of ``heartbeat`` seconds. Calls ``lost`` once if nothing was
-    read for twice ``heartbeat`` seconds. The connection sets ``reading``, and ``read_at`` and ``written_at`` in seconds
-    of the loop."""
+    read for twice ``heartbeat``. The connection sets ``reading``, ``read_at`` and ``written_at`` (loop time)."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, write: Callable[[bytes], None], lost: Callable[[str], None]
@@ -90,13 +89,9 @@ _CLOSE_SECONDS = 5.0
 
 
 class Connection(asyncio.Protocol):
-    """An AMQP connection; :meth:`open` creates it.
-
-    ``closed`` is done when the connection is gone; its result is the reason. Wait for it with ``asyncio.wait`` or
-    ``asyncio.shield``, because cancelling a task that awaits the future directly cancels the future. ``blocked`` is
-    true while a resource alarm stops the broker from accepting publishes. ``receivers`` maps the channel numbers in use
-    to their channels; 0 is the connection itself.
-    """
+    """An AMQP connection; :meth:`open` creates it. ``closed`` is done when the connection is gone; its result is the
+    reason. Wait for it as for a :class:`Channel`'s. ``blocked`` is true while a resource alarm stops the broker from
+    accepting publishes. ``receivers`` maps the channel numbers in use to channels; 0 is the connection itself."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -125,11 +120,9 @@ class Connection(asyncio.Protocol):
 
     @classmethod
     async def open(cls, address: Address | str, *, name: str, heartbeat: float = 20.0, timeout: float = 10.0) -> Self:
-        """Connect and log in, within ``timeout`` seconds. The broker's operators see ``name``.
-
-        A heartbeat or timeout in the URL overrides the arguments. Raises ValueError for a bad URL, AccessRefused, and
-        for every other failure ConnectionLost (or ProtocolError) with its cause.
-        """
+        """Connect and log in, within ``timeout`` seconds. The broker's operators see ``name``. A heartbeat or timeout
+        in the URL overrides the arguments. Raises ValueError for a bad URL, AccessRefused, and for every other failure
+        ConnectionLost (or ProtocolError) with its cause."""
         where = Address.parse(address) if isinstance(address, str) else address
         heartbeat = heartbeat if where.heartbeat is None else where.heartbeat
         timeout = timeout if where.timeout is None else where.timeout
@@ -169,8 +162,7 @@ class Connection(asyncio.Protocol):
         self._check_open()
 
     def on_alarm(self, on_change: Callable[[str], object]) -> None:
-        """Call ``on_change`` with the broker's reason at each alarm, including a present one, and with "" at its
-        end."""
+        """Call ``on_change`` with the reason of each alarm, including a present one, and with "" when it ends."""
         self._on_alarm = on_change
         if self._alarm is not None:
             on_change(self._alarm)
@@ -254,8 +246,8 @@ class Connection(asyncio.Protocol):
         return self._alarm is None and self._room.is_set()
 
     async def until_writable(self) -> None:
-        """Wait for the end of a resource alarm, because the broker then publishes what is in the socket. Also wait
-        while the transport's buffer is above its high-water mark. Raises ConnectionLost."""
+        """Wait while the transport's buffer is above its high-water mark. Also wait until a resource alarm ends,
+        because the broker would then publish everything in the socket. Raises ConnectionLost."""
         await self._unblocked.wait()
         await self._room.wait()
         self._check_open()

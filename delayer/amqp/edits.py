@@ -63,8 +63,7 @@ DELIVERY_TIME: Final = b"x-delayer-delivery-time"
 """The ``x-opt-delivery-time`` of a refused message. RabbitMQ 4.4 would hide the message in the refused queue until
 then; a time more than 292 years ahead would crash the queue."""
 _OF_THE_REFUSED: Final = frozenset({REFUSED, EXCHANGE, ROUTING_KEY, DELIVERY_TIME})
-"""The headers that delayer adds to a refused message. A release removes them only if ``x-delayer-refused`` is there;
-otherwise they are the publisher's."""
+"""Headers that delayer adds to a refused message. Without ``x-delayer-refused`` they are the publisher's, and stay."""
 DEATHS: Final = (b"x-first-death-", b"x-last-death-")
 _DEATH: Final = b"-death-"
 
@@ -75,9 +74,8 @@ REASON: Final = 500
 
 def asked(delivery: Delivery, properties: Properties, consulted: frozenset[bytes] = CONSULTED) -> DelayRequest:
     """Read the delay request from a message's headers, limited to ``consulted``. Of repeated headers the first wins, as
-    for the broker, unless it is an ``x-delay`` that is a mark. All ``CC`` and ``BCC`` are collected. Raises
-    MalformedTable.
-    """
+    for the broker, unless it is an ``x-delay`` that is a mark. Collects all ``CC`` and ``BCC``. Raises
+    MalformedTable."""
     raw = properties.raw
     headers: dict[bytes, object] = {}
     copies: frozenset[bytes] = frozenset()
@@ -158,10 +156,8 @@ _CUT: Final = _REMOVED | _OF_THE_REFUSED | {DELAY}
 
 
 def released(properties: Properties, id: bytes, due_ms: int) -> bytes:
-    """Edit the properties of a message as it leaves for its destination. Raises MalformedTable.
-
-    ``x-delay`` becomes negative, which is the delay plugin's mark for a delay that is over.
-    """
+    """Edit the properties of a message as it leaves for its destination. Raises MalformedTable. ``x-delay`` becomes
+    negative, which is the delay plugin's mark for a delay that is over."""
     append = b"".join((_ID_HEAD, _U32.pack(len(id)), id, _DUE_HEAD, _I64.pack(due_ms)))
     wanted = _CUT
     if "user_id" in properties.places:
@@ -277,8 +273,7 @@ class InvalidEnvelope(ValueError):
 
 
 class HoldNote(NamedTuple):
-    """A held message's note: the reason, the number of attempts, and the time of the daemon's next attempt (epoch
-    milliseconds; None if an operator decides)."""
+    """A held message's note: reason, attempts so far, and time of the next (epoch ms; None if an operator decides)."""
 
     hold: Hold
     attempts: int
@@ -323,9 +318,8 @@ def into_broker(
     held: HoldNote | None = None,
     rest_ms: int = 0,
 ) -> Outgoing:
-    """Publish an envelope that comes back at ``at_ms``, after ``seconds`` in the cascade and ``rest_ms`` in the daemon.
-    With ``broker_delays``, the due queue delivers it BROKER_LEAD_MS early instead, and the daemon keeps it for the
-    rest."""
+    """Build the publish of an envelope that comes back at ``at_ms``: after ``seconds`` in the cascade and ``rest_ms``
+    in the daemon, or with ``broker_delays`` from the due queue, BROKER_LEAD_MS early, for the daemon to keep."""
     if not names.broker_delays:
         return into_cascade(parcel, id, seconds, names, held=held, rest_ms=rest_ms)
     more = entry(OPT_TIME, int64(min(at_ms - BROKER_LEAD_MS, LONGEST_TIMER_MS)))
@@ -337,14 +331,14 @@ def into_broker(
 def into_cascade(
     parcel: Parcel, id: bytes, seconds: int, names: Endpoints, *, held: HoldNote | None = None, rest_ms: int = 0
 ) -> Outgoing:
-    """Publish an envelope into the cascade, towards the daemon's own due queue."""
+    """Build the publish of an envelope into the cascade, towards the daemon's own due queue."""
     entry_exchange = names.levels.entry(seconds).encode()
     key = cascade.routing_key(seconds, names.due_queue)
     return Outgoing(entry_exchange, key, enveloped(parcel, id, held, rest_ms), parcel.body, id)
 
 
 def to_strays(parcel: Parcel, id: bytes, held: HoldNote, names: Endpoints) -> Outgoing:
-    """Publish an envelope into the strays queue, where the message waits for an operator."""
+    """Build the publish of an envelope into the strays queue, where the message waits for an operator."""
     exchange = names.levels.strays.encode()
     return Outgoing(exchange, parcel.routing_key, enveloped(parcel, id, held), parcel.body, id)
 
@@ -371,11 +365,9 @@ def enveloped(parcel: Parcel, id: bytes, held: HoldNote | None = None, rest_ms: 
 
 
 def opened(properties: Properties, body: bytes, max_properties: int) -> Envelope:
-    """Open an envelope. Raises InvalidEnvelope, MalformedTable.
-
-    Call this only for messages of the due queue and the strays queue. Any client can publish there, so each value must
-    fit the next publish: to the destination, into the cascade again, or into the strays queue.
-    """
+    """Open an envelope. Raises InvalidEnvelope, MalformedTable. Call this only for messages of the due queue and the
+    strays queue. Any client can publish there, so each value must fit the next publish: to the destination, into the
+    cascade again, or into the strays queue."""
     found = {field.name: field for field in properties.headers_items()}
 
     def content(name: bytes, limit: int) -> bytes:

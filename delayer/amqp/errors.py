@@ -1,7 +1,5 @@
-"""Errors of AMQP connections, channels and messages.
-
-A loss is also a delayer.core.errors.BrokerLost: messages in flight are in doubt, and a retry may help.
-"""
+"""Errors of AMQP connections, channels and messages. A loss is also a delayer.core.errors.BrokerLost: messages in
+flight are in doubt, and a retry may help."""
 
 from __future__ import annotations
 

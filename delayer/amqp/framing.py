@@ -82,12 +82,9 @@ class _Content:
 
 
 class Parser:
-    """A parser of frames, fed with pieces of a byte stream.
-
-    It looks up ``receivers`` for every frame, so a callback may add and remove channels. Raises ProtocolError for a
-    frame of more than ``frame_max`` bytes (a content header: MAX_HEADER), for a channel without a receiver, and for
-    bytes that are not AMQP. Do not feed it after that.
-    """
+    """A parser of frames, fed with pieces of a byte stream. It looks up ``receivers`` for every frame, so a callback
+    may add and remove channels. Raises ProtocolError for a frame of more than ``frame_max`` bytes (a content header:
+    MAX_HEADER), for a channel without a receiver, and for bytes that are not AMQP. Do not feed it after that."""
 
     def __init__(self, receivers: Mapping[int, Receiver], frame_max: int = DEFAULT_FRAME_MAX) -> None:
         self.receivers = receivers
@@ -206,10 +203,8 @@ class Parser:
         return stop + 1
 
     def _whole_content(self, data: bytes, at: int, channel: int) -> tuple[int, int] | None:
-        """Find the ends of the header frame at ``at`` and its only body frame; None unless both are there and valid.
-
-        In this usual case a delivery needs no state. The caller reads other content frame by frame.
-        """
+        """Find the ends of the header frame at ``at`` and its only body frame; None unless both are there and valid. In
+        this usual case a delivery needs no state. The caller reads other content frame by frame."""
         end = len(data)
         if end - at < _LEAST_CONTENT:
             return None
@@ -319,10 +314,8 @@ def publish(
     channel: int, frame_max: int, batch: Sequence[Outgoing], which: range, enough: int
 ) -> tuple[list[bytes | memoryview], int]:
     """Build the frames of mandatory publishes for the indexes ``which`` of the batch, until they have ``enough`` bytes.
-
     Returns the pieces and the next index. Write the pieces without other frames of this channel in between. The caller
-    must have checked the lengths of names and headers.
-    """
+    must have checked the lengths of names and headers."""
     parts: list[bytes | memoryview] = []
     size = 0
     body_max = frame_max - OVERHEAD

@@ -27,7 +27,7 @@ class ConnectionLimits(NamedTuple):
 
 
 def start_ok(start: commands.Connection.Start, address: Address, name: str) -> commands.Connection.StartOk:
-    """Send our credentials and capabilities. Raises AccessRefused if the broker does not offer our login mechanism."""
+    """Build our login with our capabilities. Raises AccessRefused if the broker does not offer our login mechanism."""
     offered = str(start.mechanisms).split()
     if address.auth_mechanism not in offered:
         text = f"the broker offers {' '.join(offered)}, expected {address.auth_mechanism}"
@@ -54,12 +54,12 @@ def server_version(properties: object) -> tuple[int, ...]:
 
 
 def agree(tune: commands.Connection.Tune, heartbeat: float) -> ConnectionLimits:
-    """Take the broker's limits and the shorter heartbeat. 0 from the broker means ours; 0 from us means none."""
+    """Combine the broker's limits and the shorter heartbeat. 0 from the broker means ours; 0 from us means none."""
     both = [seconds for seconds in (float(tune.heartbeat), heartbeat) if seconds > 0 and heartbeat > 0]
     frame_max = tune.frame_max or DEFAULT_FRAME_MAX
     return ConnectionLimits(tune.channel_max or 65535, max(frame_max, MIN_FRAME_MAX), min(both, default=0.0))
 
 
 def tune_ok(limits: ConnectionLimits) -> commands.Connection.TuneOk:
-    """Answer with the limits. The protocol has whole seconds, so the promised heartbeat is rounded up."""
+    """Build our answer. The protocol has whole seconds, so the promised heartbeat is rounded up."""
     return commands.Connection.TuneOk(limits.channel_max, limits.frame_max, math.ceil(limits.heartbeat))

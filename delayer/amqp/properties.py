@@ -46,7 +46,7 @@ _NEGATIVE = {
     ord(kind): (_NUMBERS[ord(kind)], struct.Struct(">B" + _NUMBERS[ord(signed)].format[1:]), ord(signed))
     for kind, signed in zip("bsIlLBui", "bsIlLsIl", strict=True)
 }
-"""By integer type: the struct of the value, and the struct and the signed type for the type byte and its negative."""
+"""By integer type: the struct of its value; for the negative, the struct and the type byte of the signed type."""
 _U32 = struct.Struct(">I")
 _DECIMAL = struct.Struct(">Bi")
 _MAX_INT64 = (1 << 63) - 1
@@ -76,9 +76,8 @@ def entries(
     buffer: bytes, start: int, end: int, wanted: Collection[bytes] | None = None
 ) -> list[tuple[bytes, int, int]]:
     """List a table's entries as (name, offset of the type byte, end); the table's content is ``buffer[start:end]``. If
-    ``wanted`` is not None, list only entries with these names.
-
-    Raises MalformedTable if the bytes are not exactly a sequence of entries, but does not check inside values."""
+    ``wanted`` is not None, list only entries with these names. Raises MalformedTable if the bytes are not exactly a
+    sequence of entries, but does not check inside values."""
     found = []
     at = start
     widths, length = _WIDTHS, _U32.unpack_from
@@ -174,8 +173,7 @@ def byte_array(content: bytes) -> bytes:
 
 
 def timestamp(seconds: int) -> bytes:
-    """Encode type and value of a timestamp field (``T``). Raises OverflowError unless it fits an unsigned 64-bit
-    number."""
+    """Encode type and value of a timestamp field (``T``). Raises OverflowError beyond an unsigned 64-bit number."""
     return b"T" + seconds.to_bytes(8, "big")
 
 
@@ -224,8 +222,7 @@ _FLAGS_AND_LENGTH = struct.Struct(">HI")
 
 @lru_cache(maxsize=1 << 14)
 def _layout(flags: int) -> tuple[Mapping[str, int], tuple[int, ...]]:
-    """The places of the properties that ``flags`` announce, by name, and their kinds. A fleet uses few of the 16,384
-    combinations."""
+    """Places and kinds of the properties that ``flags`` announce. A fleet uses few of the 16,384 combinations."""
     if flags & 0b11:
         raise MalformedProperties(f"undefined property flags in {flags:#06x}")
     present = [(name, kind) for name, kind in _LAYOUT if flags & FLAGS[name]]
@@ -258,11 +255,9 @@ class Field(NamedTuple):
 
 
 class Properties:
-    """Properties with the bounds of their values in ``raw``. The header table is only parsed on access.
-
-    ``places`` maps the name of each present property to its place: the encoded value, length included, starts at that
-    entry of ``bounds`` and ends at the next.
-    """
+    """Properties with the bounds of their values in ``raw``. The header table is only parsed on access. ``places`` maps
+    the name of each present property to its place: the encoded value, length included, starts at that entry of
+    ``bounds`` and ends at the next."""
 
     __slots__ = ("bounds", "places", "raw")
 
@@ -273,10 +268,8 @@ class Properties:
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
-        """Find the bounds. Raises MalformedProperties unless flags and values fill ``raw`` exactly.
-
-        This does not check inside the header table; each access to a malformed table raises MalformedTable.
-        """
+        """Find the bounds. Raises MalformedProperties unless flags and values fill ``raw`` exactly. This does not check
+        inside the header table; each access to a malformed table raises MalformedTable."""
         length = len(raw)
         if length < 2:
             raise MalformedProperties(f"properties have 2 bytes of flags at least, found {length}")
@@ -371,14 +364,12 @@ def splice(
     append: bytes = b"",
     drop: Collection[str] = (),
 ) -> bytes:
-    """Edit the properties; every other byte stays unchanged.
+    """Edit the properties; every other byte stays unchanged. Raises MalformedProperties, and MalformedTable if an edit
+    needs the entries of a malformed table.
 
     ``remove`` and ``remove_prefixes`` delete every header of such a name. ``append`` is encoded entries for the end of
-    the table, which need not exist yet. ``drop`` deletes properties; unknown names raise ValueError. An empty table
-    stays.
-
-    Raises MalformedProperties, and MalformedTable if an edit needs the entries of a malformed table.
-    """
+    the table, which need not exist yet. ``drop`` deletes properties; unknown names raise ValueError. Keeps an empty
+    table."""
     found = properties if isinstance(properties, Properties) else Properties.parse(properties)
     if drop:
         found = Properties.parse(changed(found, {}, drop))

@@ -121,8 +121,7 @@ def message_id(raw: bytes) -> bytes | None:
 
 
 def properties_test(wanted: Filter) -> Callable[[bytes], bool] | None:
-    """Build a test for the ``message_id`` and the headers of ``wanted``, compared as text; None if it has neither. Of
-    repeated headers the first wins."""
+    """Build a test of ``message_id`` and headers, the first of each name, as text; None if ``wanted`` has neither."""
     needed = [name for name, _ in wanted.headers] + ([] if wanted.message_id is None else [wanted.message_id])
     if not needed:
         return None
