@@ -37,8 +37,8 @@ class Expected(ValueError):
 
 
 def show(value: object, *, is_url: bool = False) -> str:
-    """Show a found value as TOML or JSON would: shortened, printable, passwords masked. Instead of a URL, a text that
-    is not a URL is not shown, because it may be a bare password."""
+    """Show a found value as TOML or JSON would: shortened, printable, passwords masked. In place of a URL, other text
+    is hidden, because it may be a bare password."""
     if value is None:
         return "nothing"
     if isinstance(value, dict):

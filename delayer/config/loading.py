@@ -45,8 +45,7 @@ _BOUNDS = {"ge": "at least", "le": "at most"}
 
 
 def config_file(config: Path | None, environ: Mapping[str, str], system: Path = SYSTEM_FILE) -> Path | None:
-    """Choose the file to read: ``config`` (--config), else ``DELAYER_CONFIG``, else ``system`` if it exists, else
-    None."""
+    """Choose the file: ``config`` (--config), else ``DELAYER_CONFIG``, else ``system`` if it exists, else None."""
     if config is not None:
         return config
     if environ.get("DELAYER_CONFIG"):

@@ -2,11 +2,9 @@
 name; a test compares that page with the code.
 
 Modules log through ``structlog.get_logger(__name__)``. Loading structlog takes 40 ms, so modules of short commands use
-the standard library instead, with the details as ``extra``. :func:`configure` sets the format, and treats the logs of
-libraries alike. Logs go to stderr, because stdout is for the result of a command.
-
-Strings from outside (header values, names, the broker's texts) may contain line ends and terminal codes. Values are
-cleaned before they are written, so that no message can forge a line of the log.
+the standard library instead, with the details as ``extra``; :func:`configure` formats both alike. Logs go to stderr,
+because stdout is for the result of a command. Values are cleaned before they are written: strings from outside (header
+values, names, the broker's texts) may contain line ends and terminal codes, and must not forge a line of the log.
 """
 
 from __future__ import annotations
@@ -70,11 +68,8 @@ def _ordered(_logger: object, _method: str, event: Event) -> Event:
 
 class _Background(QueueHandler):
     """A bounded queue of formatted lines. A thread writes them to stderr, and may block there: a pipe without a reader
-    takes 64 KiB, and then its writer waits.
-
-    When the queue is full, the handler drops and counts lines until the thread has written the rest. So there is one
-    gap, followed by a line with the count.
-    """
+    takes 64 KiB, and then its writer waits. When the queue is full, the handler drops and counts lines until the thread
+    has written the rest. So there is one gap, followed by a line with the count."""
 
     queue: queue.Queue[logging.LogRecord]
 
@@ -115,9 +110,7 @@ def log_in_background(lines: int = 5_000) -> None:
 
 
 def finish(seconds: float = 0.3) -> None:
-    """At the end of the process, wait until all lines are written, but at most this long.
-
-    The daemon promises to stop within ten seconds, and everything else takes up to 8.5."""
+    """Wait until all lines are written, up to this long: the daemon has 10 s to stop, and needs up to 8.5 before."""
     if _background is None:
         return
     until = time.monotonic() + seconds

@@ -97,8 +97,7 @@ class RetryTable(Table):
 
 
 class RouteTable(Table):
-    """The rules for messages from the exchange ``from_``, or with ``""`` for those sent straight to the intake
-    queue."""
+    """The rules for messages from the exchange ``from_``; ``""`` means those sent straight to the intake queue."""
 
     from_: values.ExchangeName = Field(alias="from")
     to: values.ExchangeName = ""
@@ -268,7 +267,6 @@ class Settings(Table):
     @property
     def broker_url(self) -> str:
         """The broker's URL with ``[broker]``'s TLS files and heartbeat as parameters, which those in the URL override.
-
         It contains the password, so connect with it but never print it."""
         parts = urlsplit(self.broker.url.reveal())
         ours = {"heartbeat": str(self.broker.heartbeat_ms // 1000)}

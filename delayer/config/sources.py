@@ -1,8 +1,6 @@
-"""The sources of the settings: the TOML file, the environment, and the flags of the command line.
-
-pydantic-settings reads the sources by priority and merges their tables key by key, but replaces a list (the routes) as
-a whole. Each source keeps its errors, so that all are reported together.
-"""
+"""The sources of the settings: the TOML file, the environment, and the flags of the command line. pydantic-settings
+merges their tables key by key, by priority, but replaces a list (the routes) as a whole. Each source keeps its errors,
+so that all are reported together."""
 
 from __future__ import annotations
 

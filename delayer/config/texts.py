@@ -1,5 +1,4 @@
-"""Parse and format durations, times, headers and hosts as people write them, and name a service; for the command line
-and the pages."""
+"""Durations, times, headers and hosts as people write them, and a service's name, for the command line and pages."""
 
 from __future__ import annotations
 
@@ -31,11 +30,9 @@ def shift_ms(text: str) -> int:
 
 
 def instant_ms(text: str, now_ms: int | None = None, zone: tzinfo | None = None) -> int:
-    """Parse an RFC 3339 time into epoch ms, rounded up so that no message is early. A date is its midnight in UTC.
-
-    With ``now_ms``, also a duration from now: "2h", "-30m". ``zone`` applies to a time without an offset. Without
-    ``zone`` such a time is rejected, because it means another instant elsewhere. Raises Expected.
-    """
+    """Parse an RFC 3339 time into epoch ms, rounded up so that no message is early. A date is its midnight in UTC. With
+    ``now_ms``, also a duration from now: "2h", "-30m". ``zone`` applies to a time without an offset. Without ``zone``
+    such a time is rejected, because it means another instant elsewhere. Raises Expected."""
     if now_ms is not None:
         with suppress(Expected):
             return now_ms + shift_ms(text)
@@ -74,8 +71,7 @@ LONGEST_NAME: Final = 128
 
 
 def typed_header(text: str) -> tuple[str, Scalar]:
-    """Parse NAME=VALUE or NAME:TYPE=VALUE. Raises ValueError naming the field, the form expected and the value
-    found."""
+    """Parse NAME=VALUE or NAME:TYPE=VALUE. Raises ValueError with the field, the expected and the found value."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise ValueError(f"expected NAME=VALUE or NAME:TYPE=VALUE, found {show(text)}")

@@ -24,8 +24,7 @@ def without_effect(settings: Settings) -> list[str]:
 
 
 def unread_delays(settings: Settings) -> dict[bytes, str]:
-    """The exchanges whose routes do not read ``x-delay`` first, each with the reason why a new ``x-delay`` is
-    ignored."""
+    """Exchanges whose routes do not read ``x-delay`` first, each with the reason why a new one is ignored."""
     found: dict[bytes, str] = {}
     for route in settings.routes:
         forms = () if route.retry else route.delay_from
@@ -37,8 +36,7 @@ def unread_delays(settings: Settings) -> dict[bytes, str]:
 
 
 def own_names(settings: Settings) -> tuple[frozenset[bytes], frozenset[bytes]]:
-    """Queues and exchanges that no message may name as its destination, in either mode: the cascade may still have
-    earlier messages, even if new messages bypass it."""
+    """Queues and exchanges that no message may target, in either mode, as the cascade may still have old messages."""
     # Leave out the exchanges of other systems' cascades: an application may want to deliver there.
     ours = [native_of(settings), *(cascade.topology() for cascade in _cascades(settings))]
     exchanges = {exchange.name for one in ours for exchange in one.exchanges if not exchange.shared}
@@ -67,8 +65,7 @@ def queues_at_work(settings: Settings) -> dict[str, str]:
 
 
 def intake_of(settings: Settings) -> Topology:
-    """The topology of every mode: the intake and refused queues, the routes' exchanges, and the queues at retries'
-    ends."""
+    """The topology of every mode: intake and refused queues, routes' exchanges, and queues for exhausted retries."""
     table, sources = settings.intake, [route.from_ for route in settings.routes]
     classic, shared = table.queue_type == "classic", table.consumers == "shared"
     intake = intake_topology(table.queue, settings.refused.queue, sources, classic=classic, shared=shared)
