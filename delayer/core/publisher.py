@@ -22,7 +22,7 @@ class Publisher(Protocol):
 
     @property
     def batch_limit(self) -> int:
-        """The recommended batch size at the broker's speed. Longer batches miss their deadline, and repeat, more often."""
+        """The recommended batch size at the broker's speed. Longer batches are late, and republished, more often."""
 
     async def publish(self, batch: Sequence[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
         """Publish, and wait for every confirm, even while the broker blocks publishers. Returns one outcome for each
