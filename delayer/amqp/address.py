@@ -10,7 +10,7 @@ from typing import Self
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 _PORTS = {"amqp": 5672, "amqps": 5671}
-# RabbitMQ's name for each parameter, and aio-pika's, so that both libraries can use the same URL.
+# RabbitMQ's name for each parameter, and aio-pika's, so that one URL works for both libraries.
 _PARAMETERS = {
     "heartbeat": "heartbeat",
     "connection_timeout": "connection_timeout",
@@ -29,11 +29,9 @@ _MECHANISMS = ("PLAIN", "EXTERNAL")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The broker's address and the login. ``repr`` and ``str`` never show the password.
-
-    ``heartbeat`` and ``timeout`` are seconds, None if the URL does not set them. ``server_name`` is the host name that
-    the broker's certificate must have, if it is not ``host``.
-    """
+    """The broker's address and the login. ``repr`` and ``str`` never show the password. ``heartbeat`` and ``timeout``
+    are seconds; None if the URL does not set them. ``server_name`` is the host name in the broker's certificate, if not
+    ``host``."""
 
     host: str
     port: int
@@ -48,11 +46,11 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Read ``amqp[s]://user:password@host:port/vhost?parameters``.
+        """Parse ``amqp[s]://user:password@host:port/vhost?parameters``.
 
-        The URL must have a scheme and a host. The defaults are guest, guest, 5672 or 5671, and ``/``. Parameters:
-        ``heartbeat`` (s, 0 is none), ``connection_timeout`` (ms, as in RabbitMQ's URLs), ``auth_mechanism`` (plain,
-        external), and for amqps ``cafile``, ``certfile``, ``keyfile``, ``verify`` (verify_peer, verify_none),
+        Scheme and host are required; the defaults are guest, guest, 5672 or 5671, and ``/``. Parameters: ``heartbeat``
+        (s, 0 means none), ``connection_timeout`` (ms, as in RabbitMQ's URLs), ``auth_mechanism`` (plain, external), and
+        for amqps ``cafile``, ``certfile``, ``keyfile``, ``verify`` (verify_peer, verify_none),
         ``server_name_indication``. Raises ValueError with the expected form; the text never contains the URL.
         """
         try:
@@ -95,7 +93,7 @@ class Address:
 
 
 def _port(parts: SplitResult) -> int:
-    # The cause is not chained: if a password holds an unescaped / or @, urlsplit takes a part of it for the port.
+    # Do not chain the cause: if a password has an unescaped / or @, urlsplit reads part of it as the port.
     try:
         port = parts.port
     except ValueError:
@@ -111,7 +109,7 @@ def _query(text: str) -> Mapping[str, str]:
     found = {}
     for name, value in parse_qsl(text, keep_blank_values=True):
         if name not in _PARAMETERS:
-            # The error shows only names of lower-case letters: another name could be the rest of a password.
+            # Show only names of lower-case letters, because another name could be the rest of a password.
             shown = f", found {name!r}" if re.fullmatch("[a-z_]{1,40}", name) else ""
             raise ValueError(f"broker URL: expected a parameter of {', '.join(sorted(_PARAMETERS))}{shown}")
         found[_PARAMETERS[name]] = value

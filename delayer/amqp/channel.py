@@ -33,10 +33,8 @@ TOKEN_HEADER = b"x-delayer-id"
 
 
 class Batch:
-    """One publish() call: the outcome of each message, and the future of the caller.
-
-    Raises ValueError if two messages have the same token, because a return names its message only by its token.
-    """
+    """One publish() call: each message's outcome, and the caller's future. Raises ValueError if two messages have the
+    same token, because a return identifies its message only by the token."""
 
     def __init__(self, tokens: Sequence[bytes], outcomes: asyncio.Future[list[Outcome]]) -> None:
         if len(set(tokens)) != len(tokens):
@@ -50,13 +48,13 @@ class Batch:
         self.returned: dict[int, Hold] = {}
 
     def position(self, token: bytes) -> int | None:
-        """The message's index in the batch, by its token. The first return builds the index."""
+        """Find the message's index by its token. The first return builds this lookup."""
         if self._positions is None:
             self._positions = {one: position for position, one in enumerate(self._tokens)}
         return self._positions.get(token)
 
     def settle(self, count: int, nacked: Sequence[int]) -> None:
-        """Count ``count`` more messages as settled. The broker nacked those at the positions ``nacked``."""
+        """Count ``count`` more messages as settled, of which the broker nacked the positions ``nacked``."""
         self._nacked += nacked
         self._unsettled -= count
         if self._unsettled or self.outcomes.done():
@@ -66,7 +64,7 @@ class Batch:
         self.outcomes.set_result(outcomes)
 
     def so_far(self) -> list[Outcome | None]:
-        """One outcome for each message. None: the message is not settled, or was never written."""
+        """One outcome for each message; None if the message is not settled, or was never written."""
         outcomes: list[Outcome | None] = [None] * len(self._tokens)
         for run in self.runs:
             for at, settled in enumerate(run.settled, run.offset):
@@ -78,14 +76,14 @@ class Batch:
     def _enter_others(self, outcomes: list[Outcome] | list[Outcome | None]) -> None:
         for position in self._nacked:
             outcomes[position] = NACKED
-        # The broker returns an unroutable message and then confirms it: the return overrides the confirm.
+        # The broker returns an unroutable message and then confirms it, so the return overrides the confirm.
         for position, hold in self.returned.items():
             if outcomes[position] is not None:
                 outcomes[position] = hold
 
 
 class _Run:
-    """Consecutive publish numbers from ``first`` on, for the messages of ``batch`` from index ``offset`` on."""
+    """Consecutive publish numbers from ``first``, for the messages of ``batch`` from index ``offset``."""
 
     __slots__ = ("batch", "first", "low", "offset", "settled", "unsettled")
 
@@ -93,12 +91,12 @@ class _Run:
         self.batch = batch
         self.first = first
         self.offset = offset
-        self.settled = bytearray(count)  # One byte for each message: 1 is settled.
+        self.settled = bytearray(count)  # One byte for each message; 1 means settled.
         self.unsettled = count
         self.low = 0  # All messages before this index are settled.
 
     def settle_one(self, number: int, *, positive: bool) -> bool:
-        """Settle one number. Returns False if the number was settled before."""
+        """Settle one number. Returns False if it was settled before."""
         at = number - self.first
         if self.settled[at]:
             return False
@@ -131,9 +129,9 @@ class Confirms:
         return sum(run.unsettled for run in self._runs)
 
     def written(self, batch: Batch, offset: int, count: int) -> None:
-        """Give the next numbers to ``count`` messages of the batch, from index ``offset`` on."""
+        """Assign the next numbers to ``count`` messages of the batch, from index ``offset``."""
         last = self._runs[-1] if self._runs else None
-        # Another, already settled batch may have taken numbers since.
+        # Another batch, already settled, may have used numbers since.
         if last is not None and last.batch is batch and last.first + len(last.settled) == self._next:
             last.settled += bytes(count)
             last.unsettled += count
@@ -144,10 +142,8 @@ class Confirms:
         self._next += count
 
     def settle(self, number: int, *, multiple: bool, positive: bool) -> None:
-        """Settle the number that the broker acked or nacked; with ``multiple`` all numbers up to it (0: all).
-
-        Raises ProtocolError for an unassigned number, or a second confirm of one number.
-        """
+        """Settle the number that the broker acked or nacked; with ``multiple`` all numbers up to it (0 means all).
+        Raises ProtocolError for an unassigned number, or a second confirm of a number."""
         if number >= self._next or (number == 0 and not multiple):
             raise ProtocolError(
                 ReplyCode.UNEXPECTED_FRAME, f"confirm of publish {number}, the last was {self._next - 1}"
@@ -172,10 +168,8 @@ class Confirms:
         raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, f"second confirm of publish {number}")
 
     def note_returned(self, message: ReturnedMessage) -> None:
-        """Record that the broker found no queue for a message. The message's confirm follows.
-
-        Raises ProtocolError if the return matches no single message: then all messages in flight are in doubt.
-        """
+        """Record that the broker found no queue for a message. Its confirm follows. Raises ProtocolError if the return
+        does not match exactly one message, because then all in flight are in doubt."""
         token = _token(message.properties)
         if token is None:
             raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, "a returned message carries no x-delayer-id")
@@ -191,7 +185,7 @@ class Confirms:
         batch.returned[position] = returned(message.code, message.text)
 
     def fail(self, loss: ChannelClosed | ConnectionLost) -> None:
-        """Fail the batches in flight: no confirm will come."""
+        """Fail the batches in flight, because no confirm will come."""
         for batch in {run.batch for run in self._runs}:
             fail(batch.outcomes, loss)
         self._runs.clear()
@@ -211,23 +205,21 @@ if TYPE_CHECKING:
 _Reply = TypeVar("_Reply", bound=Frame)
 _CLOSE_SECONDS = 5.0
 CLUMP_MS: Final = 2
-"""Scheduled messages due within this time are written together, because a wake-up costs more than a message."""
+"""Write scheduled messages due within this time together, because a wake-up costs more than a message."""
 
 
 class Channel:
     """An AMQP channel; :meth:`Connection.channel` opens it.
 
-    ``closed`` is done when the channel is gone; its result is the reason (a ChannelClosed or ConnectionLost). Wait for
-    it with ``asyncio.wait`` or ``asyncio.shield``: a cancelled task that awaits the future directly cancels the future.
-    Every method raises that error once the channel is gone.
-
-    ``number_freed`` is done when the number is free again. A channel that we closed ignores all frames until then.
-    """
+    ``closed`` is done when the channel is gone; its result is the reason (a ChannelClosed or ConnectionLost), which
+    every method then raises. Wait for it with ``asyncio.wait`` or ``asyncio.shield``, because cancelling a task that
+    awaits the future directly cancels the future. ``number_freed`` is done when the number is free again. A channel
+    that we closed ignores all frames until then."""
 
     def __init__(self, connection: Connection, number: int) -> None:
         self.number = number
         self.consumers: dict[bytes, Callable[[Delivery], None]] = {}
-        """The callbacks of deliveries, by consumer tag."""
+        """Delivery callbacks, by consumer tag."""
         self.number_freed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.closed: asyncio.Future[ChannelClosed | ConnectionLost] = asyncio.get_running_loop().create_future()
         self._connection = connection
@@ -246,31 +238,29 @@ class Channel:
                 await self.call(commands.Confirm.Select(), commands.Confirm.SelectOk)
                 self._confirming = True
         except BaseException:
-            self.abandon()  # No caller knows this channel: its number would never be free again.
+            self.abandon()  # No caller has this channel, so its number would never be free again.
             raise
 
     async def qos(self, prefetch: int) -> None:
-        """Limit the unsettled deliveries of each consumer that begins after this call; 0 is no limit."""
+        """Limit the unsettled deliveries of each consumer that starts after this call; 0 means no limit."""
         await self.call(commands.Basic.Qos(prefetch_count=prefetch), commands.Basic.QosOk)
 
     async def consume(
         self, queue: str, on_delivery: Callable[[Delivery], None], on_cancelled: Callable[[], None]
     ) -> str:
-        """Begin to consume; return the consumer tag.
-
-        The read loop calls ``on_delivery``, perhaps before this method returns; an exception from it ends the
-        connection. The channel calls ``on_cancelled`` once if the broker cancels the consumer.
-        """
+        """Start to consume; return the consumer tag. The read loop calls ``on_delivery``, perhaps before this method
+        returns; an exception from it closes the connection. If the broker cancels the consumer, ``on_cancelled`` is
+        called once."""
         self._tags += 1
         tag = b"delayer.%d" % self._tags
-        # The callbacks are set before the request: the first delivery may directly follow the broker's answer.
+        # Set the callbacks before the request, because the first delivery may directly follow the broker's answer.
         self.consumers[tag] = on_delivery
         self._cancelled_by_broker[tag] = on_cancelled
         await self.call(framing.Consume(queue=queue, consumer_tag=tag.decode()), commands.Basic.ConsumeOk)
         return tag.decode()
 
     async def cancel(self, tag: str) -> None:
-        """End the consumer. Deliveries arrive until this returns; the caller can settle them afterwards."""
+        """Stop the consumer. Deliveries arrive until this returns; the caller can still settle them."""
         await self.call(commands.Basic.Cancel(consumer_tag=tag), commands.Basic.CancelOk)
         self._forget(tag.encode())
 
@@ -292,10 +282,10 @@ class Channel:
     ) -> list[Outcome]:
         """Publish with the mandatory flag and wait for every confirm. Returns one outcome for each message, in order.
 
-        With a ``schedule`` each message is written when it is due, and ``timeout`` counts from the last write.
-        Several calls may be in flight. Raises ValueError before it writes anything. Raises
-        ChannelClosed (ConfirmTimeout after ``timeout`` seconds) or ConnectionLost if some outcomes are in doubt; the
-        error has the known outcomes. A cancelled call leaves the channel usable; the written messages are published.
+        With a ``schedule``, each message is written when it is due, and ``timeout`` is measured from the last write.
+        Several calls may be in flight. Raises ValueError before anything is written. Raises ChannelClosed
+        (ConfirmTimeout after ``timeout`` seconds) or ConnectionLost, with the known outcomes, if some outcomes are in
+        doubt. A cancelled call leaves the channel usable, and its written messages are published.
         """
         confirms = self._confirms
         if not self._confirming:
@@ -305,7 +295,7 @@ class Channel:
             return []
         self._check_fits(batch)
         outcomes: asyncio.Future[list[Outcome]] = asyncio.get_running_loop().create_future()
-        outcomes.add_done_callback(_retrieve)  # A call that is cancelled while it writes never awaits this future.
+        outcomes.add_done_callback(_retrieve)  # A call cancelled while it writes never awaits this future.
         waiting = Batch([outgoing.token for outgoing in batch], outcomes)
         try:
             await self._write_batch(batch, waiting, confirms, schedule, timeout)
@@ -362,29 +352,29 @@ class Channel:
             schedule.on_written()
 
     async def close(self) -> None:
-        """Close and wait at most 5 s for the broker's answer. Unsettled deliveries go back. Idempotent."""
+        """Close, and wait up to 5 s for the answer. Unsettled deliveries return to their queues. Idempotent."""
         self.abandon()
         await asyncio.wait({self.number_freed}, timeout=_CLOSE_SECONDS)
 
     def abandon(self) -> None:
-        """Close without waiting for the broker's answer; the number is free again when it comes. Idempotent."""
+        """Close without waiting for the broker's answer, which frees the number. Idempotent."""
         self._end(ChannelClosed(ReplyCode.SUCCESS, "closed by us"))
 
     def _end(self, loss: ChannelClosed) -> None:
-        """Close from our side, without waiting. The number stays in use until the broker answers."""
+        """Close from our side without waiting. The number stays in use until the broker answers."""
         if self._loss is None:
             close = commands.Channel.Close(loss.code or ReplyCode.SUCCESS, framing.clipped(loss.text), 0, 0)
             self._connection.write(marshal(close, self.number))
             self.fail(loss)
 
     def fail(self, loss: ChannelClosed | ConnectionLost) -> None:
-        """Mark the channel as gone and fail all waiting calls. A lost connection calls this too."""
+        """Mark the channel as gone and fail all waiting calls. A lost connection also calls this."""
         if isinstance(loss, ConnectionLost):
             self._release()
         if self._loss is not None:
             return
         self._loss = loss
-        # Deliveries that are still on their way are ignored: they return to their queue when the channel is closed.
+        # Ignore deliveries still on their way: closing the channel returns them to their queue.
         self.consumers = dict.fromkeys(self.consumers, lambda _delivery: None)
         self._cancelled_by_broker.clear()
         self._replies.fail(loss)
@@ -402,7 +392,7 @@ class Channel:
         if isinstance(method, commands.Channel.Close):
             if not self._connection.closed.done():
                 self._connection.write(marshal(commands.Channel.CloseOk(), self.number))
-            if self._loss is None:  # Otherwise both sides closed at once, and each side waits for its answer.
+            if self._loss is None:  # Otherwise both sides closed at once, and each waits for its answer.
                 self._forget_number()
                 self.fail(ChannelClosed(method.reply_code or 0, method.reply_text))
         elif self._loss is not None:
@@ -453,8 +443,8 @@ def seconds_until_due(schedule: Schedule | None, index: int) -> float:
 
 
 def _clump_seconds(due_ms: int, now_ms: float) -> float:
-    """Seconds until the clump of this message: the clumps of all channels are due together, each CLUMP_MS. In whole
-    milliseconds, because uvloop rounds, and would not sleep at all for less than half of one."""
+    """Seconds until this message's clump is written: the clumps of all channels are due together, every CLUMP_MS.
+    Rounds up to whole milliseconds, because uvloop rounds, and would not sleep at all for less than half of one."""
     return math.ceil(due_ms + -due_ms % CLUMP_MS - now_ms) / 1000
 
 

@@ -1,7 +1,5 @@
-"""One AMQP connection as an asyncio protocol: its channel numbers, its heartbeats, the broker's resource alarm.
-
-The protocol handles each incoming frame synchronously, without an await.
-"""
+"""One AMQP connection as an asyncio protocol: its channels, its heartbeats, and the broker's resource alarm. It handles
+each incoming frame synchronously, without an await."""
 
 from __future__ import annotations
 
@@ -35,10 +33,8 @@ _Reply = TypeVar("_Reply", bound=Frame)
 
 
 class HeartbeatTimer:
-    """The heartbeats. It sends one if nothing was written for half of ``heartbeat`` seconds. It calls ``lost`` once if
-    nothing was read for twice ``heartbeat`` seconds. The connection sets ``read_at`` and ``written_at``, in seconds of
-    the loop, and ``reading``.
-    """
+    """Sends a heartbeat if nothing was written for half of ``heartbeat`` seconds. Calls ``lost`` once if nothing was
+    read for twice ``heartbeat``. The connection sets ``reading``, ``read_at`` and ``written_at`` (loop time)."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, write: Callable[[bytes], None], lost: Callable[[str], None]
@@ -53,7 +49,7 @@ class HeartbeatTimer:
         self.reading = True
 
     def start(self, heartbeat: float) -> None:
-        """Begin; 0 means no heartbeats."""
+        """Start sending and checking; 0 means no heartbeats."""
         self._heartbeat = heartbeat
         if heartbeat:
             self._look()
@@ -71,7 +67,7 @@ class HeartbeatTimer:
         if now - self.written_at >= half:
             self._write(HEARTBEAT_FRAME)
         due = self.written_at + half
-        next_look = due if due > now else now + half  # A closing transport accepts no write.
+        next_look = due if due > now else now + half  # A closing transport does not accept writes.
         if not self.reading:
             self._overdue = False  # Reading is paused, so silence means nothing.
         elif now - self.read_at < deadline:
@@ -81,25 +77,21 @@ class HeartbeatTimer:
             self._lost(f"nothing was heard from the broker for {now - self.read_at:.1f} s")
             return
         else:
-            # After a pause of the whole process, this timer may run before asyncio reads the socket. Wait once more.
+            # After a pause of the whole process, this timer may run before asyncio reads the socket, so wait once more.
             self._overdue = True
             next_look = now + self._heartbeat / 10
         if self._heartbeat:
             self._timer = self._loop.call_at(next_look, self._look)
 
 
-# Seconds that a peer may take to confirm the end of a connection; after that we cut it.
+# How long a peer may take to confirm a close, in seconds; after that we cut the connection.
 _CLOSE_SECONDS = 5.0
 
 
 class Connection(asyncio.Protocol):
-    """An AMQP connection; :meth:`open` makes it.
-
-    ``closed`` is done when the connection is gone; its result is the reason. Wait for it with ``asyncio.wait`` or
-    ``asyncio.shield``: a cancelled task that awaits the future directly cancels the future. ``blocked`` is true while
-    the broker accepts no publishes because of a resource alarm. ``receivers`` maps the channel numbers in use to their
-    channels; 0 is the connection itself.
-    """
+    """An AMQP connection; :meth:`open` creates it. ``closed`` is done when the connection is gone; its result is the
+    reason. Wait for it as for a :class:`Channel`'s. ``blocked`` is true while a resource alarm stops the broker from
+    accepting publishes. ``receivers`` maps the channel numbers in use to channels; 0 is the connection itself."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -117,7 +109,7 @@ class Connection(asyncio.Protocol):
         self._room.set()
         self._soon: list[bytes | memoryview] = []
         self._pulse = HeartbeatTimer(loop, self.write, self.drop)
-        self._alarm: str | None = None  # The broker's reason, while it accepts no publishes.
+        self._alarm: str | None = None  # The broker's reason while it accepts no publishes.
         self._on_alarm: Callable[[str], object] = lambda _reason: None
         self._unblocked = asyncio.Event()
         self._unblocked.set()
@@ -128,11 +120,9 @@ class Connection(asyncio.Protocol):
 
     @classmethod
     async def open(cls, address: Address | str, *, name: str, heartbeat: float = 20.0, timeout: float = 10.0) -> Self:
-        """Connect and log in, within ``timeout`` seconds. The broker's operators see ``name``.
-
-        A heartbeat or timeout in the URL overrides the arguments. Raises ValueError for a bad URL, AccessRefused, and
-        for every other failure ConnectionLost (or ProtocolError) with its cause.
-        """
+        """Connect and log in, within ``timeout`` seconds. The broker's operators see ``name``. A heartbeat or timeout
+        in the URL overrides the arguments. Raises ValueError for a bad URL, AccessRefused, and for every other failure
+        ConnectionLost (or ProtocolError) with its cause."""
         where = Address.parse(address) if isinstance(address, str) else address
         heartbeat = heartbeat if where.heartbeat is None else where.heartbeat
         timeout = timeout if where.timeout is None else where.timeout
@@ -172,8 +162,7 @@ class Connection(asyncio.Protocol):
         self._check_open()
 
     def on_alarm(self, on_change: Callable[[str], object]) -> None:
-        """Call ``on_change`` with the broker's reason of each alarm (also of the present one), and with "" at its
-        end."""
+        """Call ``on_change`` with the reason of each alarm, including a present one, and with "" when it ends."""
         self._on_alarm = on_change
         if self._alarm is not None:
             on_change(self._alarm)
@@ -189,7 +178,7 @@ class Connection(asyncio.Protocol):
         return channel
 
     def pause_reading(self) -> None:
-        """Read nothing from the socket, so that the broker stops when its buffers are full. Idempotent."""
+        """Stop reading the socket, so that the broker stops once its buffers are full. Idempotent."""
         transport = self._transport
         if self._pulse.reading and self._loss is None and transport is not None and not transport.is_closing():
             self._pulse.reading = False
@@ -204,7 +193,7 @@ class Connection(asyncio.Protocol):
                 self._transport.resume_reading()
 
     async def close(self, seconds: float = _CLOSE_SECONDS) -> None:
-        """Send the close, wait ``seconds`` for the broker's answer, and for the end of the socket. Idempotent."""
+        """Send the close, then wait up to ``seconds`` for the broker's answer, and for the socket's end. Idempotent."""
         self.abandon()
         try:
             await asyncio.wait({self._gone}, timeout=seconds)
@@ -213,17 +202,17 @@ class Connection(asyncio.Protocol):
         await asyncio.shield(self._gone)
 
     def abandon(self) -> None:
-        """Send the close, and wait for nothing. Idempotent."""
+        """Send the close without waiting. Idempotent."""
         if self._loss is None:
             self._end(ConnectionLost(ReplyCode.SUCCESS, "closed by us"))
 
     def drop(self, why: str) -> None:
-        """Cut the connection without a close: an unresponsive broker would not read it."""
+        """Cut the connection without a close, because an unresponsive broker would not read it."""
         self._fail(ConnectionLost(0, why))
         self._abort()
 
     def write(self, data: bytes) -> None:
-        """Hand bytes to the transport. Does nothing while the transport is closing."""
+        """Pass bytes to the transport. Does nothing while the transport is closing."""
         if self._soon:
             self._flush()
         if self._transport is not None and not self._transport.is_closing():
@@ -231,7 +220,7 @@ class Connection(asyncio.Protocol):
             self._pulse.written_at = self._loop.time()
 
     def write_parts(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Hand over the pieces of many frames, joined to writes of a size that does not double their memory."""
+        """Pass on the pieces of many frames, joined to writes small enough not to double their memory."""
         size = start = 0
         for index, part in enumerate(parts):
             size += len(part)
@@ -242,7 +231,7 @@ class Connection(asyncio.Protocol):
             self.write(b"".join(parts[start:]))
 
     def write_soon(self, parts: Sequence[bytes | memoryview]) -> None:
-        """The same at the end of this iteration of the loop, in one write with those of other channels."""
+        """Write at the end of this iteration of the loop, in one write with the parts of other channels."""
         if not self._soon:
             self._loop.call_soon(self._flush)
         self._soon += parts
@@ -253,19 +242,19 @@ class Connection(asyncio.Protocol):
 
     @property
     def writable(self) -> bool:
-        """Whether a publish may be written now: see :meth:`until_writable`."""
+        """Whether a publish may be written now; see :meth:`until_writable`."""
         return self._alarm is None and self._room.is_set()
 
     async def until_writable(self) -> None:
-        """Wait for the end of a resource alarm, after which the broker publishes what stands in the socket, and while
-        the transport's buffer is above its high-water mark. Raises ConnectionLost."""
+        """Wait while the transport's buffer is above its high-water mark. Also wait until a resource alarm ends,
+        because the broker would then publish everything in the socket. Raises ConnectionLost."""
         await self._unblocked.wait()
         await self._room.wait()
         self._check_open()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        # The bytes that the transport may hold before a publish waits.
+        # Limit the bytes in the transport before a publish waits.
         self._transport.set_write_buffer_limits(high=(1 << 20))
         raw = transport.get_extra_info("socket")
         if raw is not None:
@@ -303,7 +292,7 @@ class Connection(asyncio.Protocol):
         elif isinstance(method, commands.Connection.CloseOk) and self._loss is not None:
             self._hang_up()
         elif self._loss is not None:
-            pass  # We closed: ignore all other frames until the broker answers.
+            pass  # We closed, so ignore all other frames until the broker answers.
         elif isinstance(method, commands.Connection.Blocked):
             self._alarm = str(method.reason)
             self._unblocked.clear()
@@ -330,7 +319,7 @@ class Connection(asyncio.Protocol):
         self._hang_up()
 
     def _on_protocol_error(self, error: ProtocolError) -> None:
-        # The stream is unreadable, and so would be the broker's answer: discard everything until the socket closes.
+        # The stream is unreadable, and so would be the broker's answer, so discard everything until the socket closes.
         self._parser.stopped = True
         if self._loss is None:
             self._end(error)
@@ -360,14 +349,14 @@ class Connection(asyncio.Protocol):
             raise again(self._loss)
 
     def _end(self, loss: ConnectionLost) -> None:
-        """Close from our side, without waiting."""
+        """Close from our side without waiting."""
         self._fail(loss)
         self.resume_reading()  # Without this, the answer would never be read.
         self.write(marshal(commands.Connection.Close(loss.code, framing.clipped(loss.text), 0, 0), 0))
         self._abort_soon()
 
     def _hang_up(self) -> None:
-        """Close the socket when everything is written, or after 5 s in any case."""
+        """Close the socket once everything is written, or after 5 s in any case."""
         self._parser.stopped = True
         if self._transport is not None:
             self._transport.close()
@@ -382,7 +371,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def _fail(self, loss: ConnectionLost) -> None:
-        """Fail all users of the connection. Only the first loss counts."""
+        """Fail all users of the connection. Only the first loss applies."""
         if self._loss is not None:
             return
         self._loss = loss

@@ -1,5 +1,5 @@
-"""The edits of a message on its way: to its destination, into the refused queue, and inside an envelope through the
-cascade or into the strays queue. All other bytes stay unchanged."""
+"""Edit a message on its way: to its destination, into the refused queue, and inside an envelope through the cascade or
+into the strays queue. All other bytes stay unchanged."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ ID: Final = b"x-delayer-id"
 USER_ID: Final = b"x-delayer-user-id"
 EXPIRATION: Final = b"x-delayer-expiration"
 
-# With x-death kept, RabbitMQ before 4.0 would see a dead-letter cycle on the next trip through a cascade, and drop the
-# message silently. RabbitMQ from 4.3 on counts x-acquired-count beside x-delivery-count.
+# If x-death stayed, RabbitMQ before 4.0 would see a dead-letter cycle on the next trip through a cascade, and silently
+# drop the message. RabbitMQ 4.3 and later counts x-acquired-count in addition to x-delivery-count.
 COUNTED: Final = frozenset({b"x-delivery-count", b"x-acquired-count"})
 _REMOVED: Final = REQUEST_HEADERS | COUNTED | {X_DEATH, ID, LAST_DUE}
 REFUSED: Final = b"x-delayer-refused"
@@ -61,24 +61,21 @@ ENVELOPE: Final = b"x-delayer-envelope"
 """The header that marks an envelope; its value is the format."""
 DELIVERY_TIME: Final = b"x-delayer-delivery-time"
 """The ``x-opt-delivery-time`` of a refused message. RabbitMQ 4.4 would hide the message in the refused queue until
-then. A time of more than 292 years ahead would crash the queue."""
+then; a time more than 292 years ahead would crash the queue."""
 _OF_THE_REFUSED: Final = frozenset({REFUSED, EXCHANGE, ROUTING_KEY, DELIVERY_TIME})
-"""The headers that a refused message gained. A release removes them, but only together with ``x-delayer-refused``:
-without it they are the publisher's own."""
+"""Headers that delayer adds to a refused message. Without ``x-delayer-refused`` they are the publisher's, and stay."""
 DEATHS: Final = (b"x-first-death-", b"x-last-death-")
 _DEATH: Final = b"-death-"
 
 ROOM: Final = 2048
-"""The bytes that any of these edits may add: ids, names of at most 255 bytes each, a reason of at most 500."""
+"""Maximum bytes that any of these edits adds: ids, names of at most 255 bytes each, a reason of at most 500."""
 REASON: Final = 500
 
 
 def asked(delivery: Delivery, properties: Properties, consulted: frozenset[bytes] = CONSULTED) -> DelayRequest:
-    """The delay request in a message's headers, of those names. The first of repeated headers counts, as for the
-    broker, but not an ``x-delay`` that is a mark. All ``CC`` and ``BCC`` are collected.
-
-    Raises MalformedTable.
-    """
+    """Read the delay request from a message's headers, limited to ``consulted``. Of repeated headers the first wins, as
+    for the broker, unless it is an ``x-delay`` that is a mark. Collects all ``CC`` and ``BCC``. Raises
+    MalformedTable."""
     raw = properties.raw
     headers: dict[bytes, object] = {}
     copies: frozenset[bytes] = frozenset()
@@ -87,14 +84,14 @@ def asked(delivery: Delivery, properties: Properties, consulted: frozenset[bytes
             copies |= routing_keys_of(value_at(raw, type_at, stop))
         elif name not in headers or (name == DELAY and is_mark(headers[name])):
             headers[name] = value_at(raw, type_at, stop)
-    # The chance that spreads retries. Failed messages without an id can be equal byte for byte; their tags differ.
+    # The chance spreads retries. Failed messages without an id can be equal byte for byte, but their tags differ.
     chance = crc32(delivery.tag.to_bytes(8, "big"), crc32(raw)) / (1 << 32) if X_DEATH in headers else 0.0
     _, _, exchange, routing_key, _, body, _ = delivery
     return DelayRequest(exchange, routing_key, headers, properties, body, copies, chance)
 
 
 def routing_keys_of(value: object) -> frozenset[bytes]:
-    """The strings of a CC header, which are routing keys. Values of other types are skipped, as the broker does."""
+    """The routing keys in a CC header: its strings. Values of other types are skipped, as by the broker."""
     if not isinstance(value, list):
         return frozenset()
     strings = (one.encode("utf-8", "surrogateescape") if isinstance(one, str) else one for one in value)
@@ -106,21 +103,21 @@ _ERROR: Final = b"x-delayer-error"
 _COPIES: Final = b"x-delayer-cc"
 _FIRST_FAILURES: Final = 1
 _LAST_FAILURES: Final = 19
-"""The history keeps this many failures: the first one tells the origin, and the last ones tell the recent past."""
+"""The history keeps this many failures: the first shows the origin, and the last ones the recent past."""
 
 
 def failed(properties: Properties, failure: FailedAttempt, max_properties: int) -> bytes:
-    """Properties of a dead letter with a note of its failures: number, place and reason of the last one, history.
+    """Note a dead letter's failures in its properties: their number, place and reason of the last, and a history.
 
-    ``x-death`` is removed, because the broker would continue its count; the history has its facts. ``CC`` is renamed:
-    only the queue that dead-lettered the message gets it again, the others have their copies. The history is left out
-    if it does not fit. Raises MalformedTable.
+    ``x-death`` is removed, because the broker would continue its count; the history has its facts. ``CC`` is renamed,
+    because only the queue that dead-lettered the message gets it again; other queues have their copies. A history that
+    does not fit is left out. Raises MalformedTable.
     """
     history = properties.get(_HISTORY)
-    # A header of this name with another type is not delayer's, so its content is dropped.
+    # Delayer did not write a header of this name with another type, so its content is dropped.
     past = elements(history.content) if history is not None and history.type == ord("A") else []
     if failure.retries == 1:
-        past = []  # The history is that of another queue.
+        past = []  # The history is from another queue.
     now = sized(
         b"F",
         entry(b"queue", long_string(failure.queue))
@@ -159,10 +156,8 @@ _CUT: Final = _REMOVED | _OF_THE_REFUSED | {DELAY}
 
 
 def released(properties: Properties, id: bytes, due_ms: int) -> bytes:
-    """Properties of a message as it leaves for its destination. Raises MalformedTable.
-
-    ``x-delay`` gets a negative sign, the plugin's mark for a delay that is over.
-    """
+    """Edit the properties of a message as it leaves for its destination. Raises MalformedTable. ``x-delay`` becomes
+    negative, which is the delay plugin's mark for a delay that is over."""
     append = b"".join((_ID_HEAD, _U32.pack(len(id)), id, _DUE_HEAD, _I64.pack(due_ms)))
     wanted = _CUT
     if "user_id" in properties.places:
@@ -170,13 +165,13 @@ def released(properties: Properties, id: bytes, due_ms: int) -> bytes:
         wanted |= {USER_ID}
         properties = Properties.parse(changed(properties, {}, ("user_id",)))
     raw = properties.raw
-    # The search of the raw bytes is cheap; only few messages were ever dead letters.
+    # Searching the raw bytes is cheap, and few messages were ever dead letters.
     found = properties.entries(None if _DEATH in raw else wanted)
     cuts: list[Cut] = []
     turned = b""
     for name, type_at, stop in found:
         if name == DELAY:
-            # The first of repeated headers that is not a mark delayed this message.
+            # Of repeated headers, the first that is not a mark delayed this message.
             turned = turned or _turned(raw, type_at, stop)
             if turned:
                 cuts.append((type_at, stop, turned))
@@ -189,8 +184,8 @@ def released(properties: Properties, id: bytes, due_ms: int) -> bytes:
 
 
 def _turned(raw: bytes, type_at: int, stop: int) -> bytes:
-    """The delay with its sign turned. Empty for a value that stays: one that is not positive is such a mark already,
-    and an unreadable one did not delay this message."""
+    """Flip the sign of the delay. Empty for a value that stays: a value that is not positive is a mark already, and an
+    unreadable value did not delay this message."""
     try:
         positive = read_delay_ms(value_at(raw, type_at, stop)) > 0
     except (UnreadableDelay, MalformedTable):
@@ -199,14 +194,13 @@ def _turned(raw: bytes, type_at: int, stop: int) -> bytes:
 
 
 def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> tuple[bytes, bytes]:
-    """Properties of a refused message, and its token.
+    """Build the properties of a refused message, and its token.
 
-    ``expiration``, ``user_id`` and an ``x-opt-delivery-time`` that is not text become headers of ours. The first would
-    delete the message from the refused queue, the second would make the broker close the channel, and the third would
-    delay the message, or close the connection if it is a decimal. If the header table is malformed, or the result
-    exceeds the frame's limit, one header carries the original properties. If they do not fit in a header, they go
-    without the note and without these three and ``x-death``; the token is empty then. Properties that fit in neither
-    way are dropped, and only the note goes.
+    ``expiration``, ``user_id`` and an ``x-opt-delivery-time`` other than text become headers of ours. The first would
+    delete the message from the refused queue, the second would make the broker close the channel. The third would delay
+    the message, or as a decimal close the connection. If the header table is malformed, or the result exceeds the
+    frame's limit, one header carries the original properties. If they do not fit in a header, they go without the note,
+    these three and ``x-death``, and the token is empty. If they do not fit either way, only the note goes.
     """
     notes = (
         entry(ID, long_string(id))
@@ -227,7 +221,7 @@ def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> 
     wrapped = encode_headers(notes + entry(PROPERTIES, byte_array(delivery.properties)))
     if len(wrapped) <= max_properties:
         return wrapped, id
-    # The fallback needs no token: the refused exchange always has its queue, so there are no returns.
+    # The fallback needs no token: the refused exchange always has its queue, so nothing is returned.
     return (fallback, b"") if 0 < len(fallback) <= max_properties else (encode_headers(notes), id)
 
 
@@ -244,17 +238,17 @@ def _with_notes(properties: Properties, notes: bytes) -> bytes:
 
 
 def shown(text: str, most: int = REASON) -> bytes:
-    """A reason as the value of a header, of at most ``most`` bytes."""
-    # The cut is between characters, because client libraries fail on strings that are not UTF-8.
+    """Cut a reason to a header value of at most ``most`` bytes."""
+    # Cut between characters, because client libraries fail on strings that are not UTF-8.
     return text.encode("utf-8", "replace")[:most].decode("utf-8", "ignore").encode()
 
 
 ID_BYTES: Final = 32
-"""Bytes of the longest id that delayer gives: a UUID in hexadecimal."""
+"""Bytes of delayer's longest id: a UUID in hexadecimal."""
 HOLD_TEXT: Final = 300
-"""Bytes of the text of a hold. It is shorter than a refusal's reason, because the rest of the note needs room."""
+"""Maximum bytes of a hold's text. It is shorter than a refusal's reason, because the rest of the note needs room."""
 _REST: Final = b"x-delayer-rest"
-"""The milliseconds for which the daemon itself keeps the message after the due queue has delivered it."""
+"""How long the daemon keeps the message after the due queue has delivered it, in milliseconds."""
 _ROUTE: Final = b"x-delayer-route"
 _TO: Final = b"x-delayer-to"
 _TO_KEY: Final = b"x-delayer-to-key"
@@ -265,22 +259,21 @@ _MAY_BE_DELIVERED: Final = b"x-delayer-may-be-delivered"
 _ISOLATED: Final = b"x-delayer-isolated"
 _ATTEMPTS: Final = b"x-delayer-attempts"
 _RETRY: Final = b"x-delayer-retry"
-"""The time of the daemon's next attempt, epoch milliseconds. If it is absent, an operator decides."""
+"""The time of the daemon's next attempt, in epoch milliseconds. If it is missing, an operator decides."""
 _MAX_ATTEMPTS: Final = 1 << 31
-"""The limit for the value of ``_ATTEMPTS``. Any publisher can write it, and one more must fit the header too."""
+"""Limit of ``_ATTEMPTS``. Any publisher can write that header, and one attempt more must still fit."""
 
-# The rule for a change: messages of an older format may stay in the cascade for 8.5 years. A new format gets a new
-# number here, opened() keeps reading every older format, and tests/unit keeps bytes of each.
+# To change the format: messages of an older format may stay in the cascade for 8.5 years. So give the new format a new
+# number here, let opened() read every older format, and keep bytes of each in tests/unit.
 FORMAT: Final = 1
 
 
 class InvalidEnvelope(ValueError):
-    """The message is no envelope that this version can read. The text says why."""
+    """The message is not an envelope that this version can read. The text says why."""
 
 
 class HoldNote(NamedTuple):
-    """The note of a held message: the reason, the number of attempts, and the time of the daemon's next attempt (epoch
-    milliseconds; None: an operator decides)."""
+    """A held message's note: reason, attempts so far, and time of the next (epoch ms; None if an operator decides)."""
 
     hold: Hold
     attempts: int
@@ -288,8 +281,8 @@ class HoldNote(NamedTuple):
 
 
 class Envelope(NamedTuple):
-    """The content of an envelope. ``held`` is None if no destination has refused the message yet. ``rest_ms``: the rest
-    of the delay after the cascade's whole seconds."""
+    """The content of an envelope. ``held`` is None if no destination has refused the message yet. ``rest_ms`` is the
+    part of the delay beyond the cascade's whole seconds."""
 
     id: bytes
     parcel: Parcel
@@ -298,21 +291,21 @@ class Envelope(NamedTuple):
 
     @property
     def next_ms(self) -> int:
-        """The time of the next attempt, epoch milliseconds: never before the message is due."""
+        """When to try next, in epoch milliseconds, never before the message is due."""
         again_ms = None if self.held is None else self.held.retry_ms
         return self.parcel.due_ms if again_ms is None else max(self.parcel.due_ms, again_ms)
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """The daemon's own exchanges and queues, and the bytes of properties that fit a frame."""
+    """The daemon's own exchanges and queues, and the limit of a frame's properties in bytes."""
 
     levels: cascade.Cascade
     due_queue: bytes
     refused_exchange: bytes
     max_properties: int
     broker_delays: bool = False
-    """Whether the broker itself delays envelopes in the due queue, so that they need no cascade."""
+    """Whether the broker itself delays envelopes in the due queue, so that they do not need a cascade."""
 
 
 def into_broker(
@@ -325,9 +318,8 @@ def into_broker(
     held: HoldNote | None = None,
     rest_ms: int = 0,
 ) -> Outgoing:
-    """A publish of an envelope that comes back at ``at_ms``. It waits in the cascade for ``seconds``, and in the daemon
-    for ``rest_ms`` more. With ``broker_delays`` the due queue delivers it BROKER_LEAD_MS early, and the daemon keeps
-    it."""
+    """Build the publish of an envelope that comes back at ``at_ms``: after ``seconds`` in the cascade and ``rest_ms``
+    in the daemon, or with ``broker_delays`` from the due queue, BROKER_LEAD_MS early, for the daemon to keep."""
     if not names.broker_delays:
         return into_cascade(parcel, id, seconds, names, held=held, rest_ms=rest_ms)
     more = entry(OPT_TIME, int64(min(at_ms - BROKER_LEAD_MS, LONGEST_TIMER_MS)))
@@ -339,23 +331,21 @@ def into_broker(
 def into_cascade(
     parcel: Parcel, id: bytes, seconds: int, names: Endpoints, *, held: HoldNote | None = None, rest_ms: int = 0
 ) -> Outgoing:
-    """A publish into the cascade, towards the daemon's own due queue."""
+    """Build the publish of an envelope into the cascade, towards the daemon's own due queue."""
     entry_exchange = names.levels.entry(seconds).encode()
     key = cascade.routing_key(seconds, names.due_queue)
     return Outgoing(entry_exchange, key, enveloped(parcel, id, held, rest_ms), parcel.body, id)
 
 
 def to_strays(parcel: Parcel, id: bytes, held: HoldNote, names: Endpoints) -> Outgoing:
-    """A publish into the strays queue, where the message waits for an operator."""
+    """Build the publish of an envelope into the strays queue, where the message waits for an operator."""
     exchange = names.levels.strays.encode()
     return Outgoing(exchange, parcel.routing_key, enveloped(parcel, id, held), parcel.body, id)
 
 
 def enveloped(parcel: Parcel, id: bytes, held: HoldNote | None = None, rest_ms: int = 0, more: bytes = b"") -> bytes:
-    """Properties of an envelope: one header has the message's own properties verbatim, others have the decisions.
-
-    The broker acts on nothing inside the envelope and re-encodes nothing; the body stays as it is.
-    """
+    """Build the properties of an envelope: one header has the message's own properties verbatim, the rest have the
+    decisions. The broker neither acts on anything inside nor re-encodes it; the body stays unchanged."""
     headers = (
         entry(ID, long_string(id))
         + entry(LAST_DUE, int64(parcel.due_ms))
@@ -375,11 +365,9 @@ def enveloped(parcel: Parcel, id: bytes, held: HoldNote | None = None, rest_ms: 
 
 
 def opened(properties: Properties, body: bytes, max_properties: int) -> Envelope:
-    """The message inside an envelope. Raises InvalidEnvelope, MalformedTable.
-
-    Call this only for messages of the due queue and the strays queue. Any client can publish there too, so each value
-    must fit the next publish: to the destination, into the cascade again, or into the strays queue.
-    """
+    """Open an envelope. Raises InvalidEnvelope, MalformedTable. Call this only for messages of the due queue and the
+    strays queue. Any client can publish there, so each value must fit the next publish: to the destination, into the
+    cascade again, or into the strays queue."""
     found = {field.name: field for field in properties.headers_items()}
 
     def content(name: bytes, limit: int) -> bytes:
@@ -423,7 +411,7 @@ def _hold_headers(held: HoldNote) -> bytes:
 
 
 def _read_hold_note(found: Mapping[bytes, Any]) -> HoldNote | None:
-    """The note of earlier attempts. None without a valid note: then the daemon tries the message when it is due."""
+    """Read the note of earlier attempts; without a valid note None, so that the daemon tries the message when due."""
     if _ATTEMPTS not in found:
         return None
     attempts = int.from_bytes(found[_ATTEMPTS].content[:8], "big", signed=True)

@@ -1,7 +1,5 @@
-"""Errors of AMQP connections, channels and messages.
-
-A loss is also a delayer.core.errors.BrokerLost: messages in flight are in doubt, and a retry may help.
-"""
+"""Errors of AMQP connections, channels and messages. A loss is also a delayer.core.errors.BrokerLost: messages in
+flight are in doubt, and a retry may help."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ class MalformedProperties(Exception):
 
 
 class MalformedTable(Exception):
-    """A field table has the wrong length, or a value in it cannot be read."""
+    """A field table has the wrong length, or contains an unreadable value."""
 
 
 class NoFreeChannel(BrokerLost):
@@ -39,10 +37,8 @@ class NoFreeChannel(BrokerLost):
 
 class _Closed(BrokerLost):
     """A closed connection or channel. ``code`` and ``text`` are from the side that closed it; code 0 if there is none.
-    The full stop at the end of the broker's text is removed, because sentences of ours go on after it.
-
-    ``outcomes``: the known outcomes of a publish's batch, None for each message in doubt.
-    """
+    The text loses its full stop, because our sentences continue after it. ``outcomes``: the known outcomes of the
+    published batch, None for messages in doubt."""
 
     outcomes: Sequence[Outcome | None] = ()
 
@@ -60,18 +56,18 @@ class ConnectionLost(_Closed):
 
     @property
     def objects(self) -> bool:
-        """Whether the broker ended it because of what this side sent, not for a shutdown or a limit."""
-        # Reply codes from 500 on concern the peer's input and end the connection. Only 530 concerns no message: the
+        """Whether the broker closed it because of what this side sent, not for a shutdown or a limit."""
+        # Reply codes from 500 on blame the peer's input and close the connection. Only 530 is not about a message: the
         # user has reached the limit of channels or connections.
         return self.code >= 500 and self.code != 530 and type(self) is ConnectionLost
 
 
 class AccessRefused(ConnectionLost):
-    """The broker refused the credentials or the virtual host. A retry alone does not help."""
+    """The broker rejected the credentials or the virtual host. A retry alone does not help."""
 
 
 class ProtocolError(ConnectionLost):
-    """The peer sent a frame that AMQP 0-9-1 does not allow here; this side closes the connection with ``code``."""
+    """The peer sent a frame that AMQP 0-9-1 forbids here; this side closes the connection with ``code``."""
 
 
 class ChannelClosed(_Closed):
@@ -92,7 +88,7 @@ class ConsumerCancelled(BrokerLost):
 
 
 def again(error: _Closed) -> _Closed:
-    """A new copy to raise: one loss ends many waiting calls, and each needs its own traceback."""
+    """Copy the error: one loss fails many waiting calls, and each needs its own traceback."""
     copy = type(error)(error.code, error.text)
     copy.__cause__ = error.__cause__
     return copy

@@ -1,7 +1,7 @@
-"""AMQP frames: bytes to events and events to bytes, without input or output; and which reply is whose.
+"""AMQP frames: bytes to events and events to bytes, without I/O, and the matching of replies to requests.
 
-The parser takes bytes of the socket in any pieces and calls the receiver of each frame's channel. It reads deliveries,
-returns and confirms by hand. Every other method reaches its receiver as a whole frame, and pamqp reads and writes it.
+The parser accepts the socket's bytes in any pieces and calls the receiver of each frame's channel. It reads deliveries,
+returns and confirms by hand. Other methods reach their receiver as whole frames, which pamqp reads and writes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 METHOD, HEADER, BODY, HEARTBEAT = 1, 2, 3, 8
 FRAME_END = 0xCE
 OVERHEAD = 8
-"""Bytes of a frame around its payload: type, channel and size before it, the end byte after it."""
+"""Bytes of a frame around its payload: type, channel and size before it, and the end byte after it."""
 DEFAULT_FRAME_MAX = 131072
 MIN_FRAME_MAX = 4096
 MAX_HEADER = 16 << 20
-"""Bytes of the longest content header that is read. RabbitMQ adds headers to messages (``x-death``), so it sends longer
-ones than a frame takes. 16 MiB is its default limit for a whole message."""
+"""Maximum bytes of a content header. RabbitMQ adds headers (``x-death``), so it sends longer ones than a frame may
+have. 16 MiB is its default limit for a whole message."""
 CLASS_BASIC = 60
 
 # Methods: class and number in one integer, as in a method frame.
@@ -47,7 +47,7 @@ _LEAST_CONTENT = OVERHEAD + _CONTENT_BYTES + 2 + OVERHEAD
 
 
 class ReturnedMessage(NamedTuple):
-    """A publish that the broker returned: the reason, and the content."""
+    """A publish that the broker returned: the reason and the content."""
 
     code: int
     text: str
@@ -70,7 +70,7 @@ class Receiver(Protocol):
 
 
 class _Content:
-    """A delivery or return whose content is incomplete. The pieces of large bodies are joined once."""
+    """A delivery or return with incomplete content. Pieces of large bodies are joined once."""
 
     __slots__ = ("complete", "missing", "pieces", "properties")
 
@@ -82,28 +82,25 @@ class _Content:
 
 
 class Parser:
-    """A parser of frames, fed with pieces of a byte stream.
-
-    The parser looks up ``receivers`` for every frame, so a callback may add and remove channels. It raises
-    ProtocolError for a frame of more than ``frame_max`` bytes (a content header: MAX_HEADER), for a channel without a
-    receiver, and for bytes that are not AMQP. Feed it nothing after that.
-    """
+    """A parser of frames, fed with pieces of a byte stream. It looks up ``receivers`` for every frame, so a callback
+    may add and remove channels. Raises ProtocolError for a frame of more than ``frame_max`` bytes (a content header:
+    MAX_HEADER), for a channel without a receiver, and for bytes that are not AMQP. Do not feed it after that."""
 
     def __init__(self, receivers: Mapping[int, Receiver], frame_max: int = DEFAULT_FRAME_MAX) -> None:
         self.receivers = receivers
         self.frame_max = frame_max
         self.stopped = False
-        """Whether to ignore all further frames, also those in the piece that is being read."""
+        """Whether to ignore all further frames, including those in the current piece."""
         self.read_at = 0.0
-        """The instant at which the bytes of the next call were read, for their deliveries."""
+        """When the bytes of the next call were read, for their deliveries."""
         self._contents: dict[int, _Content] = {}
-        # The pieces of an incomplete frame. They are joined once, when the frame is complete.
+        # The pieces of an incomplete frame, joined once it is complete.
         self._pieces: list[bytes] = []
         self._held = 0
         self._wanted = 0
 
     def feed(self, data: bytes) -> None:
-        """Read ``data`` and call the receivers. Raises ProtocolError, and the exceptions of callbacks."""
+        """Parse ``data`` and call the receivers. Raises ProtocolError, and the exceptions of callbacks."""
         if self._pieces:
             self._pieces.append(data)
             self._held += len(data)
@@ -154,7 +151,7 @@ class Parser:
         return ProtocolError(ReplyCode.FRAME_ERROR, f"frame of {size + OVERHEAD} bytes, the limit is {self.frame_max}")
 
     def _method(self, data: bytes, at: int, stop: int, channel: int, receiver: Receiver) -> int:
-        """Read the method frame at ``at``, with the content of a delivery if it is there. Return the next offset."""
+        """Read the method frame at ``at``, and a delivery's content if it is there. Returns the next offset."""
         if channel in self._contents:
             raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, f"a method on channel {channel} where content was expected")
         if stop - at < 11:
@@ -198,7 +195,7 @@ class Parser:
             callback(Delivery(tag, redelivered & 1 == 1, exchange, routing_key, properties, body, self.read_at))
             return body_end + 1
 
-        # The content comes in several pieces, is empty, or is malformed: read it frame by frame.
+        # The content is in several pieces, empty or malformed, so read it frame by frame.
         def complete(properties: bytes, body: bytes) -> None:
             callback(Delivery(tag, redelivered & 1 == 1, exchange, routing_key, properties, body, self.read_at))
 
@@ -206,10 +203,8 @@ class Parser:
         return stop + 1
 
     def _whole_content(self, data: bytes, at: int, channel: int) -> tuple[int, int] | None:
-        """The ends of the header frame at ``at`` and of its only body frame, if both are there and valid; else None.
-
-        This is the usual case, and then a delivery needs no state. The caller reads other content frame by frame.
-        """
+        """Find the ends of the header frame at ``at`` and its only body frame; None unless both are there and valid. In
+        this usual case a delivery needs no state. The caller reads other content frame by frame."""
         end = len(data)
         if end - at < _LEAST_CONTENT:
             return None
@@ -263,7 +258,7 @@ class Parser:
 
 
 def _returned(receiver: Receiver, arguments: bytes) -> Callable[[bytes, bytes], None]:
-    """The callback for the content of a basic.return. Its arguments are code, text, exchange and routing key."""
+    """Build the callback for a basic.return's content, from its arguments: code, text, exchange and routing key."""
     try:
         code = int.from_bytes(arguments[:2], "big")
         text_end = 3 + arguments[2]
@@ -300,8 +295,8 @@ def nack(channel: int, tag: int, *, multiple: bool, requeue: bool) -> bytes:
 
 
 class UncheckedMethod:
-    """A method without pamqp's check of names: it accepts only those that AMQP 0-9-1 allows. RabbitMQ accepts any 255
-    bytes of UTF-8, and users need them, so the broker judges them."""
+    """Skips pamqp's check of names, which accepts only those that AMQP 0-9-1 allows. RabbitMQ accepts any 255 bytes of
+    UTF-8, and users need them, so leave the check to the broker."""
 
     def validate(self) -> None:
         return
@@ -311,18 +306,16 @@ class Consume(UncheckedMethod, commands.Basic.Consume): ...
 
 
 def header_limit(frame_max: int) -> int:
-    """The most bytes of properties that fit a content-header frame."""
+    """Maximum bytes of properties in a content-header frame."""
     return frame_max - OVERHEAD - _CONTENT_BYTES
 
 
 def publish(
     channel: int, frame_max: int, batch: Sequence[Outgoing], which: range, enough: int
 ) -> tuple[list[bytes | memoryview], int]:
-    """Frames of mandatory publishes for the indexes ``which`` of the batch, until they have ``enough`` bytes.
-
-    Returns the pieces and the next index. Write the pieces with no other frame of this channel in between.
-    The caller must have checked the lengths of names and headers.
-    """
+    """Build the frames of mandatory publishes for the indexes ``which`` of the batch, until they have ``enough`` bytes.
+    Returns the pieces and the next index. Write the pieces without other frames of this channel in between. The caller
+    must have checked the lengths of names and headers."""
     parts: list[bytes | memoryview] = []
     size = 0
     body_max = frame_max - OVERHEAD
@@ -352,8 +345,8 @@ def publish(
     return parts, index
 
 
-# About this many bytes go to the transport in one write, and the writer checks the buffer's limit between two writes.
-# The writes are few enough to be cheap, and small enough that a blocked broker costs little memory.
+# About this many bytes go to the transport in one write; between writes, the writer checks the buffer's limit. That
+# makes writes few enough to be cheap, and small enough that a blocked broker costs little memory.
 WRITE_BYTES = 1 << 18
 
 
@@ -373,15 +366,15 @@ class Replies:
         self._waiting: deque[tuple[type[Frame], asyncio.Future[Frame]]] = deque()
 
     async def next(self, kind: type[_Reply]) -> _Reply:
-        """Wait for the reply to the request that was just written. Raises the loss of :meth:`fail`."""
+        """Wait for the reply to the request just written. Raises the loss of :meth:`fail`."""
         future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         self._waiting.append((kind, future))
         answer = await future
-        assert isinstance(answer, kind)  # This is certain: take() compared the types.
+        assert isinstance(answer, kind)  # Certain, because take() compared the types.
         return answer
 
     def take(self, method: Frame) -> bool:
-        """Take a method. Returns whether it is the next reply."""
+        """Accept a method if it is the next reply. Returns whether it was."""
         if not self._waiting or not isinstance(method, self._waiting[0][0]):
             return False
         _, future = self._waiting.popleft()
@@ -390,7 +383,7 @@ class Replies:
         return True
 
     def fail(self, loss: ChannelClosed | ConnectionLost) -> None:
-        """Fail all waiting calls: no reply will come."""
+        """Fail all waiting calls, because no reply will come."""
         for _, future in self._waiting:
             fail(future, loss)
         self._waiting.clear()
@@ -403,18 +396,18 @@ _ORIGIN = struct.Struct(">HH")
 
 
 def clipped(text: str) -> str:
-    """The text, cut to the length of a short string: 255 bytes of UTF-8."""
+    """Cut the text to the length of a short string: 255 bytes of UTF-8."""
     return text.encode()[:255].decode("utf-8", "ignore")
 
 
 def unmarshal(whole: bytes) -> Frame:
-    """The method in a method frame. Raises ProtocolError for an unreadable frame."""
+    """Read the method in a method frame. Raises ProtocolError for an unreadable frame."""
     index = int.from_bytes(whole[7:11], "big")
-    if index == commands.Basic.RecoverAsync.index:  # Refused here: pamqp would read it, and warn of a deprecation.
+    if index == commands.Basic.RecoverAsync.index:  # Rejected here, because pamqp would warn of a deprecation.
         raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, "Basic.RecoverAsync, which only clients send")
     close = _CLOSES.get(index)
     if close is not None and len(whole) > 13:
-        # Brokers clip the text at 255 bytes, perhaps inside a character. pamqp could not read that.
+        # Brokers cut the text at 255 bytes, perhaps inside a character, which pamqp could not read.
         text_end = 14 + whole[13]
         if len(whole) != text_end + 5:
             raise ProtocolError(ReplyCode.SYNTAX_ERROR, f"close of {len(whole) - 12} bytes")

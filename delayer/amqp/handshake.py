@@ -1,4 +1,4 @@
-"""The handshake on channel 0: the texts of the login, the limits, and the broker's properties."""
+"""The handshake on channel 0: login, limits, and the broker's properties."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from delayer.amqp.address import Address
 from delayer.amqp.errors import AccessRefused
 from delayer.amqp.framing import DEFAULT_FRAME_MAX, MIN_FRAME_MAX
 
-# With these reply codes a broker refuses a login for good: bad path, access refused, not allowed (no such vhost).
+# With these reply codes a broker rejects a login for good: bad path, access refused, not allowed (no such vhost).
 REFUSALS = frozenset({402, 403, 530})
 _CAPABILITIES = ("publisher_confirms", "consumer_cancel_notify", "connection.blocked", "basic.nack")
 
 
 class ConnectionLimits(NamedTuple):
-    """The agreed limits: the most open channels, the bytes of the longest frame, seconds of a heartbeat (0: none)."""
+    """The agreed limits: open channels, bytes of a frame, and seconds between heartbeats (0 means none)."""
 
     channel_max: int
     frame_max: int
@@ -27,7 +27,7 @@ class ConnectionLimits(NamedTuple):
 
 
 def start_ok(start: commands.Connection.Start, address: Address, name: str) -> commands.Connection.StartOk:
-    """Our credentials and capabilities. Raises AccessRefused if the broker does not offer our login mechanism."""
+    """Build our login with our capabilities. Raises AccessRefused if the broker does not offer our login mechanism."""
     offered = str(start.mechanisms).split()
     if address.auth_mechanism not in offered:
         text = f"the broker offers {' '.join(offered)}, expected {address.auth_mechanism}"
@@ -54,12 +54,12 @@ def server_version(properties: object) -> tuple[int, ...]:
 
 
 def agree(tune: commands.Connection.Tune, heartbeat: float) -> ConnectionLimits:
-    """The broker's limits, and the shorter heartbeat. 0 on the broker's side means ours, 0 on ours means none."""
+    """Combine the broker's limits and the shorter heartbeat. 0 from the broker means ours; 0 from us means none."""
     both = [seconds for seconds in (float(tune.heartbeat), heartbeat) if seconds > 0 and heartbeat > 0]
     frame_max = tune.frame_max or DEFAULT_FRAME_MAX
     return ConnectionLimits(tune.channel_max or 65535, max(frame_max, MIN_FRAME_MAX), min(both, default=0.0))
 
 
 def tune_ok(limits: ConnectionLimits) -> commands.Connection.TuneOk:
-    """Our answer. The protocol has whole seconds, so the promised heartbeat is rounded up."""
+    """Build our answer. The protocol has whole seconds, so the promised heartbeat is rounded up."""
     return commands.Connection.TuneOk(limits.channel_max, limits.frame_max, math.ceil(limits.heartbeat))

@@ -1,4 +1,4 @@
-"""Content-header properties: found by their spans and edited in place, never decoded and encoded again.
+"""Content-header properties: located by their spans and edited in place, never decoded and re-encoded.
 
 *Properties* are the bytes after class, weight and body size: the flags, then one value for each flag, in this order:
 
@@ -6,7 +6,7 @@
     10 correlation_id   9 reply_to           8 expiration        7 message_id              6 timestamp (uint64)
      5 type             4 user_id            3 app_id            2 cluster_id; the rest are short strings
 
-Bit 0 would announce more flags, but AMQP 0-9-1 defines none. So properties with bit 0 or bit 1 are malformed.
+Bit 0 would announce more flags, but AMQP 0-9-1 defines none, so properties with bit 0 or bit 1 are malformed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ SIZES: dict[int, int] = {
     for size, kinds in {0: "V", 1: "tbB", 2: "su", 4: "Iif", 5: "D", 8: "lLdT"}.items()
     for kind in kinds
 }
-"""The bytes of a value, for types of fixed width."""
+"""Bytes of a value, for types of fixed width."""
 SIZED = frozenset(b"SxAF")
-"""Types whose values begin with their own length in four bytes."""
+"""Types whose values start with their own length in four bytes."""
 
 _UNKNOWN, _OWN_LENGTH = 0, -1
-# Type byte to the bytes of type byte and value. Every header of every message needs one lookup.
+# Type byte to the bytes of type byte and value, because every header of every message needs this lookup.
 _WIDTHS = tuple(1 + SIZES[kind] if kind in SIZES else _OWN_LENGTH if kind in SIZED else _UNKNOWN for kind in range(256))
 
 # Numbers as struct formats. Some clients write L for l.
@@ -46,19 +46,19 @@ _NEGATIVE = {
     ord(kind): (_NUMBERS[ord(kind)], struct.Struct(">B" + _NUMBERS[ord(signed)].format[1:]), ord(signed))
     for kind, signed in zip("bsIlLBui", "bsIlLsIl", strict=True)
 }
-"""Integers: the struct of the value, and of type byte and value in the signed type that holds each negative, and it."""
+"""By integer type: the struct of its value; for the negative, the struct and the type byte of the signed type."""
 _U32 = struct.Struct(">I")
 _DECIMAL = struct.Struct(">Bi")
 _MAX_INT64 = (1 << 63) - 1
 
-# The nesting limit. It is deeper than people nest by hand, and safe for Python's stack and for printing.
+# The nesting limit: deeper than people nest by hand, and safe for Python's stack and for printing.
 MAX_DEPTH = 64
 
 Value = int | float | bool | str | bytes | Decimal | None | list["Value"] | dict[str, "Value"]
 
 
 def end_of_value(buffer: bytes, at: int, end: int) -> int:
-    """The end of the value whose type byte is at ``at``. Raises MalformedTable if that is beyond ``end``."""
+    """Find the end of the value whose type byte is at ``at``. Raises MalformedTable if that is past ``end``."""
     if at >= end:
         raise MalformedTable(f"expected a value at offset {at}, found the end of the table")
     size = _WIDTHS[buffer[at]]
@@ -75,17 +75,15 @@ def end_of_value(buffer: bytes, at: int, end: int) -> int:
 def entries(
     buffer: bytes, start: int, end: int, wanted: Collection[bytes] | None = None
 ) -> list[tuple[bytes, int, int]]:
-    """The entries of a table whose content is ``buffer[start:end]``: (name, offset of the type byte, end). Unless
-    ``wanted`` is None, only entries with these names are returned.
-
-    Raises MalformedTable if the bytes are not exactly a sequence of entries. It does not look inside values.
-    """
+    """List a table's entries as (name, offset of the type byte, end); the table's content is ``buffer[start:end]``. If
+    ``wanted`` is not None, list only entries with these names. Raises MalformedTable if the bytes are not exactly a
+    sequence of entries, but does not check inside values."""
     found = []
     at = start
     widths, length = _WIDTHS, _U32.unpack_from
     while at < end:
         type_at = at + 1 + buffer[at]
-        # A value of fixed width, or with its length, that fits needs no call: the loop takes half the time.
+        # A value that has a fixed width or its length, and fits, needs no call, which halves the time of the loop.
         stop = type_at + widths[buffer[type_at]] if type_at < end else at
         if stop < type_at and type_at + 5 <= end:
             stop = type_at + 5 + length(buffer, type_at + 1)[0]
@@ -99,8 +97,8 @@ def entries(
 
 
 def value_at(buffer: bytes, at: int, end: int, depth: int = MAX_DEPTH) -> Value:  # noqa: PLR0911 - one for each type
-    """The Python value of an entry of :func:`entries`. ``S`` gives str if it is UTF-8, else bytes; ``T`` a Timestamp;
-    ``V`` None. ``depth``: the levels that may follow. Raises MalformedTable for a malformed or deeper table inside."""
+    """Decode an entry of :func:`entries`. ``S`` becomes str if it is UTF-8, else bytes; ``T`` a Timestamp; ``V`` None.
+    Raises MalformedTable for a malformed table inside, or one more than ``depth`` levels deep."""
     kind = buffer[at]
     number = _NUMBERS.get(kind)
     if number is not None:
@@ -120,7 +118,7 @@ def value_at(buffer: bytes, at: int, end: int, depth: int = MAX_DEPTH) -> Value:
         case "T":
             return Timestamp(int.from_bytes(buffer[at + 1 : end], "big"))
         case "D":
-            # The specification's grammar says unsigned and its text says signed. Only a signed value can be negated.
+            # The specification's grammar says unsigned, its text says signed. Only a signed value can be negated.
             scale, unscaled = _DECIMAL.unpack_from(buffer, at + 1)
             return Decimal(unscaled).scaleb(-scale)
         case "V":
@@ -137,7 +135,7 @@ def value_at(buffer: bytes, at: int, end: int, depth: int = MAX_DEPTH) -> Value:
 
 
 def _elements(buffer: bytes, at: int, end: int) -> Iterator[tuple[int, int]]:
-    """The span of each value of an array whose content is ``buffer[at:end]``, from its type byte on."""
+    """The span of each value, type byte included, of an array with the content ``buffer[at:end]``."""
     while at < end:
         stop = end_of_value(buffer, at, end)
         yield at, stop
@@ -145,8 +143,8 @@ def _elements(buffer: bytes, at: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def negated(kind: int, raw: bytes) -> bytes:
-    """Type byte and value with a negative sign, for a positive number or numeric string. Unsigned integers widen to the
-    next signed type. A string changes only its sign."""
+    """Negate a positive number or numeric string; returns type byte and value. Unsigned integers widen to the next
+    signed type. A string changes only its sign."""
     if kind in _NEGATIVE:
         value, type_and_value, signed = _NEGATIVE[kind]
         return type_and_value.pack(signed, -value.unpack(raw)[0])
@@ -159,46 +157,46 @@ def negated(kind: int, raw: bytes) -> bytes:
 
 
 def sized(kind: bytes, content: bytes) -> bytes:
-    """Type and value of a field that begins with its length: ``S`` string, ``x`` bytes, ``F`` table of encoded entries,
-    ``A`` array of encoded values, each with its type."""
+    """Encode type and value of a field that starts with its length: ``S`` string, ``x`` bytes, ``F`` table of encoded
+    entries, ``A`` array of encoded values, each with its type."""
     return kind + _U32.pack(len(content)) + content
 
 
 def long_string(content: bytes) -> bytes:
-    """Type and value of a string field (``S``)."""
+    """Encode type and value of a string field (``S``)."""
     return sized(b"S", content)
 
 
 def byte_array(content: bytes) -> bytes:
-    """Type and value of a byte array field (``x``)."""
+    """Encode type and value of a byte array field (``x``)."""
     return sized(b"x", content)
 
 
 def timestamp(seconds: int) -> bytes:
-    """Type and value of a timestamp field (``T``). Raises OverflowError unless it fits an unsigned 64-bit number."""
+    """Encode type and value of a timestamp field (``T``). Raises OverflowError beyond an unsigned 64-bit number."""
     return b"T" + seconds.to_bytes(8, "big")
 
 
 def elements(raw: bytes) -> list[bytes]:
-    """The values in an array's content, each encoded with its type. Raises MalformedTable."""
+    """Split an array's content into its values, each encoded with its type. Raises MalformedTable."""
     return [raw[at:stop] for at, stop in _elements(raw, 0, len(raw))]
 
 
 def int64(value: int) -> bytes:
-    """Type and value of an int64 field (``l``). Raises ValueError beyond its range."""
+    """Encode type and value of an int64 field (``l``). Raises ValueError outside its range."""
     if not -_MAX_INT64 - 1 <= value <= _MAX_INT64:
         raise ValueError(f"{value} does not fit 64 bits")
     return b"l" + value.to_bytes(8, "big", signed=True)
 
 
 def entry(name: bytes, type_and_value: bytes) -> bytes:
-    """One table entry. Raises ValueError if the name is longer than 255 bytes."""
+    """Encode a table entry. Raises ValueError if the name is longer than 255 bytes."""
     if len(name) > 255:
         raise ValueError(f"a header name holds 255 bytes, found {len(name)}")
     return bytes((len(name),)) + name + type_and_value
 
 
-_SHORT, _TABLE = 0, -1  # Values of these kinds begin with their length; the other kinds are widths in bytes.
+_SHORT, _TABLE = 0, -1  # Values of these kinds start with their length; the other kinds are widths in bytes.
 _OCTET, _LONGLONG = 1, 8
 _LAYOUT = (
     ("content_type", _SHORT),
@@ -224,8 +222,7 @@ _FLAGS_AND_LENGTH = struct.Struct(">HI")
 
 @lru_cache(maxsize=1 << 14)
 def _layout(flags: int) -> tuple[Mapping[str, int], tuple[int, ...]]:
-    """The places of the properties that ``flags`` announce, by name, and their kinds. A fleet uses few of the 16,384
-    combinations."""
+    """Places and kinds of the properties that ``flags`` announce. A fleet uses few of the 16,384 combinations."""
     if flags & 0b11:
         raise MalformedProperties(f"undefined property flags in {flags:#06x}")
     present = [(name, kind) for name, kind in _LAYOUT if flags & FLAGS[name]]
@@ -233,7 +230,7 @@ def _layout(flags: int) -> tuple[Mapping[str, int], tuple[int, ...]]:
 
 
 class Field(NamedTuple):
-    """One entry of a header table: ``name``, ``type`` (its byte), and the span of its value in ``buffer``."""
+    """One entry of a header table: ``name``, ``type`` (its byte), and its value's span in ``buffer``."""
 
     name: bytes
     type: int
@@ -248,7 +245,7 @@ class Field(NamedTuple):
 
     @property
     def content(self) -> bytes:
-        """The value's bytes without type and length, for instance the characters of a string."""
+        """The value's bytes without type and length, such as the characters of a string."""
         return self.buffer[self.start + 4 if self.type in SIZED else self.start : self.end]
 
     @property
@@ -258,11 +255,9 @@ class Field(NamedTuple):
 
 
 class Properties:
-    """Properties with the bounds of their values in ``raw``. Nothing parses the header table before it is asked for.
-
-    ``places`` maps the name of each present property to its place: its encoded value, length included, begins at that
-    one of the ``bounds`` and ends at the next.
-    """
+    """Properties with the bounds of their values in ``raw``. The header table is only parsed on access. ``places`` maps
+    the name of each present property to its place: the encoded value, length included, starts at that entry of
+    ``bounds`` and ends at the next."""
 
     __slots__ = ("bounds", "places", "raw")
 
@@ -273,10 +268,8 @@ class Properties:
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
-        """Find the bounds. Raises MalformedProperties unless flags and values fill ``raw`` exactly.
-
-        The inside of the header table is not checked here; a malformed one raises MalformedTable at each access.
-        """
+        """Find the bounds. Raises MalformedProperties unless flags and values fill ``raw`` exactly. This does not check
+        inside the header table; each access to a malformed table raises MalformedTable."""
         length = len(raw)
         if length < 2:
             raise MalformedProperties(f"properties have 2 bytes of flags at least, found {length}")
@@ -300,12 +293,11 @@ class Properties:
 
     @property
     def spans(self) -> dict[str, tuple[int, int]]:
-        """The span of each present property, in their order."""
+        """The span of each present property, in order."""
         return dict(zip(self.places, pairwise(self.bounds), strict=True))
 
     def entries(self, wanted: Collection[bytes] | None = None) -> list[tuple[bytes, int, int]]:
-        """The table's own entries (of these names) as (name, offset of the type byte, end). Raises MalformedTable if
-        any entry is malformed."""
+        """The table's own entries (with these names) as (name, offset of the type byte, end). Raises MalformedTable."""
         place = self.places.get("headers")
         if place is None:
             return []
@@ -316,7 +308,7 @@ class Properties:
         return [name for name, _, _ in self.entries()]
 
     def headers_items(self) -> list[Field]:
-        """The table's own entries in order, duplicates included. Raises MalformedTable if the table is malformed."""
+        """The table's own entries in order, including duplicates. Raises MalformedTable."""
         raw = self.raw
         return [Field(name, raw[type_at], type_at + 1, stop, raw) for name, type_at, stop in self.entries()]
 
@@ -327,7 +319,7 @@ class Properties:
         return None
 
     def short(self, name: str) -> bytes | None:
-        """The content of a short-string property, such as ``message_id``; None if it is absent."""
+        """The content of a short-string property, such as ``message_id``; None if it is missing."""
         place = self.places.get(name)
         return None if place is None else self.raw[self.bounds[place] + 1 : self.bounds[place + 1]]
 
@@ -339,11 +331,11 @@ class Properties:
 
 
 Cut = tuple[int, int, bytes]
-"""A span of the raw bytes, and the bytes that replace it."""
+"""A span of the raw bytes, and its replacement."""
 
 
 def parsed(raw: bytes) -> Properties | None:
-    """The properties; None if their bytes or the table of headers are broken."""
+    """Parse properties; None if their bytes or the header table are malformed."""
     try:
         properties = Properties.parse(raw)
         properties.entries()
@@ -353,7 +345,7 @@ def parsed(raw: bytes) -> Properties | None:
 
 
 def decoded(properties: Properties | None, names: Iterable[bytes]) -> dict[bytes, object]:
-    """The first header of each of these names, without headers whose value is broken."""
+    """Decode the first header of each of these names, skipping malformed values."""
     found: dict[bytes, object] = {}
     if properties is None:
         return found
@@ -372,14 +364,12 @@ def splice(
     append: bytes = b"",
     drop: Collection[str] = (),
 ) -> bytes:
-    """The properties with these edits; every other byte stays as it was.
+    """Edit the properties; every other byte stays unchanged. Raises MalformedProperties, and MalformedTable if an edit
+    needs the entries of a malformed table.
 
-    ``remove`` and ``remove_prefixes`` delete every header of such a name. ``append`` has encoded entries for the end of
-    the table, which need not exist before. ``drop`` deletes properties (unknown names raise ValueError). A table
-    without entries stays.
-
-    Raises MalformedProperties, and MalformedTable if an edit needs the entries of a malformed table.
-    """
+    ``remove`` and ``remove_prefixes`` delete every header of such a name. ``append`` is encoded entries for the end of
+    the table, which need not exist yet. ``drop`` deletes properties; unknown names raise ValueError. Keeps an empty
+    table."""
     found = properties if isinstance(properties, Properties) else Properties.parse(properties)
     if drop:
         found = Properties.parse(changed(found, {}, drop))
@@ -394,7 +384,7 @@ def splice(
 
 
 def changed(properties: Properties, values: Mapping[str, bytes], drop: Collection[str] = ()) -> bytes:
-    """The properties with these encoded ``values``, and without those of ``drop``."""
+    """Set these encoded ``values``, and delete the properties of ``drop``."""
     for name in drop:
         if name not in FLAGS:
             raise ValueError(f"expected a property of {', '.join(NAMES)}, found {name!r}")
@@ -406,7 +396,7 @@ def changed(properties: Properties, values: Mapping[str, bytes], drop: Collectio
 
 
 def edited(properties: Properties, cuts: Sequence[Cut], append: bytes) -> bytes:
-    """The properties with these ``cuts`` inside the header table, in their order, and entries at its end."""
+    """Apply ``cuts`` inside the header table, in their order, and append entries at its end."""
     if not (cuts or append):
         return properties.raw
     raw, place = properties.raw, properties.places.get("headers")
@@ -423,5 +413,5 @@ def edited(properties: Properties, cuts: Sequence[Cut], append: bytes) -> bytes:
 
 
 def encode_headers(headers: bytes = b"") -> bytes:
-    """Properties of a persistent message of our own, with a table of the encoded entries."""
+    """Build properties of our own persistent message, with a table of the encoded entries."""
     return _FLAGS_AND_LENGTH.pack(_OURS, len(headers)) + headers + b"\2"

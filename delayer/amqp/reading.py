@@ -1,4 +1,4 @@
-"""Messages in readable form: properties and headers with their types, addresses and times. Not for the hot path."""
+"""Messages in readable form: properties, typed headers, addresses and times. Not for the hot path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TYPES: Final = {
     "A": "array", "F": "table", "V": "void",
 }  # fmt: skip
 PREVIEW: Final = 400
-"""Bytes of a body that are shown by default."""
+"""How many bytes of a body are shown by default."""
 
 
 class Header(NamedTuple):
@@ -31,7 +31,7 @@ class Header(NamedTuple):
 
 
 class DecodedProperties(NamedTuple):
-    """Decoded properties. ``broken`` describes the part that could not be read; the rest is there."""
+    """Decoded properties. ``broken`` describes the unreadable part, if any; the rest is decoded."""
 
     properties: dict[str, str | int]
     headers: Sequence[Header]
@@ -62,7 +62,7 @@ def read(raw: bytes) -> DecodedProperties:
 
 
 def value_text(value: Any) -> str:
-    """A value of :func:`plain` for people: text as it is, everything else as JSON.
+    """Format a value of :func:`plain` for people: a string verbatim, everything else as JSON.
 
     >>> value_text("a"), value_text(None), value_text({"b": [True, 1]})
     ('a', 'null', '{"b": [true, 1]}')
@@ -71,12 +71,12 @@ def value_text(value: Any) -> str:
 
 
 def raw(text: str) -> bytes:
-    """A name as AMQP has it, from the command line or a form."""
+    """Encode a name from the command line or a form as AMQP has it."""
     return text.encode("utf-8", "surrogateescape")
 
 
 def plain(value: Any) -> Any:  # noqa: PLR0911 - one return for each type
-    """A decoded value as JSON can represent it."""
+    """Convert a decoded value to types of JSON."""
     match value:
         case Timestamp():
             return instant(int(value) * 1000)
@@ -97,12 +97,12 @@ def plain(value: Any) -> Any:  # noqa: PLR0911 - one return for each type
 
 
 def address(exchange: bytes, routing_key: bytes) -> str:
-    """A destination: the exchange and the key, or the queue."""
+    """Format a destination: the exchange and the key, or the queue."""
     return f"{as_text(exchange)} / {as_text(routing_key)}" if exchange else f"queue {as_text(routing_key)}"
 
 
 def preview(body: bytes, limit: int = PREVIEW) -> str:
-    """The beginning of a body: as text if it is printable text, else in hexadecimal."""
+    """Show the start of a body as text if it is printable, else in hexadecimal."""
     head = body[:limit]
     try:
         # Not final, because the limit may cut a character of up to four bytes.
@@ -113,7 +113,7 @@ def preview(body: bytes, limit: int = PREVIEW) -> str:
 
 
 def message_id(raw: bytes) -> bytes | None:
-    """The ``message_id`` in the properties of a message; None if it is empty or absent, or if they are malformed."""
+    """The ``message_id`` in a message's properties; None if it is empty or missing, or if they are malformed."""
     try:
         return Properties.parse(raw).short("message_id") or None
     except MalformedProperties:
@@ -121,9 +121,7 @@ def message_id(raw: bytes) -> bytes | None:
 
 
 def properties_test(wanted: Filter) -> Callable[[bytes], bool] | None:
-    """A test whether properties have the ``message_id`` and the headers of ``wanted``, compared as text; None if it has
-    none. The first of repeated headers counts.
-    """
+    """Build a test of ``message_id`` and headers, the first of each name, as text; None if ``wanted`` has neither."""
     needed = [name for name, _ in wanted.headers] + ([] if wanted.message_id is None else [wanted.message_id])
     if not needed:
         return None

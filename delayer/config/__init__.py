@@ -1,1 +1,1 @@
-"""The configuration: flags win over the environment, the environment over the TOML file. All mistakes come at once."""
+"""The configuration: flags override the environment, which overrides the TOML file. Errors are reported together."""

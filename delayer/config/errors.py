@@ -1,4 +1,4 @@
-"""Mistakes in a configuration. Their texts never show a secret."""
+"""Errors in a configuration. Their texts never show a secret."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from delayer.core.secret import concealed
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake: its source (a file, an environment variable or a flag), the key, expected, found."""
+    """One error: its source (a file, an environment variable or a flag), the key, the expected and the found value."""
 
     source: str
     key: str
@@ -25,7 +25,7 @@ class Problem:
 
 
 class ConfigError(Exception):
-    """The configuration cannot be used. ``problems`` holds every mistake that was found, not only the first."""
+    """The configuration is unusable. ``problems`` has every error found, not only the first."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("\n".join(map(str, problems)))
@@ -33,14 +33,12 @@ class ConfigError(Exception):
 
 
 class Expected(ValueError):
-    """Raised by the validators of the model; the text completes the sentence "expected …"."""
+    """Raised by the model's validators; the text completes the sentence "expected …"."""
 
 
 def show(value: object, *, is_url: bool = False) -> str:
-    """A found value as TOML or JSON would write it: shortened, printable, passwords masked.
-
-    It does not show a text that is no URL in place of a URL: that may be a bare password.
-    """
+    """Show a found value as TOML or JSON would: shortened, printable, passwords masked. In place of a URL, other text
+    is hidden, because it may be a bare password."""
     if value is None:
         return "nothing"
     if isinstance(value, dict):

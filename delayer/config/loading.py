@@ -1,4 +1,4 @@
-"""The settings, from file, environment and flags; or the list of all mistakes in them."""
+"""Load the settings from file, environment and flags, or list all errors in them."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ _BOUNDS = {"ge": "at least", "le": "at most"}
 
 
 def config_file(config: Path | None, environ: Mapping[str, str], system: Path = SYSTEM_FILE) -> Path | None:
-    """The file to read: ``config`` (--config), else ``DELAYER_CONFIG``, else /etc/delayer/delayer.toml (``system``) if
-    it exists. None: there is no file."""
+    """Choose the file: ``config`` (--config), else ``DELAYER_CONFIG``, else ``system`` if it exists, else None."""
     if config is not None:
         return config
     if environ.get("DELAYER_CONFIG"):
@@ -54,19 +53,17 @@ def config_file(config: Path | None, environ: Mapping[str, str], system: Path = 
     try:
         return system if system.exists() else None
     except PermissionError:
-        return system  # The directory is closed to us, and reading the file reports that.
+        return system  # The directory is closed to us; reading the file reports that.
 
 
 def load(
     file: Path | None, environ: Mapping[str, str], flags: Mapping[str, str], sealed: list[str] | None = None
 ) -> Settings:
-    """Read every source and build the settings. ``file`` comes from :func:`config_file`. ``flags`` maps dotted
-    keys to texts, as ``--set`` takes them.
+    """Read every source and build the settings. ``file`` is from :func:`config_file`. ``flags`` maps dotted keys to
+    strings, like ``--set``. Raises ConfigError with every error of every source.
 
-    systemd gives credentials to the daemon, but not to the commands that a unit runs at a reload. If ``sealed`` is
-    given, it collects the credential files that this process may not read. Their values stay unchecked.
-
-    Raises ConfigError with every mistake of every source.
+    systemd passes credentials to the daemon, but not to the commands that a unit runs at a reload. ``sealed``, if
+    given, collects the credential files that this process may not read; their values stay unchecked.
     """
     merged = MergedSettings(Flags(flags), Environment(environ), File(file))
     directory = environ.get("CREDENTIALS_DIRECTORY") or str((file or SYSTEM_FILE).parent)
@@ -96,8 +93,8 @@ def load(
 
 
 def _read_named_files(merged: MergedSettings, directory: str, sealed: list[str] | None) -> None:
-    """Replace ``${CREDENTIALS_DIRECTORY}`` in the ``…_file`` keys by ``directory``, check that each can be read, and
-    read the URLs and the token."""
+    """Replace ``${CREDENTIALS_DIRECTORY}`` in the ``…_file`` keys by ``directory``, check that each file is readable,
+    and read the URLs and the token."""
     for section in ("broker", "store", "http"):
         table = merged.values.get(section)
         if not isinstance(table, dict):
@@ -124,7 +121,7 @@ def _read_named_files(merged: MergedSettings, directory: str, sealed: list[str] 
 
 
 def _problem(merged: MergedSettings, error: Mapping[str, Any]) -> Problem:
-    """An error of pydantic as a Problem."""
+    """Turn an error of pydantic into a Problem."""
     loc: tuple[str | int, ...] = error["loc"]
     key = tuple(str(part) for part in loc)
     source, dotted = merged.origin(key), _dotted(loc)
@@ -166,7 +163,7 @@ def _keys_at(loc: Sequence[str | int]) -> dict[str, Any]:
 
 
 Mistake = tuple[str, str, str]
-"""The key, expected, found."""
+"""The key, the expected and the found value."""
 
 _NOT_OURS = "a name that is not one of the cascade's"
 
@@ -184,11 +181,11 @@ _OWN_ROOT = ".postgresql/root.crt"
 
 
 def _without_mistakes(values: dict[str, Any], errors: Iterable[ErrorDetails]) -> Settings | None:
-    """Remove the values that do not fit, so that the checks between keys see the others. None: the rest is invalid."""
+    """Remove invalid values, so that the checks between keys see the rest; None if the rest is still invalid."""
     for error in errors:
         *path, name = error["loc"]
         table = value_at(values, path)
-        if error["loc"][0] == "takeover":  # Without a valid name it has no cascade, so all are left out.
+        if error["loc"][0] == "takeover":  # Without a valid name it has no cascade, so drop all takeovers.
             values.pop("takeover", None)
         elif isinstance(table, dict) and error["type"] == "missing":
             table[name] = _dotted(error["loc"])  # A name that no other key has.
@@ -200,7 +197,7 @@ def _without_mistakes(values: dict[str, Any], errors: Iterable[ErrorDetails]) ->
 
 
 def between_keys(settings: Settings, merged: MergedSettings, *, sealed: bool) -> list[Problem]:
-    """Names that collide between the tables. ``sealed``: some credentials are left out, perhaps the store's URL."""
+    """Check the tables against each other. ``sealed``: some credentials are missing, perhaps the store's URL."""
     queues = {
         "intake.queue": settings.intake.queue,
         "native.due_queue": settings.native.due_queue,
@@ -243,7 +240,7 @@ def _of_routes(settings: Settings, queues: Mapping[str, str], merged: MergedSett
 
 
 def _circles(routes: Sequence[RouteTable]) -> Iterator[Mistake]:
-    """Routes that lead back to their own exchange: a message that is due at once would go round for ever."""
+    """Report routes that lead back to their own exchange, because a message due immediately would loop forever."""
     leads = {route.from_: route.to for route in routes if route.to}
     for index, route in enumerate(routes):
         start = route.from_
@@ -257,7 +254,7 @@ def _circles(routes: Sequence[RouteTable]) -> Iterator[Mistake]:
 
 
 def _in_the_cascade(settings: Settings, queues: Mapping[str, str]) -> Iterator[Mistake]:
-    """Queues, exchanges and destinations with names of the cascade: messages would get into the middle of it."""
+    """Report queues, exchanges and destinations named like the cascade's: messages would enter the middle of it."""
     cascade = Cascade(prefix=settings.native.prefix)
     taken = {level.name for level in cascade.levels()} | {cascade.delivery, cascade.strays}
     named = list(queues.items())
@@ -269,14 +266,14 @@ def _in_the_cascade(settings: Settings, queues: Mapping[str, str]) -> Iterator[M
 
 
 def _without_store(settings: Settings) -> Iterator[Mistake]:
-    """Settings that need a store."""
+    """Report settings that need a store."""
     keys = [f"route[{index}].key_from" for index, route in enumerate(settings.routes) if route.key_from]
     for key in ["takeover", *keys] if settings.takeovers else keys:
         yield key, "a store for its messages: store.url, where the mode is native", "none"
 
 
 def _takeovers(settings: Settings, queues: Mapping[str, str]) -> Iterator[Mistake]:
-    """Takeovers that occur twice, and names of ours that belong to another system's cascade."""
+    """Report duplicate takeovers, and names of ours that belong to another system's cascade."""
     ours = dict(queues) | {f"route[{index}].from": route.from_ for index, route in enumerate(settings.routes)}
     seen: set[Cascade] = set()
     for index, one in enumerate(settings.takeovers):
@@ -291,10 +288,10 @@ def _takeovers(settings: Settings, queues: Mapping[str, str]) -> Iterator[Mistak
 
 
 def mistakes(url: str, environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The mistakes in the parameters of a store's URL: expected and found. The driver would not
-    report them until it connects, and then as a store that cannot be reached."""
+    """Check the parameters of a store's URL. Returns expected and found value of each error. The driver reports them
+    only when it connects, and then as an unreachable store."""
     query = urlsplit(url).query
-    if urlsplit(url).netloc.count("@") > 1:  # For the driver the host begins behind the first @.
+    if urlsplit(url).netloc.count("@") > 1:  # For the driver, the host starts after the first @.
         return [("a URL in which an @ of user or password is written %40", "another one (not shown)")]
     try:
         given = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))

@@ -1,12 +1,10 @@
-"""Logs: one event name for each kind of event, one line for each event, and no secret in any of them. docs/events.md
-explains every name; a test compares that page with the code.
+"""Logs: one event name for each kind of event, one line for each event, and no secrets. docs/events.md explains every
+name; a test compares that page with the code.
 
-Modules log through ``structlog.get_logger(__name__)``. structlog takes 40 ms to load. So modules that short commands
-load use the standard library instead, with the details as ``extra``. :func:`configure` sets the format, and
-sends the logs of libraries the same way. Logs go to stderr, because stdout belongs to the result of a command.
-
-Texts from outside (header values, names, the broker's texts) may hold line ends and terminal codes. Values are cleaned
-before they are written, so that no message can forge a line of the log.
+Modules log through ``structlog.get_logger(__name__)``. Loading structlog takes 40 ms, so modules of short commands use
+the standard library instead, with the details as ``extra``; :func:`configure` formats both alike. Logs go to stderr,
+because stdout is for the result of a command. Values are cleaned before they are written: strings from outside (header
+values, names, the broker's texts) may contain line ends and terminal codes, and must not forge a line of the log.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ import structlog
 from delayer.core.readable import readable
 
 _DEEPEST = 6
-# Below a warning these libraries log about themselves. At debug level they log whole frames, with bodies and the login.
+# Below warnings, these libraries log about themselves: at debug level whole frames, with bodies and the login.
 _LIBRARIES = ("aio_pika", "aiormq", "pamqp", "alembic", "sqlalchemy", "asyncio")
-# These libraries log errors that they also raise, with tracebacks. delayer logs each error once.
+# These libraries log errors, with tracebacks, that they also raise. delayer logs each error once.
 _TALKATIVE = ("aiormq.connection", "asyncpg.pool")
 
 Event = MutableMapping[str, Any]
@@ -48,10 +46,10 @@ def _clean(value: object, depth: int = 0) -> object:
 
 
 def clean_values(_logger: object, _method: str, event: Event) -> Event:
-    """Processor: everything in the event readable, on one line, and without passwords."""
+    """Processor that makes every value of the event readable, on one line, and without passwords."""
     for key, value in event.items():
         if key == "exception" and isinstance(value, str):
-            # A traceback keeps its lines; indented, none of them can pass for an event of its own.
+            # A traceback keeps its lines, but indented, so that none can pass for an event.
             event[key] = readable(value, keep_lines=True).replace("\n", "\n    ")
         elif not key.startswith("_"):
             event[key] = _clean(value)
@@ -69,11 +67,9 @@ def _ordered(_logger: object, _method: str, event: Event) -> Event:
 
 
 class _Background(QueueHandler):
-    """A bounded queue of formatted lines. A thread writes them to stderr, and may wait there for the reader.
-
-    A pipe without a reader takes 64 KiB, and then its writer waits. When the queue is full the handler drops lines and
-    counts them, until the thread has written all others. So there is one gap, with a line behind it that has the count.
-    """
+    """A bounded queue of formatted lines. A thread writes them to stderr, and may block there: a pipe without a reader
+    takes 64 KiB, and then its writer waits. When the queue is full, the handler drops and counts lines until the thread
+    has written the rest. So there is one gap, followed by a line with the count."""
 
     queue: queue.Queue[logging.LogRecord]
 
@@ -91,33 +87,30 @@ class _Background(QueueHandler):
         self.queue.put_nowait(record)
 
     def handleError(self, _record: logging.LogRecord) -> None:  # noqa: N802 - its name in the standard library
-        """Count a line that found no room; the standard library would print a traceback to stderr, and wait there."""
+        """Count a line that did not fit. The standard library would print a traceback to stderr, and block there."""
         self.dropped += 1
 
     def report(self) -> None:
-        """Log how many lines were dropped, if any were."""
+        """Log how many lines were dropped, if any."""
         if self.dropped:
             lines, self.dropped = self.dropped, 0
             log.error("log lines dropped", lines=lines)
 
     def close(self) -> None:
-        """Nothing: logging.shutdown must not wait for the thread. See :func:`finish`."""
+        """Do nothing, because logging.shutdown must not wait for the thread. See :func:`finish`."""
 
 
 _background: _Background | None = None
 
 
 def log_in_background(lines: int = 5_000) -> None:
-    """Write logs in a thread from now on: a slow reader of stderr blocks no caller. At most ``lines`` lines wait."""
+    """From now on write logs in a thread, so that a slow reader of stderr blocks no caller. Buffers up to ``lines``."""
     global _background  # noqa: PLW0603 - one for the life of the process: two would mix their lines
     _background = _Background(lines)
 
 
 def finish(seconds: float = 0.3) -> None:
-    """At the end of the process: wait until all lines are written, but no longer than these seconds.
-
-    The daemon promises to stop within ten seconds, and everything else takes 8.5 at most.
-    """
+    """Wait until all lines are written, up to this long: the daemon has 10 s to stop, and needs up to 8.5 before."""
     if _background is None:
         return
     until = time.monotonic() + seconds
@@ -134,8 +127,8 @@ def configure(
     level: Literal["debug", "info", "warning", "error"],
     stream: TextIO | None = None,
 ) -> None:
-    """Send every log of this process to ``stream`` (stderr). A second call changes format and level at once, also for
-    loggers that exist already. ``auto``: for people on a terminal, JSON elsewhere."""
+    """Send every log of this process to ``stream`` (stderr). A later call changes format and level immediately, even
+    for existing loggers. ``auto`` means console format on a terminal, else JSON."""
     terminal = (stream or sys.stderr).isatty()
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,

@@ -1,4 +1,4 @@
-"""The configuration as one frozen tree. The file spells keys as the aliases do; durations are ``…_ms`` integers."""
+"""The configuration as one frozen tree. The file spells keys like the aliases; durations are ``…_ms`` integers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from delayer.core.cascade import Cascade
 from delayer.core.delay_sources import DEFAULT_FORMS, FORMS, source_of
 from delayer.core.secret import SecretUrl
 
-# pydantic's search for plugins reads the metadata of every package, and a plugin would see URLs with passwords.
+# pydantic's search for plugins reads every package's metadata, and a plugin would see URLs with passwords.
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 DEFAULT_BROKER_URL = "amqp://guest:guest@localhost:5672/"
@@ -32,7 +32,7 @@ DEFAULT_STORE_URL = "postgresql://localhost/delayer"
 
 
 class Table(BaseModel):
-    """A table of the file. It is frozen, and an unknown key is a mistake."""
+    """A table of the file: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, hide_input_in_errors=True)
 
@@ -79,7 +79,7 @@ def _delay_forms(value: object) -> tuple[str, ...]:
 
 
 class RetryTable(Table):
-    """The rules by which a route's dead letters go back to their queues."""
+    """The rules by which a route's dead letters return to their queues."""
 
     first_ms: values.DurationMs = Field(default=5_000, alias="first")
     factor: Annotated[StrictFloat, Field(ge=1, le=100)] = 2.0
@@ -97,7 +97,7 @@ class RetryTable(Table):
 
 
 class RouteTable(Table):
-    """The rules for messages that came through the exchange ``from_``; ``""``: straight into the intake queue."""
+    """The rules for messages from the exchange ``from_``; ``""`` means those sent straight to the intake queue."""
 
     from_: values.ExchangeName = Field(alias="from")
     to: values.ExchangeName = ""
@@ -193,7 +193,7 @@ class NativeTable(Table):
 
 
 class StoreTable(Table):
-    """``url`` is None where no store was configured; see :attr:`Settings.store_url`."""
+    """``url`` is None if no store is configured; see :attr:`Settings.store_url`."""
 
     url: values.StoreUrl | None = None
     url_file: values.Path | None = None
@@ -208,8 +208,8 @@ class RefusedTable(Table):
 
 
 class HttpTable(Table):
-    """Changes over HTTP need the ``token``; without one the page changes nothing. Away from loopback, readers
-    need it too, unless the page is ``open``. ``metrics_listen`` serves health and metrics only."""
+    """Changes over HTTP need the ``token``; without a token the page is read-only. Away from loopback, reading needs it
+    too, unless the page is ``open``. ``metrics_listen`` serves only health and metrics."""
 
     listen: values.Listen = "127.0.0.1:9419"
     metrics_listen: values.Listen = ""
@@ -227,7 +227,7 @@ class HttpTable(Table):
 
 
 class AuditRuleTable(Table):
-    """A rule of the user's for ``delayer audit --deep`` (docs/backlog.md). ``sql`` selects a subject, id and due_ms."""
+    """A user's rule for ``delayer audit --deep`` (docs/backlog.md). ``sql`` selects a subject, id and due_ms."""
 
     name: values.RuleName
     sql: values.RuleSql
@@ -245,7 +245,7 @@ class LogTable(Table):
 
 
 class Settings(Table):
-    """Everything that can be set. Built once, by :func:`delayer.config.load`; in tests by ``model_validate``."""
+    """Everything that can be set. Built once, by :func:`delayer.config.load`, or in tests by ``model_validate``."""
 
     mode: Literal["native", "store"] = "store"
     broker: BrokerTable = BrokerTable()
@@ -266,10 +266,8 @@ class Settings(Table):
 
     @property
     def broker_url(self) -> str:
-        """The broker's URL with the TLS files and the heartbeat of ``[broker]`` as its query parameters.
-
-        A parameter in the URL itself has priority. The result has the password: connect by it, and never print it.
-        """
+        """The broker's URL with ``[broker]``'s TLS files and heartbeat as parameters, which those in the URL override.
+        It contains the password, so connect with it but never print it."""
         parts = urlsplit(self.broker.url.reveal())
         ours = {"heartbeat": str(self.broker.heartbeat_ms // 1000)}
         if parts.scheme == "amqps":
@@ -289,5 +287,5 @@ class Settings(Table):
 
     @property
     def management_url(self) -> str | None:
-        """The URL of the broker's management API, or None. Holds the password."""
+        """The URL of the broker's management API, with its password, or None."""
         return self.broker.management_url.reveal() if self.broker.management_url else None

@@ -1,8 +1,6 @@
-"""The sources of the settings: the TOML file, the environment, and the flags of the command line.
-
-pydantic-settings asks the sources in the order of their priority, and merges their tables key by key. It replaces a
-list (the routes) as a whole. Each source keeps its mistakes, so that all of them are reported together.
-"""
+"""The sources of the settings: the TOML file, the environment, and the flags of the command line. pydantic-settings
+merges their tables key by key, by priority, but replaces a list (the routes) as a whole. Each source keeps its errors,
+so that all are reported together."""
 
 from __future__ import annotations
 
@@ -26,11 +24,11 @@ Key = tuple[str, ...]
 
 ENV_PREFIX = "DELAYER_"
 NOT_KEYS = frozenset({"DELAYER_CONFIG", "DELAYER_FAULT", "DELAYER_IMPORT_URL", "DELAYER_IMPORT_MANAGEMENT_URL"})
-# Kubernetes puts these into every container of a namespace that has a service called "delayer".
+# Kubernetes sets these in every container of a namespace that has a service called "delayer".
 _KUBERNETES = re.compile(r"DELAYER_(SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_[0-9]+_\w+)")
 FLAGS = {"mode": "--mode", "broker.url": "--broker-url", "store.url": "--store-url"}
 IN_FILES = {"broker": "url", "store": "url", "http": "token"}
-"""The key of each section that can also come from a file, by the same name with _file."""
+"""By section, the key that can also come from a file, whose key is the same name with _file."""
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
@@ -39,12 +37,12 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The keys of one table, as the file spells them."""
+    """The keys of a table, as the file spells them."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def known_keys() -> dict[Key, FieldInfo]:
-    """Every key that environment and flags can set, sections included; the routes are one key."""
+    """Every key that environment and flags can set, including sections; the routes are one key."""
     known: dict[Key, FieldInfo] = {}
     for name, field in keys_of(Settings).items():
         known[(name,)] = field
@@ -59,13 +57,13 @@ def env_name(key: Key) -> str:
 
 
 def unknown_key(source: str, key: str, name: str, candidates: Iterable[str], hint: str = "") -> Problem:
-    """The problem of an unknown key. It never shows the value: that may be a password under a wrong name."""
+    """Report an unknown key, without its value, which may be a password under a wrong name."""
     near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.7)
     return Problem(source, key, "a known key", "an unknown one", f"did you mean {near[0]}?" if near else hint)
 
 
 class SettingsSource(PydanticBaseSettingsSource):
-    """One source: its raw values, the name of the place of each, and its mistakes."""
+    """One source: its raw values, the place of each, and its errors."""
 
     def __init__(self) -> None:
         super().__init__(BaseSettings)
@@ -76,7 +74,7 @@ class SettingsSource(PydanticBaseSettingsSource):
         return self.values.get(field_name), field_name, False
 
     def __call__(self) -> dict[str, Any]:
-        """The values, without a URL or token that a source of higher priority sets by itself or by its file."""
+        """The values, without a URL or token that a source of higher priority sets directly or by its file."""
         values = dict(self.values)
         for section, name in IN_FILES.items():
             table, above = values.get(section), self.current_state.get(section)
@@ -93,7 +91,7 @@ class SettingsSource(PydanticBaseSettingsSource):
 
     @abstractmethod
     def place(self, key: Key) -> str:
-        """The place where this source sets ``key``, for people."""
+        """Say where this source sets ``key``, for people."""
 
 
 class File(SettingsSource):
@@ -113,21 +111,21 @@ class File(SettingsSource):
             expected, found = "a file that can be read", error.strerror or str(error)
         except RecursionError:
             expected, found = "TOML that can be read", "thousands of levels"
-        except ValueError as error:  # Also bytes that are not UTF-8, and a number of thousands of digits.
+        except ValueError as error:  # Also bytes that are not UTF-8, and a number with thousands of digits.
             expected, found = "TOML in UTF-8, with quotes around text", str(error)
         self.problems.append(Problem(str(path), "", expected, found))
         return {}
 
 
 class Texts(SettingsSource):
-    """A source whose values are texts. Lists and tables are JSON."""
+    """A source whose values are strings. Lists and tables are JSON."""
 
     def __init__(self, texts: Sequence[tuple[Key, str, str]]) -> None:
-        """``texts``: keys, texts, and the place of each."""
+        """``texts``: the key, the string and the place of each value."""
         super().__init__()
         self._places: dict[Key, str] = {}
         known = known_keys()
-        # A section comes before its keys, because the text of a key has priority.
+        # A section precedes its keys, because a key's own string has priority.
         for key, text, place in sorted(texts):
             value = _read_text(known[key], text)
             if value is None:
@@ -165,7 +163,7 @@ class Environment(Texts):
 
 
 class Flags(Texts):
-    """The flags of the command line. A flag maps a dotted key to a text, as ``--set`` does."""
+    """The flags of the command line. A flag maps a dotted key to a string, as ``--set`` does."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         names = {".".join(key): key for key in known_keys()}
@@ -176,7 +174,7 @@ class Flags(Texts):
 
 
 def merged_values(sources: tuple[SettingsSource, ...]) -> dict[str, Any]:
-    """The merged raw values of all sources, before they are validated as Settings."""
+    """Merge the raw values of all sources, before they are validated as Settings."""
 
     class Layers(BaseSettings):
         model_config = SettingsConfigDict(extra="allow", hide_input_in_errors=True)
@@ -187,23 +185,23 @@ def merged_values(sources: tuple[SettingsSource, ...]) -> dict[str, Any]:
 
         @classmethod
         def _settings_log_debug(cls, states: dict[str, dict[str, Any]]) -> None:
-            """PYDANTIC_SETTINGS_DEBUG would log the values, passwords included."""
+            """Disabled, because PYDANTIC_SETTINGS_DEBUG would log the values, including passwords."""
 
     return Layers().model_extra or {}
 
 
 class MergedSettings:
-    """The merged values of some sources, the place of each value, and all mistakes so far."""
+    """The merged values of some sources, the place of each value, and all errors so far."""
 
     def __init__(self, *sources: SettingsSource) -> None:
-        """``sources``: the one with the highest priority first."""
+        """``sources``: highest priority first."""
         self._sources = sources
         self.values = merged_values(sources)
         self.problems = [problem for source in reversed(sources) for problem in source.problems]
         self._contents: dict[Key, str] = {}
 
     def origin(self, key: Key) -> str:
-        """The place where the value at ``key`` was set; for a value inside a list, the place of the list."""
+        """Say where the value at ``key`` was set; for a value inside a list, where the list was."""
         for length in range(len(key), 0, -1):
             part = key[:length]
             if part in self._contents:
@@ -214,17 +212,17 @@ class MergedSettings:
         return "defaults"
 
     def put(self, section: str, name: str, value: object, place: str) -> None:
-        """Set a value that was read from the file ``place``."""
+        """Set a value read from the file ``place``."""
         self.values[section][name] = value
         self._contents[section, name] = place
 
     def note(self, key: Key, expected: str, found: str, hint: str = "") -> None:
-        """Add a mistake in the value at ``key``."""
+        """Add an error in the value at ``key``."""
         self.problems.append(Problem(self.origin(key), ".".join(key), expected, found, hint))
 
 
 def _read_text(field: FieldInfo, text: str) -> object:
-    """The raw value, as the file would have it. None if the key needs a list or a table, and ``text`` is not one."""
+    """Parse the raw value, as the file would have it; None if the key needs a list or table and ``text`` is neither."""
     section = section_of(field)
     if section is not None or get_origin(field.annotation) is tuple:
         try:
@@ -241,7 +239,7 @@ def _read_text(field: FieldInfo, text: str) -> object:
 
 
 def value_at(values: Any, loc: Sequence[str | int]) -> object:
-    """The value at that place in these tables and lists; None without one."""
+    """The value at that place in these tables and lists; None if it does not exist."""
     for part in loc:
         try:
             values = values[part]

@@ -1,5 +1,4 @@
-"""Durations, instants, headers and hosts as people write them, and the name of a service; for the command line and the
-pages."""
+"""Durations, times, headers and hosts as people write them, and a service's name, for the command line and pages."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 
 
 def shift_ms(text: str) -> int:
-    """Milliseconds of a duration with or without a sign: "30m", "+30m", "-1h". Raises Expected."""
+    """Parse a duration with or without a sign into milliseconds: "30m", "+30m", "-1h". Raises Expected."""
     text = text.strip()
     try:
         return -duration_ms(text[1:]) if text.startswith("-") else duration_ms(text.removeprefix("+"))
@@ -31,11 +30,9 @@ def shift_ms(text: str) -> int:
 
 
 def instant_ms(text: str, now_ms: int | None = None, zone: tzinfo | None = None) -> int:
-    """Epoch milliseconds of an RFC 3339 text, rounded up so that no message is early. A date is its midnight in UTC.
-
-    With ``now_ms`` also a duration from now: "2h", "-30m". ``zone``: that of a text without an offset. Without ``zone``
-    such a text is refused, because it means another instant elsewhere. Raises Expected.
-    """
+    """Parse an RFC 3339 time into epoch ms, rounded up so that no message is early. A date is its midnight in UTC. With
+    ``now_ms``, also a duration from now: "2h", "-30m". ``zone`` applies to a time without an offset. Without ``zone``
+    such a time is rejected, because it means another instant elsewhere. Raises Expected."""
     if now_ms is not None:
         with suppress(Expected):
             return now_ms + shift_ms(text)
@@ -50,7 +47,7 @@ def instant_ms(text: str, now_ms: int | None = None, zone: tzinfo | None = None)
 
 
 def duration_text(amount_ms: int) -> str:
-    """The shortest text that :func:`duration_ms` reads as ``amount_ms``."""
+    """Format the shortest text that :func:`duration_ms` reads as ``amount_ms``."""
     for unit in ("d", "h", "m", "s"):
         if amount_ms and amount_ms % UNITS_MS[unit] == 0:
             return f"{amount_ms // UNITS_MS[unit]}{unit}"
@@ -58,7 +55,7 @@ def duration_text(amount_ms: int) -> str:
 
 
 def target_text(at_ms: int | None, by_ms: int) -> str:
-    """The end of a sentence about a reschedule: " to" the new instant, or " by" a duration, with a - if earlier.
+    """End a sentence about a reschedule: " to" the new time, or " by" a duration, with a - if earlier.
 
     >>> target_text(None, -7_200_000), target_text(1_800_000_000_000, 0)
     (' by -2h', ' to 2027-01-15T08:00:00Z')
@@ -70,11 +67,11 @@ def target_text(at_ms: int | None, by_ms: int) -> str:
 
 Scalar = str | int | float | bool
 LONGEST_NAME: Final = 128
-"""The bytes of a header's name. AMQP 0-9-1 allows no longer one, and pamqp cuts it there."""
+"""Maximum bytes of a header's name. AMQP 0-9-1 allows no longer name, and pamqp cuts it there."""
 
 
 def typed_header(text: str) -> tuple[str, Scalar]:
-    """A header as NAME=VALUE or NAME:TYPE=VALUE. Raises ValueError with the field, the expected and the found text."""
+    """Parse NAME=VALUE or NAME:TYPE=VALUE. Raises ValueError with the field, the expected and the found value."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise ValueError(f"expected NAME=VALUE or NAME:TYPE=VALUE, found {show(text)}")
@@ -93,7 +90,7 @@ def typed_header(text: str) -> tuple[str, Scalar]:
 
 
 def _utf8(text: str) -> str:
-    text.encode()  # An argument may have bytes that are no UTF-8.
+    text.encode()  # An argument may have bytes that are not UTF-8.
     return text
 
 
@@ -113,7 +110,7 @@ _TYPES: Final[Mapping[str, Callable[[str], Scalar]]] = {"str": _utf8, "int": _in
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, as a URL spells it, is the loopback interface."""
+    """Whether a host, as a URL spells it, is on the loopback interface."""
     name = host.strip("[]").rstrip(".").lower()
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -124,7 +121,7 @@ def is_loopback(host: str) -> bool:
 
 
 def service_of(settings: Settings) -> str:
-    """A name that all processes of one virtual host of one broker share, with any login.
+    """Name the service: all processes of one virtual host of one broker share the name, with any login.
 
     >>> urls = "amqp://a:b@host/orders", "amqp://host:5672/orders", "amqp://a:b@host/mail"
     >>> one, same, other = (service_of(Settings.model_validate({"broker": {"url": url}})) for url in urls)
@@ -136,7 +133,7 @@ def service_of(settings: Settings) -> str:
 
 
 def names_of(settings: Settings) -> dict[str, str]:
-    """The names that tell systems apart, for every page and ``delayer status``. They contain no login."""
+    """The names that distinguish systems, for every page and ``delayer status``. They never contain a login."""
     url = urlsplit(settings.broker_url)
     port = url.port or (5671 if url.scheme == "amqps" else 5672)
     found = {"label": settings.http.label} if settings.http.label else {}

@@ -1,4 +1,4 @@
-"""Topology and cascade from settings. daemon/live_settings.py makes the policy."""
+"""Topology and cascade from settings. (daemon/live_settings.py builds the policy.)"""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ def cascade_of(settings: Settings) -> Cascade:
 
 
 def uses_cascade(settings: Settings) -> bool:
-    """Whether new delays may take the cascade."""
+    """Whether new delays may use the cascade."""
     return settings.mode == "native" or settings.store.park_beyond_ms > 0
 
 
 def without_effect(settings: Settings) -> list[str]:
-    """The routes whose ``max_rate`` has no effect: in native mode their messages do not pass the store."""
+    """The routes whose ``max_rate`` has no effect, because in native mode their messages bypass the store."""
     return [route.from_ for route in settings.routes if route.max_rate and settings.mode == "native"]
 
 
 def unread_delays(settings: Settings) -> dict[bytes, str]:
-    """The exchanges of routes that do not read ``x-delay`` first, each with the reason why a new ``x-delay`` does not
-    count."""
+    """Exchanges whose routes do not read ``x-delay`` first, each with the reason why a new one is ignored."""
     found: dict[bytes, str] = {}
     for route in settings.routes:
         forms = () if route.retry else route.delay_from
@@ -37,16 +36,15 @@ def unread_delays(settings: Settings) -> dict[bytes, str]:
 
 
 def own_names(settings: Settings) -> tuple[frozenset[bytes], frozenset[bytes]]:
-    """Queues and exchanges that no message may name as its destination, in either mode: earlier messages may still be
-    in the cascade, although new ones do not use it."""
-    # The exchanges of other systems' cascades belong to them, and an application may want to deliver there.
+    """Queues and exchanges that no message may target, in either mode, as the cascade may still have old messages."""
+    # Leave out the exchanges of other systems' cascades: an application may want to deliver there.
     ours = [native_of(settings), *(cascade.topology() for cascade in _cascades(settings))]
     exchanges = {exchange.name for one in ours for exchange in one.exchanges if not exchange.shared}
     return frozenset(map(str.encode, queues_at_work(settings))), frozenset(map(str.encode, exchanges))
 
 
 def _cascades(settings: Settings) -> dict[Cascade, str]:
-    """The cascades that a daemon may fill or empty, and the key of the configuration that names each."""
+    """The cascades that a daemon may fill or empty, and the configuration key that names each."""
     cascades = {cascade_of(settings): "native.prefix"}
     for table in settings.takeovers:
         cascades.setdefault(Cascade(table.cascade, owner=table.prefix), "takeover.cascade")
@@ -54,7 +52,7 @@ def _cascades(settings: Settings) -> dict[Cascade, str]:
 
 
 def queues_at_work(settings: Settings) -> dict[str, str]:
-    """The queues that a daemon fills and empties in either mode, and the key of the configuration for each."""
+    """The queues that a daemon fills and empties in either mode, and the configuration key of each."""
     found = {
         settings.intake.queue: "intake.queue",
         settings.refused.queue: "refused.queue",
@@ -67,8 +65,7 @@ def queues_at_work(settings: Settings) -> dict[str, str]:
 
 
 def intake_of(settings: Settings) -> Topology:
-    """The topology of every mode: the intake queue, the refused queue, the exchanges of the routes, the ends of
-    retries."""
+    """The topology of every mode: intake and refused queues, routes' exchanges, and queues for exhausted retries."""
     table, sources = settings.intake, [route.from_ for route in settings.routes]
     classic, shared = table.queue_type == "classic", table.consumers == "shared"
     intake = intake_topology(table.queue, settings.refused.queue, sources, classic=classic, shared=shared)
@@ -89,12 +86,12 @@ def destinations_of(settings: Settings) -> Topology:
 
 
 def native_of(settings: Settings) -> Topology:
-    """The further topology of native mode: the cascade, and the daemon's own queue at its end."""
+    """What native mode adds to the topology: the cascade, and the daemon's own queue at its end."""
     cascade = cascade_of(settings)
     return cascade.topology() + due_topology(cascade, settings.native.due_queue, settings.refused.queue)
 
 
 def topology_of(settings: Settings) -> Topology:
-    """All that this configuration needs on the broker."""
+    """Everything that this configuration needs on the broker."""
     whole = intake_of(settings) + destinations_of(settings)
     return whole + native_of(settings) if uses_cascade(settings) else whole

@@ -1,7 +1,5 @@
-"""The types of values in a configuration, each with the sentence that says the expected form.
-
-Durations are read from texts like ``"250ms"`` and kept as whole milliseconds.
-"""
+"""The types of configuration values, each with the sentence that states the expected form. Durations are read from
+strings like ``"250ms"`` into whole milliseconds."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ _DURATION = re.compile(r"([0-9]{1,15})(ms|s|m|h|d)")
 
 
 def duration_ms(value: object) -> int:
-    """Milliseconds of a text like "0s", "250ms", "10s", "5m", "12h" or "3650d". Raises Expected."""
+    """Parse a duration like "0s", "250ms", "10s", "5m", "12h" or "3650d" into milliseconds. Raises Expected."""
     wanted = 'a duration in whole numbers such as "250ms", "10s", "5m", "12h" or "30d"'
     if isinstance(value, int | float) and not isinstance(value, bool):
         raise Expected(f'{wanted} (a bare number has no unit: write "{value:g}s" or "{value:g}ms")')
@@ -140,7 +138,7 @@ def _sql(value: object) -> str:
 
 
 def listen_address(value: object) -> str:
-    """``host:port`` (``[::1]:port`` for IPv6), or empty for no listener at all."""
+    """Check ``host:port`` (``[::1]:port`` for IPv6), or empty for no listener. Raises Expected."""
     wanted = '"host:port" (IPv6 as "[::1]:port"), or "" for none'
     if not isinstance(value, str):
         raise Expected(wanted)
@@ -148,7 +146,7 @@ def listen_address(value: object) -> str:
         return value
     host, colon, port = value.rpartition(":")
     try:
-        host.encode("idna")  # The resolver does the same, and its UnicodeError would end the daemon.
+        host.encode("idna")  # The resolver does the same, and its UnicodeError would crash the daemon.
     except UnicodeError:
         raise Expected(wanted) from None
     bracketed = host.startswith("[") and host.endswith("]") and len(host) > 2
@@ -181,7 +179,7 @@ def _url(value: object, schemes: tuple[str, ...], example: str) -> SecretUrl:
         raise Expected(f"{wanted}; {_ESCAPES}") from None
     _, at, place = parts.netloc.rpartition("@")
     if at and re.fullmatch(r"[^:]+:[0-9]+|\[[^]]*\]:[0-9]+", place) and not 0 < int(place.rpartition(":")[2]) <= 65_535:
-        # The port follows user and password, so it is no part of a password.
+        # The port follows user and password, so it cannot be part of a password.
         raise Expected(f"{wanted}; a port is a number from 1 to 65535")
     try:
         port = parts.port
@@ -189,7 +187,7 @@ def _url(value: object, schemes: tuple[str, ...], example: str) -> SecretUrl:
         # urllib's error quotes parts of the URL, perhaps of its password.
         raise Expected(f"{wanted}; {_ESCAPES}") from None
     if "@" in parts.path + parts.fragment or ("@" in parts.query and ("@" in parts.netloc or "amqp" in schemes)):
-        # A bare /, # or ? ended user and password early. A client would take the text behind their @ for the host.
+        # A bare /, # or ? ended user and password early. A client would use the text after their @ as the host.
         raise Expected(f"{wanted}; {_ESCAPES}; so is an @ behind the host, %40")
     if not value.isprintable() or " " in value:
         raise Expected(f"{wanted}, without blanks and control characters; in a password they are written %20 and so on")
@@ -199,7 +197,7 @@ def _url(value: object, schemes: tuple[str, ...], example: str) -> SecretUrl:
 
 
 def broker_url(value: object) -> SecretUrl:
-    """Raises Expected, as the next two functions do."""
+    """Check a broker URL. Raises Expected, as do the next two functions."""
     url = _url(value, ("amqp", "amqps"), "amqp://user:password@host:5672/vhost, or amqps:// for TLS")
     if "/" in urlsplit(url.reveal()).path[1:]:
         raise Expected('a URL with one virtual host at its end; a "/" in its name, or in the password, is written %2F')
@@ -220,7 +218,7 @@ Limit = Annotated[int | None, BeforeValidator(_limit_ms)]
 DurationMs = Annotated[int, BeforeValidator(duration_ms)]
 GiveBackMs = Annotated[int, _duration_from("1s")]
 HeartbeatMs = Annotated[int, BeforeValidator(_heartbeat_ms)]
-# The daemon looks for segments once a minute, and restores one after another.
+# The daemon checks for segments once a minute, and restores them one after another.
 RestoreAheadMs = Annotated[int, _duration_from("5m", ": what is restored later would be late")]
 ExchangeName = Annotated[str, _named("the name of an exchange")]
 RoutingKey = Annotated[str, _named("a routing key")]

@@ -6,17 +6,15 @@ from typing import Final
 
 
 def pause(attempt: int, random: float) -> float:
-    """Seconds before the next attempt. ``attempt`` counts from 0; the pause doubles from 0.2 s to 15 s.
-
-    ``random`` in [0, 1) spreads the pause over its upper half, so that the clients do not reconnect all at once.
-    """
+    """Seconds before the next attempt: 0.2 s for ``attempt`` 0, then doubling up to 15 s. ``random`` in [0, 1) varies
+    the upper half of the pause, so that clients do not reconnect all at once."""
     ceiling = min(15.0, 0.2 * 2.0 ** min(attempt, 16))
     return ceiling * (0.5 + 0.5 * random)
 
 
 class LogThrottle:
-    """A throttle of log lines for repeated failures. It passes the first failure and each failure with a new reason.
-    It passes a repeated one after 10 s, then 20 s, and so on up to 5 minutes. A long outage does not fill the log."""
+    """Passes the first failure, and each failure with a new reason. Passes a repeated failure after 10 s, then 20 s,
+    and so on up to 5 minutes, so that a long outage does not fill the log."""
 
     def __init__(self) -> None:
         self._said: str | None = None
@@ -35,7 +33,7 @@ class LogThrottle:
         return True
 
     def reset(self) -> None:
-        """Reset after a success: the next failure is logged."""
+        """Reset after a success, so that the next failure is logged."""
         self._said = None
 
 
@@ -44,15 +42,13 @@ LONGEST_MS: Final = 3_600_000
 
 
 def pause_ms(attempts: int, message_id: int) -> int:
-    """The pause after ``attempts`` failed attempts (at least 1): 10 s, doubling up to an hour, less up to a fifth of
-    it.
-
-    The reduction depends only on the id. It spreads the retries of messages that one outage held.
+    """The pause after ``attempts`` failures (at least 1): 10 s, doubling up to an hour, less up to a fifth of it. The
+    reduction depends only on the id, to spread the retries of messages that one outage held.
 
     >>> [pause_ms(n, 0) for n in (1, 2, 9, 10, 1000)]
     [10000, 20000, 2560000, 3600000, 3600000]
     """
     whole = min(FIRST_MS << min(attempts - 1, 16), LONGEST_MS)
-    # The factor is 2^64 / golden ratio: neighbouring ids get distant products. The highest 16 bits are used.
+    # The factor is 2^64 / golden ratio, so neighbouring ids get distant products. Only the highest 16 bits are used.
     spread = (message_id * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF) >> 48
     return whole - (whole // 5 * spread >> 16)

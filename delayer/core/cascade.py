@@ -1,13 +1,13 @@
-"""The cascade: 28 levels of TTL queues, for 2^27 seconds down to one, and the routing keys through them. Pure.
+"""The cascade: 28 levels of TTL queues, from 2^27 seconds down to one, and the routing keys through them. Pure.
 
-The exchange of level L routes by bit L of the delay, which is word number 27 - L of the routing key. A 1 routes to the
-level's queue, which dead-letters the message to the next exchange after 2^L seconds. A 0 routes to the next exchange at
-once. So a message enters at its highest set bit, waits exactly its delay, and leaves at the delivery exchange::
+Word 27 - L of the routing key is bit L of the delay, and the exchange of level L routes by it. A 1 routes to the
+level's queue, which dead-letters the message to the next exchange after 2^L seconds. A 0 routes straight to the next
+exchange. So a message enters at its highest set bit, waits exactly its delay, and leaves at the delivery exchange::
 
     1.0.1.address      level 2 ──wait 4 s──> level 1 ──> level 0 ──wait 1 s──> delivery ──> *.*.*.address
 
 Other systems use the same cascade under other names. Takeovers and imports empty those cascades, so names and arguments
-here are exactly those of the owner.
+here match the owner's exactly.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from delayer.core.topology import ArgumentValue, Binding, Exchange, Queue, Topol
 LEVELS = 28
 MAX_SECONDS = (1 << LEVELS) - 1
 ADDRESS_BYTES = SHORT_STRING - 2 * LEVELS
-"""The room for the address in a routing key: the digits and dots of all levels take the rest."""
+"""Room for the address in a routing key; the digits and dots of all levels take the rest."""
 
 NAME_BYTES = 127
-"""AMQP 0-9-1's limit for names of exchanges. RabbitMQ allows longer names; its client libraries do not."""
+"""AMQP 0-9-1's limit for exchange names. RabbitMQ allows longer names; its client libraries do not."""
 
-# RabbitMQ 4's default limit of 20 deletes a message after 21 lost connections, and -1 deletes it after one on 3.10.
+# RabbitMQ 4's default of 20 deletes a message after 21 lost connections; on 3.10, -1 deletes it after one.
 DELIVERY_LIMIT = 1_000_000
-"""The delivery limit of queues that the daemon consumes. Above it the broker moves a message to the refused queue."""
+"""Delivery limit of queues that the daemon consumes. Beyond it, the broker moves a message to the refused queue."""
 LOOKS = (1 << 53) - 1
-"""The delivery limit of queues that people inspect. Up to RabbitMQ 4.2 each inspection counts as a delivery. At 100 a
-second this limit lasts 2.8 million years. JSON holds no larger integer exactly."""
+"""Delivery limit of queues that operators inspect: up to RabbitMQ 4.2, each inspection counts as a delivery. At 100 a
+second it lasts 2.8 million years. JSON cannot hold larger integers exactly."""
 
 Kind = Literal["delayer", "nservicebus-v2", "nservicebus-v1", "celery"]
 CASCADE_KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -41,7 +41,7 @@ CASCADE_KINDS: tuple[Kind, ...] = get_args(Kind)
 _NAMES_BEGIN = re.compile(r"[A-Za-z0-9_.:-]*")
 _PREFIX = re.compile(rb"(?:[01]\.){28}")
 ONE_CONSUMER = "x-single-active-consumer"
-"""The argument of a queue by which the broker delivers to one consumer at a time. The others stand by."""
+"""The queue argument that makes the broker deliver to one consumer at a time; the rest stand by."""
 _QUORUM: dict[str, ArgumentValue] = {
     "x-queue-type": "quorum",
     "x-dead-letter-strategy": "at-least-once",
@@ -50,7 +50,7 @@ _QUORUM: dict[str, ArgumentValue] = {
 
 
 class Level(NamedTuple):
-    """One level. Exchange and queue share ``name``; ``next`` is the next exchange."""
+    """One level. Its exchange and its queue share ``name``; ``next`` is the next exchange."""
 
     number: int
     name: str
@@ -67,7 +67,7 @@ class _Family(NamedTuple):
 _FAMILIES: dict[Kind, _Family] = {
     "delayer": _Family("{prefix}delay-level-{level:02d}", "{prefix}delay-delivery", _QUORUM),
     "nservicebus-v2": _Family("nsb.v2.delay-level-{level:02d}", "nsb.v2.delay-delivery", _QUORUM),
-    # Without x-queue-type the vhost's default applies. RabbitMQ 4.3 refuses x-queue-mode, and so this whole kind.
+    # Without x-queue-type the vhost's default applies. RabbitMQ 4.3 rejects x-queue-mode, and so this whole kind.
     "nservicebus-v1": _Family("nsb.delay-level-{level:02d}", "nsb.delay-delivery", {"x-queue-mode": "lazy"}),
     "celery": _Family("celery_delayed_{level}", "celery_delayed_delivery", _QUORUM),
 }
@@ -75,16 +75,15 @@ _FAMILIES: dict[Kind, _Family] = {
 
 @dataclass(frozen=True, slots=True)
 class Cascade:
-    """One cascade. ``prefix`` begins the names of our own cascade (kind "delayer"); other kinds ignore it.
-
-    ``owner`` is kombu's optional prefix of Celery's names, since kombu 5.7; only for kind "celery"."""
+    """One cascade. ``prefix`` starts the names of our own cascade (kind "delayer"); other kinds ignore it. ``owner``,
+    for kind "celery" only, is kombu's optional prefix of Celery's names, since kombu 5.7."""
 
     kind: Kind = "delayer"
     prefix: str = "delayer."
     owner: str = ""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for an unknown kind, and for a prefix that the broker does not allow in a name."""
+        """Raises ValueError for an unknown kind, and for a prefix that the broker rejects in names."""
         if self.kind not in CASCADE_KINDS:
             raise ValueError(f"cascade: expected one of {', '.join(CASCADE_KINDS)}, found {self.kind!r}")
         for begin in (self.prefix, self.owner):
@@ -110,30 +109,26 @@ class Cascade:
 
     @property
     def counts_deliveries(self) -> bool:
-        """Whether the level queues are quorum queues, which count deliveries. Only the broker writes the header
-        ``x-delivery-count`` of messages that these queues redeliver."""
+        """Whether the level queues are quorum queues, so that only the broker sets ``x-delivery-count`` there."""
         return _FAMILIES[self.kind].arguments.get("x-queue-type") == "quorum"
 
     @property
     def delivery(self) -> str:
-        """Name of the delivery exchange, at the end of the cascade."""
+        """Name of the delivery exchange at the end of the cascade."""
         return self._owned(_FAMILIES[self.kind].delivery.format(prefix=self.prefix))
 
     @property
     def strays(self) -> str:
-        """Name of the strays exchange and queue, which take messages whose address has no binding.
-
-        "" for another system's cascade, which has no such queue.
-        """
+        """Name of the exchange and queue for messages whose address has no binding; "" for another system's cascade."""
         return "" if self.shared else f"{self.prefix}delay-strays"
 
     @property
     def probe(self) -> str:
-        """Beginning of the names of queues that ask whether the broker delays messages itself."""
+        """Prefix of the names of queues that test whether the broker delays messages itself."""
         return f"{self.prefix}delay-probe"
 
     def level(self, number: int) -> str:
-        """Name of the exchange and of the queue of level 0..27."""
+        """Name of the exchange and of the queue of a level, 0 to 27."""
         if not 0 <= number < LEVELS:
             raise ValueError(f"level: expected 0 to {LEVELS - 1}, found {number}")
         return self._owned(_FAMILIES[self.kind].level.format(prefix=self.prefix, level=number))
@@ -154,10 +149,8 @@ class Cascade:
         return self.level(max(seconds.bit_length() - 1, 0))
 
     def topology(self) -> Topology:
-        """29 exchanges, 28 queues and 56 bindings. Our own cascade adds an exchange, a queue and a binding for strays.
-
-        Without strays, about 32 messages without a binding stop a level for all messages.
-        """
+        """29 exchanges, 28 queues and 56 bindings. Our own cascade adds one of each for strays, because otherwise about
+        32 messages without a binding would stall a level for all messages."""
         exchanges, queues, bindings = [], [], []
         for level in self.levels():
             exchanges.append(Exchange(level.name, "topic", shared=self.shared, closed=not self.shared))
@@ -178,10 +171,8 @@ def _check(seconds: int) -> None:
 
 
 def routing_key(seconds: int, address: bytes) -> bytes:
-    """28 binary digits, most significant first, each followed by a dot, then the address.
-
-    Raises ValueError for a delay out of range and for an address of more than 199 bytes.
-    """
+    """Build a key of 28 binary digits, most significant first, each followed by a dot, then the address. Raises
+    ValueError for a delay out of range, or an address of more than 199 bytes."""
     _check(seconds)
     if len(address) > ADDRESS_BYTES:
         raise ValueError(f"address: expected at most {ADDRESS_BYTES} bytes, found {len(address)}")
@@ -190,11 +181,7 @@ def routing_key(seconds: int, address: bytes) -> bytes:
 
 
 def strip_prefix(key: bytes) -> bytes:
-    """``key`` without the 28 digits of a cascade; any other key unchanged.
-
-    This removes one prefix only, since every trip adds one and every reader removes one. The rest is the publisher's
-    own key.
-    """
+    """Remove one cascade prefix (each trip adds one). The rest, or a key without a prefix, is the publisher's own."""
     match = _PREFIX.match(key)
     return key[match.end() :] if match else key
 
@@ -210,7 +197,7 @@ def delay_in_key(routing_key: bytes) -> int | None:
 
 
 def leads_to(key: bytes, address: bytes) -> bool:
-    """Whether ``key`` has the digits of a cascade and then ``address``.
+    """Whether ``key`` is the digits of a cascade followed by ``address``.
 
     >>> leads_to(routing_key(5, b"delays.due"), b"delays.due"), leads_to(b"delays.due", b"delays.due")
     (True, False)
@@ -219,19 +206,14 @@ def leads_to(key: bytes, address: bytes) -> bool:
 
 
 def delivery_binding(address: str) -> str:
-    """The key that binds ``address`` to a delivery exchange: one ``*`` for each digit.
-
-    It is never ``#.``, which would also match ``other.address``.
-    """
+    """The key that binds ``address`` to a delivery exchange. A prefix of ``#.`` would also match ``other.address``."""
     return "*." * LEVELS + address
 
 
 def bindable(address: bytes) -> bool:
-    """Whether :func:`delivery_binding` of ``address`` matches only that address, and is a valid binding key.
-
-    A word that is exactly ``*`` or ``#`` would be a wildcard. Binding keys are UTF-8. RabbitMQ removes line ends from
-    the name of a queue to bind, and would bind another queue.
-    """
+    """Whether :func:`delivery_binding` of ``address`` is a valid binding key that matches only this address. A word
+    that is exactly ``*`` or ``#`` would be a wildcard. Binding keys are UTF-8. RabbitMQ removes line ends from the name
+    of a queue to bind, and would bind another queue."""
     try:
         words = address.decode().split(".")
     except UnicodeDecodeError:
@@ -240,10 +222,7 @@ def bindable(address: bytes) -> bool:
 
 
 def catch_all_topology(name: str) -> Topology:
-    """A fanout exchange and a quorum queue of one name, for refused messages or strays.
-
-    The exchange is a fanout, because topic and direct exchanges also route by a CC header.
-    """
+    """A quorum queue for refused messages or strays, and its fanout exchange: other types also route by a CC header."""
     return Topology((Exchange(name, "fanout"),), (parking_queue(name),), (Binding(name, name, "queue", ""),))
 
 
@@ -253,7 +232,7 @@ def parking_queue(name: str) -> Queue:
 
 
 def consumed_queue(name: str, refused: str) -> Queue:
-    """A quorum queue that the daemon consumes. Expired and too often delivered messages go to ``refused``."""
+    """A quorum queue that the daemon consumes. Expired messages, and those delivered too often, go to ``refused``."""
     own: dict[str, ArgumentValue] = {"x-delivery-limit": DELIVERY_LIMIT, "x-dead-letter-exchange": refused}
     return Queue(name, arguments(_QUORUM | own))
 
@@ -269,8 +248,7 @@ def intake_topology(
     """The intake queue, its refused queue, and the ``from`` exchange of every route, bound to the intake queue.
 
     ``sources`` may contain "" for messages published directly to the queue; it needs no exchange. A ``classic`` queue
-    has one copy, and RabbitMQ 4.4 delays no messages in it. A ``shared`` queue has any number of active consumers,
-    and others have one.
+    has one copy, and RabbitMQ 4.4 does not delay messages in it. Only a ``shared`` queue has several active consumers.
     """
     names = [source for source in sources if source]
     one_copy = Queue(queue, arguments({"x-queue-type": "classic", "x-dead-letter-exchange": refused}))
@@ -286,7 +264,7 @@ def intake_topology(
 
 
 def due_topology(cascade: Cascade, due_queue: str = "delays.due", refused: str = "delays.refused") -> Topology:
-    """The daemon's due queue at the end of ``cascade``, and its refused queue; without the cascade's own topology."""
+    """The daemon's due queue at the end of ``cascade``, and its refused queue, without the cascade itself."""
     own = Topology(
         queues=(consumed_queue(due_queue, refused),),
         bindings=(Binding(cascade.delivery, due_queue, "queue", delivery_binding(due_queue)),),

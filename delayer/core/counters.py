@@ -1,8 +1,5 @@
-"""Counters of this process since its start, for the last log line and for metrics.
-
-The callers add once for each batch. Values of single messages (a route, a lateness) cost one step of a loop in C,
-because counting must not slow the hot path.
-"""
+"""Counters of this process since its start, for the last log line and for metrics. Callers add once per batch. Counting
+must not slow the hot path, so values of single messages (a route, a lateness) cost one step of a loop in C."""
 
 from __future__ import annotations
 
@@ -16,17 +13,17 @@ from delayer.core.message import Schedule
 
 ROUTE_KINDS: Final = ("parked", "released", "cascaded", "refused", "held", "returned", "nacked", "undelayed")
 MOST_ROUTES: Final = 200
-"""The most routes with own counters. Any publisher to the refused exchange could invent new route names."""
+"""Limit of routes with their own counters. Any publisher to the refused exchange could invent route names."""
 OTHERS: Final = b"(others)"
 MOST_DESTINATIONS: Final = 1_000
-"""The most destinations whose messages are counted: the first that this process released to."""
+"""Limit of destinations with their own counters: the first that this process released to."""
 
 DURATIONS: Final = ("claim", "settle", "park", "publish")
 STAGES: Final = ("intake", "park", "claim", "publish")
 
 
 SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Bounds for the seconds of a statement, a commit or a round of confirms."""
+"""Bounds in seconds for a statement, a commit or a round of confirms."""
 LATENESS: Final = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 7200.0, 14400.0,
     43200.0, 86400.0,
@@ -34,8 +31,8 @@ LATENESS: Final = (
 SIZES: Final = (1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0)
 
 Counted = tuple[str, bytes, int | None]
-"""A published message: its kind if the broker confirms it, its route, and its due instant. The instant is None if it
-has no lateness: it asked for no delay, was held before, or is on its way into the cascade."""
+"""A published message: its kind once confirmed, its route, and its due time. The due time is None if the message has no
+lateness: it asked for no delay, was held before, or is on its way into the cascade."""
 
 
 class Tally:
@@ -56,9 +53,8 @@ class Tally:
             self.below[at] += 1
 
     def add_lateness(self, late_ms: list[float]) -> None:
-        """Add many values, in milliseconds, where the bounds are in seconds. Sorts them.
-
-        Messages that are not due yet (clocks differ by a millisecond) count as in time.
+        """Add values in milliseconds to bounds in seconds. Sorts ``late_ms``. Messages not due yet count as on time,
+        because clocks differ by a millisecond.
 
         >>> tally = Tally((0.005, 0.1, 1.0))
         >>> tally.add_lateness([1000, 100, 2, -1])
@@ -73,7 +69,7 @@ class Tally:
 
 
 class Counters:
-    """Counts of messages, by kind and route. Raises KeyError for a name outside the tables above."""
+    """Counts of messages by kind and route. Raises KeyError for a name outside the tables above."""
 
     def __init__(self) -> None:
         self.routes: dict[str, Counter[bytes]] = {kind: Counter() for kind in ROUTE_KINDS}
@@ -87,7 +83,7 @@ class Counters:
         self._known: set[bytes] = set()
 
     def add(self, kind: str, routes: Iterable[bytes]) -> None:
-        """Add one message for each of ``routes``; a route occurs once for each of its messages."""
+        """Add one message for each entry of ``routes``."""
         ours = self.routes[kind]
         for route, count in Counter(routes).items():
             ours[self._told_apart(route)] += count
@@ -95,8 +91,8 @@ class Counters:
     def settled(
         self, messages: Iterable[Counted], outcomes: Iterable[Outcome | None], schedule: Schedule, now_ms: float
     ) -> None:
-        """Count the outcomes of a batch, and the lateness of its confirmed messages. A message that is not in the
-        schedule was confirmed at ``now_ms``. An outcome that closed a channel or connection counts as returned."""
+        """Count a batch's outcomes, and the lateness of its confirmed messages. Messages missing from the schedule were
+        confirmed at ``now_ms``. An outcome that closed a channel or connection counts as returned."""
         confirmed: dict[str, list[bytes]] = {}
         late: list[tuple[float, bytes]] = []
         for index, ((kind, route, due_ms), outcome) in enumerate(zip(messages, outcomes, strict=True)):
@@ -118,7 +114,7 @@ class Counters:
                 self.released_to[target] += count
 
     def delivered(self, messages: Sequence[tuple[float, bytes]]) -> None:
-        """Add the lateness of delivered messages, given as (milliseconds, route) in any order."""
+        """Add the lateness of delivered messages, as (milliseconds, route) in any order."""
         by_route: dict[bytes, list[float]] = {}
         for late_ms, route in messages:
             by_route.setdefault(route, []).append(late_ms)
@@ -137,7 +133,7 @@ class Counters:
         self.sizes[stage].add(messages)
 
     def as_dict(self) -> Mapping[str, int]:
-        """The counts of all routes together, and of segments."""
+        """Totals over all routes, and the counts of segments."""
         totals = {kind: routes.total() for kind, routes in self.routes.items()}
         return totals | {"restored": self.restored, "broken_segments": self.broken_segments}
 

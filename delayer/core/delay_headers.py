@@ -1,7 +1,7 @@
-"""Delays and due times from a message's headers, in whole milliseconds. Pure.
+"""Read delays and due times from a message's headers, in whole milliseconds. Pure.
 
-All values round up, so nothing is ever early. Examples: half a millisecond of a float delay, the fourth digit of an RFC
-3339 fraction. Intake, release, imports and audit all use these functions.
+Values round up, such as half a millisecond of a float or the fourth digit of an RFC 3339 fraction, so nothing is early.
+Intake, release, imports and audit all use these functions.
 """
 
 from __future__ import annotations
@@ -28,23 +28,20 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class UnreadableDelay(ValueError):
-    """A header has no readable delay or due time. The text tells the expected and the found value."""
+    """A header has no readable delay or due time. The text names the expected and the found value."""
 
 
 def shown(value: object) -> str:
-    """A value for a reason: short, printable, on one line."""
+    """Shorten a value to one printable line of at most 60 characters, for a reason."""
     text = ascii(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def read_delay_ms(value: object, unit: str = "milliseconds") -> int:
-    """The relative delay of ``x-delay`` in ms (other headers: in ``unit``), rounded up. It may be any AMQP integer, a
-    numeric string, or a float.
+    """Read a delay in ``unit``, rounded up: any AMQP integer, numeric string or float. Raises UnreadableDelay.
 
     >>> read_delay_ms(1500), read_delay_ms("1500"), read_delay_ms(0.25), read_delay_ms(-3)
     (1500, 1500, 1, -3)
-
-    Raises UnreadableDelay.
     """
     if type(value) is int:
         return value
@@ -54,7 +51,7 @@ def read_delay_ms(value: object, unit: str = "milliseconds") -> int:
 
 
 def is_mark(delay: object) -> bool:
-    """Whether this value of ``x-delay`` is the mark of an earlier delay: any number below zero.
+    """Whether this value of ``x-delay`` marks an earlier delay: any number below zero.
 
     >>> [is_mark(value) for value in (-1000, "-1000", -0.5, 0, "1000", "soon", None)]
     [True, True, True, False, False, False, False]
@@ -77,10 +74,8 @@ def _number(value: object) -> int | float | Decimal | None:
 
 
 def read_instant_ms(value: object) -> int:
-    """The due time of ``x-deliver-at`` in epoch ms, rounded up.
-
-    It may be integer epoch milliseconds, an RFC 3339 string, or an AMQP timestamp (seconds). A numeric string is
-    refused, because it could mean seconds or milliseconds. Raises UnreadableDelay.
+    """Read the due time of ``x-deliver-at`` in epoch ms, rounded up: integer epoch ms, an RFC 3339 string, or an AMQP
+    timestamp (seconds). Rejects a numeric string, which could be seconds or ms. Raises UnreadableDelay.
 
     >>> read_instant_ms("1970-01-01T00:00:01.0001Z"), read_instant_ms(Timestamp(7))
     (1001, 7000)
@@ -104,7 +99,7 @@ def read_instant_ms(value: object) -> int:
 
 
 def read_utc_ms(value: object) -> int | None:
-    """The same, where a text without a zone is UTC. None for an unreadable value."""
+    """Like :func:`read_instant_ms`, but a string without a zone is UTC, and an unreadable value is None."""
     for spelled in (value, f"{value}Z") if isinstance(value, str) else (value,):
         try:
             return read_instant_ms(spelled)
@@ -114,10 +109,8 @@ def read_utc_ms(value: object) -> int | None:
 
 
 def read_eta_ms(value: object) -> int | None:
-    """The due time of Celery's ``eta`` in epoch ms, rounded up. Every task has the header; None if the task is not
-    delayed.
-
-    A time without a zone is UTC, as by Celery's setting ``enable_utc``. Raises UnreadableDelay.
+    """Read the due time of Celery's ``eta`` in epoch ms, rounded up. Every task has the header; None means no delay. A
+    time without a zone is UTC, as with Celery's ``enable_utc``. Raises UnreadableDelay.
 
     >>> read_eta_ms("1970-01-01T00:00:01.000001"), read_eta_ms("1970-01-01T01:00:02+01:00"), read_eta_ms(None)
     (1001, 2000, None)
@@ -131,9 +124,8 @@ def read_eta_ms(value: object) -> int | None:
 
 
 def read_due_ms(value: object) -> int:
-    """The due time of ``x-deliver-at`` in epoch ms. Integers of another unit are refused: seconds are in 1970 to 1973
-    as milliseconds, and the message would leave at once. Raises UnreadableDelay.
-    """
+    """Read the due time of ``x-deliver-at`` in epoch ms. Integers of another unit are rejected: seconds read as
+    milliseconds fall in 1970 to 1973, and the message would leave at once. Raises UnreadableDelay."""
     if type(value) is int and (unit := _unit(value)) != "milliseconds":
         raise UnreadableDelay(f"expected epoch milliseconds, found {value}: these are {unit}")
     if isinstance(value, Timestamp) and value >= 10**11:
@@ -142,14 +134,14 @@ def read_due_ms(value: object) -> int:
 
 
 def read_opt_time_ms(value: object) -> int:
-    """The same for ``x-opt-delivery-time``, where text is refused: RabbitMQ 4.4 ignores it. Raises UnreadableDelay."""
+    """Read ``x-opt-delivery-time`` in epoch ms. Rejects strings, which RabbitMQ 4.4 ignores. Raises UnreadableDelay."""
     if isinstance(value, str):
         raise UnreadableDelay(f"expected an instant as integer epoch milliseconds, found text: {shown(value)}")
     return read_due_ms(value)
 
 
 def _unit(value: int) -> str:
-    """The unit in which this number is an instant of our time. A small one may be an instant long past.
+    """Guess the unit: the one that makes this number a time of our age. A small number may be a time long past.
 
     >>> _unit(1_800_000_000), _unit(1_800_000_000_000), _unit(1_800_000_000_000_000), _unit(5)
     ('seconds', 'milliseconds', 'microseconds', 'milliseconds')
@@ -163,25 +155,24 @@ def _rfc3339_ms(text: str) -> int | None:
     found = _RFC3339.fullmatch(text)
     if found is None or int(found["second"]) > 60:
         return None
-    # The calendar repeats after 400 years, and Python has no year 0.
+    # The calendar repeats every 400 years, and Python has no year 0.
     year, ahead = (found["year"], 0) if found["year"] != "0000" else ("0400", 146_097 * 86_400)
     try:
         minute = datetime.fromisoformat(f"{year}{found['rest']}:00{found['zone'].upper()}")
     except ValueError:
         return None
-    # A leap second (:60) is the first second of the next minute, since epoch time has no other value for it.
+    # A leap second (:60) becomes the first second of the next minute, because epoch time cannot express it.
     seconds = (minute - _EPOCH) // timedelta(seconds=1) + int(found["second"]) - ahead
     return seconds * 1000 + math.ceil(Decimal(f"0.{found['fraction'] or 0}") * 1000)
 
 
 def whole_seconds_until(due_ms: int, now_ms: int) -> int:
-    """Whole seconds from now to the due time, rounded down; 0 for a due time in the past. The daemon keeps a message
-    for the rest of a second."""
+    """Whole seconds until the due time, rounded down, at least 0. The daemon keeps the message for the remainder."""
     return max(0, (due_ms - now_ms) // 1000)
 
 
 def in_words(milliseconds: int) -> str:
-    """A delay in readable units: people cannot read ``268435456 s``.
+    """Format a delay in readable units: nobody can read ``268435456 s``.
 
     >>> in_words(90_061_000), in_words(172_800_000), in_words(1500)
     ('1 day, 1:01:01', '2 days', '1.5 s')
@@ -199,37 +190,34 @@ DELIVER_AT: Final = b"x-deliver-at"
 OPT_DELAY: Final = b"x-opt-delivery-delay"
 OPT_TIME: Final = b"x-opt-delivery-time"
 LONGEST_TIMER_MS: Final = (1 << 63) // 1_000_000
-"""The last epoch millisecond, in the year 2262, that is safe in ``x-opt-delivery-time``: a build of RabbitMQ 4.4 lost
-the queue by a time of more than 2^63 nanoseconds ahead."""
+"""The last safe epoch millisecond in ``x-opt-delivery-time``, in the year 2262. A build of RabbitMQ 4.4 lost the queue
+over a time more than 2^63 nanoseconds ahead."""
 ROUTING_KEY: Final = b"x-delay-routing-key"
 EXCHANGE: Final = b"x-delay-exchange"
 KEY: Final = b"x-delay-key"
 CANCEL: Final = b"x-delay-cancel"
 REQUEST_HEADERS: Final = frozenset({DELIVER_AT, OPT_DELAY, OPT_TIME, ROUTING_KEY, EXCHANGE, KEY, CANCEL})
-"""The headers of a request, except ``x-delay``, which stays in the message with its sign turned."""
+"""The headers of a request, except ``x-delay``, which stays in the message with its sign flipped."""
 ETA: Final = b"eta"
 
 
 class RequestProperties(Protocol):
-    """What a plan may read of a message's properties, beside its headers."""
+    """The message properties that a plan may read, in addition to the headers."""
 
     @property
     def timestamp(self) -> int | None:
         """The property, in seconds."""
 
     def short(self, name: str) -> bytes | None:
-        """The content of a short-string property, such as ``message_id``."""
+        """The value of a short-string property, such as ``message_id``."""
 
     def names(self) -> Sequence[bytes]:
         """The names of all headers."""
 
 
 class DelayRequest(NamedTuple):
-    """A message's request: its origin, and its decoded headers out of :data:`CONSULTED`.
-
-    ``copies`` are the keys of ``CC``. ``chance``, 0 to 1, differs from message to message, and spreads retries over
-    time.
-    """
+    """A message's request: its origin, and those of its headers in :data:`CONSULTED`, decoded. ``copies`` are the keys
+    of ``CC``. ``chance``, 0 to 1, differs from message to message, to spread retries over time."""
 
     exchange: bytes
     routing_key: bytes
@@ -241,9 +229,9 @@ class DelayRequest(NamedTuple):
 
 
 Asked = tuple[int | None, int | None]
-"""A delay in milliseconds, and a due time in epoch milliseconds. With both, the due time counts."""
+"""A delay in milliseconds, and a due time in epoch milliseconds. If both are set, the due time wins."""
 Source = Callable[[DelayRequest], Asked | None]
-"""Reads what a message asks for in one form; None if the message does not have that form. Raises UnreadableDelay."""
+"""Reads the delay in one form; None if the message does not have that form. Raises UnreadableDelay."""
 
 
 def _relative(header: bytes, unit: str = "milliseconds", length_ms: int = 1) -> Source:
@@ -268,15 +256,14 @@ OWN_SOURCES: Final[Mapping[str, Source]] = {
     "x-opt-delivery-time": _absolute(OPT_TIME, read_opt_time_ms),
     "x-opt-delivery-delay": _relative(OPT_DELAY),
 }
-"""The headers of delayer and of AMQP 1.0 publishers, in the default order of a route. core/delay_sources.py has all."""
+"""The headers of delayer and of AMQP 1.0 publishers, in a route's default order; core/delay_sources.py has all."""
 _OTHER_WORDS: Final = frozenset({b"x-relay", b"x-decay"})
 
 
 @lru_cache(maxsize=4096)
 def meant(name: bytes) -> bytes | None:
-    """The request header that this misspelt name stands for. None if the name is right, or close to none of them.
-
-    It differs in letter case, or in one letter that is added, missing, wrong, or swapped with the next.
+    """Find the request header that this name misspells, in letter case, or by one letter added, missing, wrong, or
+    swapped with the next. None if the name is right, or not close to any.
 
     >>> meant(b"X-Delay"), meant(b"x-dealy"), meant(b"xdelay"), meant(b"X_DELAY"), meant(b"x-deliver-att")
     (b'x-delay', b'x-delay', b'x-delay', b'x-delay', b'x-deliver-at')
@@ -286,7 +273,7 @@ def meant(name: bytes) -> bytes | None:
     low = name.lower()
     if name == DELAY or name in REQUEST_HEADERS or low in _OTHER_WORDS:
         return None
-    # 4 us; a comparison with each right name took 27.
+    # This takes 4 us; a comparison with each right name took 27.
     right = next((_NEAR[one] for one in _without_a_letter(low) if one in _NEAR), None)
     return right if right is not None and _one_letter_apart(low, right) else None
 
@@ -307,12 +294,12 @@ def _one_letter_apart(one: bytes, other: bytes) -> bool:
 
 
 def due_and_start_ms(asked: Asked, request: DelayRequest, now_ms: int, now_lower_ms: int) -> tuple[int, int]:
-    """The due time, and the time from which the wait for it counts, both in epoch ms."""
+    """Return the due time, and the time from which the wait is measured, both in epoch ms."""
     delay_ms, due_ms = asked
     if due_ms is not None:
         return due_ms, now_lower_ms
     if delay_ms is None or delay_ms <= 0:
-        # A delay of 0 means the lower bound of the clock: the time now_lower_ms has certainly been reached.
+        # A delay of 0 counts from the lower bound of the clock, which has certainly been reached.
         return now_lower_ms + (delay_ms or 0), now_lower_ms
     stamp = received_ms(request.headers, now_ms)
     if stamp is None:

@@ -1,4 +1,4 @@
-"""The forms in which a message may say its delay (``delay_from``), as a table of their readers. Pure."""
+"""The forms in which a message may state its delay (``delay_from``), as a table of readers. Pure."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from delayer.core.delay_headers import (
 from delayer.core.marks import MARKS, OWN_PREFIX
 
 COPY_HEADERS: Final = frozenset({b"CC", b"BCC"})
-"""The headers that name further routing keys of a message."""
+"""The headers with further routing keys of a message."""
 CONSULTED: Final = REQUEST_HEADERS | MARKS | {DELAY, ETA} | nservicebus.HEADERS | COPY_HEADERS
-"""The headers that each plan reads, beside those that the settings of its route name. Routes with ``retry`` read
+"""The headers that every plan reads, in addition to those that its route's settings name. Routes with ``retry`` read
 retry_policy.RETRY_HEADERS instead."""
 
 
 def _due(read: Callable[[DelayRequest], int | None]) -> Source:
-    """The source of a due time, by a reader of its epoch milliseconds."""
+    """Turn a reader of epoch milliseconds into the source of a due time."""
 
     def source(request: DelayRequest) -> Asked | None:
         due_ms = read(request)
@@ -68,17 +68,17 @@ SOURCES: Final[Mapping[str, Source]] = {
 }
 """The readers of all forms with a fixed name."""
 DEFAULT_FORMS: Final = tuple(OWN_SOURCES)
-"""The forms of a route without ``delay_from``, in this order."""
+"""The default of ``delay_from``, in this order."""
 JSON: Final = "json:"
-"""The prefix of a form that continues with a JSON pointer into the body."""
+"""Prefix of a form that continues with a JSON pointer into the body."""
 HEADER: Final = "header:"
-"""The prefix of a form that continues with the name of a header and its unit: ``header:NAME[:ms|s|rfc3339]``."""
+"""Prefix of a form that continues with a header's name and unit: ``header:NAME[:ms|s|rfc3339]``."""
 _LASTING: Final = frozenset({"timestamp", "nservicebus", nservicebus.TIMEOUT_FORM, "celery-eta"})
 FORMS: Final = f"{', '.join(SOURCES)}, header:NAME[:{'|'.join(UNITS)}] and json:/pointer"
 
 
 def header_of(form: str) -> bytes:
-    """The name of the header in ``header:NAME[:UNIT]``. Empty for other forms, an unknown unit, and a unit alone."""
+    """The name in ``header:NAME[:UNIT]``; empty for other forms, an unknown unit, and a unit alone."""
     name, colon, last = form.removeprefix(HEADER).rpartition(":")
     if not form.startswith(HEADER) or (last in UNITS) != bool(colon):
         return b""
@@ -86,7 +86,7 @@ def header_of(form: str) -> bytes:
 
 
 def is_lasting(form: str) -> bool:
-    """Whether a release leaves this form in the message, so that the message has it again when it comes back.
+    """Whether a release leaves this form in the message, so that the form is still there if the message comes back.
 
     >>> [is_lasting(form) for form in ("timestamp", "json:/eta", "x-deliver-at", "header:wait:s")]
     [True, True, False, False]
@@ -95,7 +95,7 @@ def is_lasting(form: str) -> bool:
 
 
 def source_of(form: str) -> Source:
-    """The reader of this value of ``delay_from``. Raises ValueError if it is none."""
+    """Return the reader for this value of ``delay_from``. Raises ValueError for an unknown value."""
     if form in SOURCES:
         return SOURCES[form]
     if header := header_of(form):
@@ -106,21 +106,21 @@ def source_of(form: str) -> Source:
     if not form.startswith(JSON):
         raise ValueError(f"expected one of {FORMS}, found {shown(form)}")
     pointer = form.removeprefix(JSON)
-    steps(pointer)  # A wrong pointer is an error here, and not with each message.
+    steps(pointer)  # Report a wrong pointer here, not with each message.
     return _due(lambda request: instant_in_json_ms(request.body, pointer, request.properties.short("content_encoding")))
 
 
 LONGEST_BODY: Final = 16 << 20
-"""The most bytes of an unpacked body."""
+"""Limit of an unpacked body, in bytes."""
 PACKED: Final = 32
-"""The most bytes of an unpacked body for each byte of the packed one, beside SHORT_BODY. Gzip packs up to a
-thousandfold, and a batch of such bodies would keep the daemon from everything else until the watchdog ends it."""
+"""Limit of unpacked bytes per packed byte, in addition to SHORT_BODY. Gzip packs up to a thousandfold, and a batch of
+such bodies would keep the daemon from everything else until the watchdog kills it."""
 SHORT_BODY: Final = 64 << 10
 _GZIP_ONLY: Final = 16 + zlib.MAX_WBITS
 
 
 def steps(pointer: str) -> tuple[str, ...]:
-    """The parts of a JSON pointer. Raises ValueError if it is not one.
+    """Split a JSON pointer into its parts. Raises ValueError for anything else.
 
     >>> steps("/nextattempt/time"), steps("/a~1b/~0"), steps("")
     (('nextattempt', 'time'), ('a/b', '~'), ())
@@ -131,11 +131,9 @@ def steps(pointer: str) -> tuple[str, ...]:
 
 
 def instant_in_json_ms(body: bytes, pointer: str, encoding: bytes | None = None) -> int | None:
-    """The time at the pointer in epoch ms, rounded up; None if there is no value, or null.
-
-    It may be RFC 3339, the same without a zone (UTC), or integer epoch milliseconds. A body that is not JSON is an
-    error, because the publisher may have meant a due time. Raises UnreadableDelay.
-    """
+    """Read the time at the pointer in epoch ms, rounded up; None for null or no value. Raises UnreadableDelay. It may
+    be RFC 3339, with or without a zone (then UTC), or integer epoch milliseconds. A body that is not JSON is an error,
+    because the publisher may have meant a due time."""
     value = _at(_parsed(body, encoding), steps(pointer))
     if value is None:
         return None
@@ -170,7 +168,7 @@ def _unpacked(body: bytes) -> bytes:
 
 
 def _at(value: Any, path: tuple[str, ...]) -> Any:
-    """The value at the path; None if there is none."""
+    """The value at the path; None if it does not exist."""
     for step in path:
         if isinstance(value, dict) and step in value:
             value = value[step]

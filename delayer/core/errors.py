@@ -1,8 +1,8 @@
-"""Losses that every layer knows. Adapters translate their driver's errors into these, with the cause chained.
+"""Losses that all layers share. Adapters translate their driver's errors into these, with the cause chained.
 
 BrokerLost      the broker, or the channel in use, is gone: publishes in flight are in doubt
 └─ Unconfirmed  a batch was not fully confirmed in time; it carries the known outcomes
-StoreLost       the store is unreachable, or refused the transaction
+StoreLost       the store is unreachable, or the transaction failed
 ├─ LaneLost     the lane belongs to another process now
 └─ Rejected     the database rejects the data of the transaction
 """
@@ -17,8 +17,7 @@ from delayer.core.hold import Outcome
 
 
 class BrokerLost(Exception):
-    """The broker, or the channel in use, is gone. A publish in flight may have succeeded or not. ``advice`` as for
-    StoreLost."""
+    """The broker, or the channel in use, is gone. A publish in flight may have succeeded. ``advice``: see StoreLost."""
 
     advice = ""
 
@@ -28,10 +27,7 @@ class NotTaken(BrokerLost):
 
 
 class Unconfirmed(BrokerLost):
-    """A batch was not fully confirmed in time.
-
-    ``outcomes``: the known outcome of each message, None for messages in doubt.
-    """
+    """A batch was not fully confirmed in time. ``outcomes``: the known outcome of each message, None if in doubt."""
 
     def __init__(self, text: str, outcomes: Sequence[Outcome | None]) -> None:
         super().__init__(text)
@@ -39,11 +35,8 @@ class Unconfirmed(BrokerLost):
 
 
 class StoreLost(Exception):
-    """The store is unreachable, or refused the transaction.
-
-    Nothing of the transaction is committed; if the connection broke during the commit, that is in doubt.
-    ``advice`` tells an operator how to fix the cause, as an imperative; it may be empty.
-    """
+    """The store is unreachable, or the transaction failed. Nothing is committed, but if the connection broke during the
+    commit, that is in doubt. ``advice``: how an operator can fix the cause, as an imperative; may be empty."""
 
     def __init__(self, text: str, advice: str = "") -> None:
         super().__init__(text)
@@ -55,11 +48,11 @@ class LaneLost(StoreLost):
 
 
 class Rejected(StoreLost):
-    """The database rejects the data of the transaction, and would reject them again. Nothing is committed."""
+    """The database rejects the transaction's data, and would reject them again. Nothing is committed."""
 
 
 ERRNO: Final = re.compile(r"\[Errno -?\d+\] ")
-"""The number that Python puts before the text of an error of the operating system."""
+"""The number that Python puts before an error text of the operating system."""
 _NOT_BELIEVED: Final = re.compile("certificate.verify.failed", re.IGNORECASE)
 _OTHER_HOST: Final = re.compile("hostname mismatch|ip address mismatch", re.IGNORECASE)
 _NOT_NOW: Final = re.compile("has expired|not yet valid", re.IGNORECASE)
@@ -69,8 +62,8 @@ OF_STORE: Final = "store.url, by sslrootcert=FILE,", "store.url"
 
 
 def certificate_advice(text: str, authority: str, url: str) -> str:
-    """How to fix a certificate error, as an imperative; "" if ``text`` is another error. ``authority`` and ``url`` are
-    the configuration's names for the authority's file and the server's address.
+    """Say how to fix a certificate error, as an imperative; "" if ``text`` is another error. ``authority`` and ``url``:
+    the settings with the authority's file and the server's address.
 
     >>> certificate_advice("CERTIFICATE_VERIFY_FAILED: unable to get local issuer", "broker.ca_file", "broker.url")
     'say in broker.ca_file who signed the certificate: a file of PEM certificates'

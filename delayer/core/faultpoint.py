@@ -1,8 +1,8 @@
 """Named points at which a test can stop the process. They do nothing unless ``DELAYER_FAULT`` is set.
 
-``DELAYER_FAULT=park.copied`` kills the process (SIGKILL) when it first reaches that point; ``park.copied:3`` the third
-time. ``park.copied:1:stop`` stops it (SIGSTOP) instead: then a test can kill the broker or the database, and resume it
-with SIGCONT. The points are the rows of the crash tables in docs/guarantees.md, and the steps of compacting,
+``DELAYER_FAULT=park.copied`` kills the process (SIGKILL) when it first reaches that point, ``park.copied:3`` the third
+time. ``park.copied:1:stop`` stops it (SIGSTOP) instead, so that a test can kill the broker or the database, and resume
+it with SIGCONT. The points are the rows of the crash tables in docs/guarantees.md, and the steps of compacting,
 restoring, importing and draining.
 """
 
@@ -16,7 +16,7 @@ POINTS = frozenset(
     {
         "intake.read",  # The deliveries are read; nothing is published or parked.
         "intake.kept",  # Messages that are due soon are in memory; they are not acknowledged.
-        "publish.begun",  # Some messages of a batch are written; the others are not due yet.
+        "publish.begun",  # Some messages of a batch are written; the rest are not due yet.
         "publish.written",  # The frames are in the transport's buffer; there is no confirm yet.
         "intake.confirmed",  # The cascade, destination or refused queue confirmed; the delivery is not acknowledged.
         "intake.acked",  # The acknowledgement is in the transport's buffer.

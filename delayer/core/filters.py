@@ -1,4 +1,4 @@
-"""Filters of waiting messages, and the ids of single messages."""
+"""Filters of waiting messages, and ids of single messages."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from typing import Any, Final, NamedTuple
 from delayer.core.message import as_text
 
 OWN: Final = "id:"
-"""The beginning of every name that is an id of delayer's: the value of a message's header ``x-delayer-id`` follows. A
-name without it is the message_id that a publisher gave."""
+"""Prefix of names that are ids of delayer's: an ``x-delayer-id`` follows. Other names are publishers' message_ids."""
 HOW_TO_NAME: Final = "An id of delayer's, as in x-delayer-id, is written with id: before it, such as id:48213."
 _TOKEN: Final = re.compile(OWN + r"([0-9]{1,19})(?:@(-?[0-9]{1,16}))?")
 _PLACE: Final = re.compile(r"(-?[0-9]{1,19})\.(-?[0-9]{1,19})")
 MAX_ID: Final = (1 << 63) - 1
 EARLIEST_MS: Final = -210_000_000_000_000
 LAST_MS: Final = 9_223_371_000_000_000
-"""The first and last epoch milliseconds that Postgres's calendar and an int64 of microseconds both can hold."""
+"""The first and last epoch milliseconds that fit both Postgres's calendar and an int64 of microseconds."""
 
 
 class Token(NamedTuple):
-    """A message's id, with its due time if that is known. With the due time the store looks into one partition. With
-    the id alone it looks into the index of ids of every partition, and into the ids of every segment."""
+    """A message's id, with its due time if known. With the due time the store searches one partition. With the id alone
+    it searches the index of ids of every partition, and the ids of every segment."""
 
     id: int
     due_ms: int | None = None
@@ -32,7 +31,7 @@ class Token(NamedTuple):
 
 
 def read_token(text: str) -> Token:
-    """Read ``id:NUMBER@DUE``, as lists print it, or ``id:NUMBER``. Raises ValueError with the expected form."""
+    """Parse ``id:NUMBER@DUE``, as lists print it, or ``id:NUMBER``. Raises ValueError with the expected form."""
     found = _TOKEN.fullmatch(text.strip())
     due_ms = None if found is None or found[2] is None else int(found[2])
     if found is None or int(found[1]) > MAX_ID or (due_ms is not None and not EARLIEST_MS <= due_ms <= LAST_MS):
@@ -41,27 +40,27 @@ def read_token(text: str) -> Token:
 
 
 def own_name(delayer_id: str) -> str:
-    """How people write this ``x-delayer-id``. "" without one."""
+    """Format an ``x-delayer-id`` as operators write it; "" without one."""
     return OWN + delayer_id if delayer_id else ""
 
 
 def naming_advice(name: str) -> str:
-    """The end of a sentence about a ``name`` that was not found."""
+    """The end of the report that ``name`` was not found."""
     return "" if name.startswith(OWN) else f" {HOW_TO_NAME}"
 
 
 def names_of(own: str, message_id: str) -> frozenset[str]:
-    """The names of a message with these two, each "" if it has none. A message_id that looks like an id is no name."""
+    """The names of a message with these ids, each "" if missing. A message_id that looks like our id is not a name."""
     return frozenset((own, "" if message_id.startswith(OWN) else message_id)) - {""}
 
 
 def place_text(after: tuple[int, int]) -> str:
-    """A place in a list (due microseconds, id) as text."""
+    """Format a place in a list (due microseconds, id)."""
     return f"{after[0]}.{after[1]}"
 
 
 def read_place(text: str) -> tuple[int, int]:
-    """Read the text of a place. Raises ValueError with the expected form."""
+    """Parse the format of :func:`place_text`. Raises ValueError with the expected form."""
     found = _PLACE.fullmatch(text)
     if found is None or not EARLIEST_MS * 1000 <= int(found[1]) <= LAST_MS * 1000 or abs(int(found[2])) > MAX_ID:
         raise ValueError("the place that the page before gave")
@@ -70,12 +69,11 @@ def read_place(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """The properties that all matching messages share. An empty filter matches all messages.
+    """What all matching messages have in common. An empty filter matches all messages.
 
-    ``to_exchange`` and ``to_key`` are the destination's. ``key`` is that of ``x-delay-key``. Times are epoch
-    milliseconds: ``due_from_ms`` is included, ``due_before_ms`` is not. ``message_id`` is the property, and headers are
-    compared as text. ``kind`` is that of a hold, for held messages alone.
-    """
+    ``to_exchange`` and ``to_key`` are the destination's; ``key`` is the ``x-delay-key``. Times are epoch milliseconds:
+    ``due_from_ms`` is included, ``due_before_ms`` is not. ``message_id`` is the property, and headers are compared as
+    text. ``kind`` is that of a hold, for held messages only."""
 
     route: bytes | None = None
     to_exchange: bytes | None = None
@@ -93,7 +91,7 @@ class Filter:
 
     @property
     def narrow(self) -> bool:
-        """Whether only the rows themselves tell if they match: no index covers these fields."""
+        """Whether only the rows themselves show if they match, because no index covers these fields."""
         names = (self.route, self.to_exchange, self.to_key, self.message_id)
         return bool(self.headers) or any(one is not None for one in names)
 
@@ -102,7 +100,7 @@ class Filter:
         return after and (self.due_before_ms is None or due_ms < self.due_before_ms)
 
     def as_dict(self) -> dict[str, Any]:
-        """The given fields, for the audit log and for JSON."""
+        """The fields that are set, for the audit log and for JSON."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["headers"] = {_text(name): value for name, value in self.headers} or None
         return {name: _text(value) for name, value in values.items() if value is not None}

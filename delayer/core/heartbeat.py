@@ -1,4 +1,4 @@
-"""The port of the watchdog: every loop that must not stand still reports its progress there."""
+"""The port of the watchdog: every loop that must not stall reports its progress there."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Protocol
 
 
 class Heartbeat(Protocol):
-    """The loops that make progress; they feed the watchdog."""
+    """Tracks which loops make progress, to feed the watchdog."""
 
     def beat(self, loop: str) -> None:
-        """Note that ``loop`` made progress. The first beat of a name begins its watch."""
+        """Note that ``loop`` made progress. The first beat of a name starts its watch."""
 
     def forget(self, loop: str) -> None:
         """Stop watching ``loop``, which ended on purpose."""

@@ -1,8 +1,5 @@
-"""Holds: data for decisions about a message that its destination did not accept, with a text for people. Pure.
-
-The store keeps these values in the columns of ``held``; a message of the broker's queues carries them in headers. No
-decision reads :attr:`Hold.text`.
-"""
+"""Holds: why a destination did not accept a message, as data for decisions and a text for people. Pure. The store keeps
+these values in the columns of ``held``; a message in the broker's queues carries them in headers."""
 
 from __future__ import annotations
 
@@ -23,11 +20,11 @@ class HoldKind(StrEnum):
     NACKED = "nacked"
     """A queue refused the publish (``basic.nack``)."""
     UNANSWERED = "unanswered"
-    """The broker sent no confirm in time."""
+    """The broker did not confirm the publish in time."""
     CLOSED_CHANNEL = "closed_channel"
-    """The broker closed the channel for the publish."""
+    """The broker closed the channel because of the publish."""
     CLOSED_CONNECTION = "closed_connection"
-    """The broker closed the whole connection for the publish."""
+    """The broker closed the whole connection because of the publish."""
     LATE = "late"
     """The message is later than its route allows."""
     UNFIT = "unfit"
@@ -35,20 +32,20 @@ class HoldKind(StrEnum):
 
 
 FOR_A_PERSON: Final = frozenset({HoldKind.LATE, HoldKind.UNFIT})
-"""Kinds that a retry cannot resolve. The daemon does not retry these messages; an operator decides."""
+"""Kinds that a retry cannot resolve, so the daemon does not retry; an operator decides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """The reason why a message is held."""
+    """Why a message is held."""
 
     kind: HoldKind
     text: str
-    """The reason in words. No decision reads it."""
+    """The reason in words. Decisions never read it."""
     may_be_delivered: bool = False
     """An earlier publish was never confirmed, so the destination may already have the message."""
     isolated: bool = False
-    """The message once closed a connection, so it is published on the isolation connection only."""
+    """The message once closed a connection, so only the isolation connection publishes it."""
 
     @property
     def for_a_person(self) -> bool:
@@ -56,7 +53,7 @@ class Hold:
         return self.kind in FOR_A_PERSON
 
     def after(self, earlier: Hold | None) -> Hold:
-        """This hold of a message that was held before. The flags of ``earlier`` stay set.
+        """Add the flags of the message's ``earlier`` hold to this hold.
 
         >>> first = Hold(HoldKind.UNANSWERED, "no confirm within 8 s", may_be_delivered=True)
         >>> Hold(HoldKind.NACKED, "nacked").after(first).may_be_delivered
@@ -71,7 +68,7 @@ class Hold:
         )
 
     def retry_ms(self, again_ms: int) -> int | None:
-        """The time of the daemon's retry, epoch milliseconds: ``again_ms``, or None if an operator decides."""
+        """When the daemon retries, in epoch milliseconds: ``again_ms``, or None if an operator decides."""
         return None if self.for_a_person else again_ms
 
 
@@ -80,9 +77,8 @@ Limits = Mapping[bytes, int]
 
 
 def too_late(due_ms: int, now_ms: int, limit_ms: int | None, earlier: Hold | None = None) -> Hold | None:
-    """The Hold of a message that is later than its route allows; None if the daemon delivers it.
-
-    A message that was held ``earlier`` for a person is here only because an operator retried it, so it is delivered.
+    """Return the Hold of a message that is later than its route allows; None if the daemon delivers it. A message whose
+    ``earlier`` hold needed an operator is delivered, because the operator retried it.
 
     >>> too_late(0, 60_000, 60_000)
     >>> too_late(0, 90_000, 60_000).text
@@ -106,7 +102,7 @@ class Confirmed:
 
 
 Outcome = Confirmed | Hold
-"""The result of a publish: confirmed, or the reason why its message is held."""
+"""The result of a publish: confirmed, or why its message is held."""
 CONFIRMED: Final = Confirmed()
 NACKED: Final = Hold(HoldKind.NACKED, "nacked: the destination refused it")
 
@@ -117,7 +113,7 @@ def returned(code: int, text: str) -> Hold:
 
 
 def unanswered(seconds: float, exchange: bytes, routing_key: bytes) -> Hold:
-    """The outcome of a publish without a confirm within ``seconds``, while the broker confirmed others. A queue behind
+    """The outcome of a publish not confirmed within ``seconds`` while the broker confirmed others. A queue behind
     ``exchange`` and ``routing_key`` does not answer. It may still accept the message later."""
     where = f"exchange {as_text(exchange)!r}, key {as_text(routing_key)!r}"
     text = f"no confirm within {seconds:g} s: {where}: a queue behind them does not answer"
@@ -125,7 +121,7 @@ def unanswered(seconds: float, exchange: bytes, routing_key: bytes) -> Hold:
 
 
 def closed_channel(code: int, text: str) -> Hold:
-    """The outcome of a publish for which the broker closed the channel: its exchange is missing, or closed to us."""
+    """The outcome of a publish for which the broker closed the channel: its exchange is missing, or forbidden to us."""
     return Hold(HoldKind.CLOSED_CHANNEL, f"the broker closed the channel: {code} {text}")
 
 

@@ -1,4 +1,4 @@
-"""The number of messages due within each horizon: buckets of time from now. Pure."""
+"""Count messages by horizon: buckets of time from now. Pure."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ OFFSETS: Final = (
     *range(2 * YEAR_MS, 10 * YEAR_MS + 1, YEAR_MS),
 )
 """Bucket 0 has overdue messages. Bucket i has those due from OFFSETS[i-1] to before OFFSETS[i] from now, the last
-bucket the rest. The years begin more than five days after the last month, so OFFSETS ascends."""
+bucket the rest. Years begin more than five days after the last month, so OFFSETS ascends."""
 
 CLASSES: Final = {
     "overdue": 0, "minute": MINUTE_MS, "hour": HOUR_MS, "day": DAY_MS, "week": 7 * DAY_MS, "month": MONTH_MS,
     "year": 12 * MONTH_MS,
 }  # fmt: skip
-"""The classes of metrics. Each has the messages due within its limit and not within the previous one. A month is 30
-days, a year 360."""
+"""Classes of metrics, each for messages due within its limit but not the previous. A month is 30 days, a year 360."""
 LATER: Final = "later"
 
 
@@ -72,7 +71,7 @@ def by_class(counts: Mapping[int, float]) -> dict[str, float]:
 
 
 def bars(counts: Mapping[int, float], series: Series) -> list[float]:
-    """The number of messages in each bar of ``series``, without overdue messages and those after the last bar."""
+    """The number of messages in each bar of ``series``, without those overdue or past the last bar."""
     found = [0.0] * series.bars
     for bucket, count in counts.items():
         if 0 < bucket < len(OFFSETS):
@@ -85,7 +84,7 @@ def bars(counts: Mapping[int, float], series: Series) -> list[float]:
 
 
 def spread(first_ms: int, last_ms: int, messages: int, now_ms: int) -> dict[int, float]:
-    """The messages of a segment spread over the buckets, evenly from its first to its last due time.
+    """Spread a segment's messages over the buckets, evenly from its first to its last due time.
 
     >>> spread(0, 120_000, 30, 0)
     {1: 15.0, 2: 15.0}

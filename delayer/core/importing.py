@@ -1,11 +1,10 @@
 """Imports from other systems, as values. Pure.
 
     staging ──staged──> running ──all of it committed──> done
-       └───────────────────┴──told to──> aborted
+       └───────────────────┴──on request──> aborted
 
-*Staging* moves the matching messages out of reach of other consumers, or records what to read. *Running* commits batch
-after batch, in the order of due times. The source loses a batch only after its commit. An interrupted run resumes at
-its last commit.
+*Staging* moves the matching messages away from other consumers, or records what to read. *Running* commits batch after
+batch by due time, and the source drops a batch only after its commit. An interrupted run resumes at its last commit.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from delayer.core.message import Parcel, Target
 from delayer.core.units import MINUTE_MS
 
 SOON_MS: Final = MINUTE_MS
-"""Messages that are overdue or due within this time may already be processed by their system."""
+"""The source system may already be processing messages that are overdue or due within this time."""
 
 
 class Left(StrEnum):
-    """The reasons why messages stay in their source."""
+    """Why messages stay in their source."""
 
     UNREADABLE = "unreadable"
     BEFORE_CUTOFF = "due before the cutoff"
@@ -37,12 +36,12 @@ class Left(StrEnum):
 
 
 FOR_PEOPLE: Final = frozenset({Left.UNREADABLE, Left.BEHIND, Left.UNGIVEN, Left.DELAYED})
-"""The reasons that an operator must see: these messages stay against the operator's wish."""
+"""Reasons that an operator must see, because these messages stay against the operator's wish."""
 MOST_REASONS: Final = 100
-"""Reasons that are reported one by one. A file may have another reason for each of its messages."""
+"""Limit of reasons reported one by one. A file may have a different reason for each of its messages."""
 OTHER_REASONS: Final = "for other reasons"
 MOST_GOALS: Final = 100_000
-"""Destinations that a survey reports one by one, so that its memory does not grow with the backlog."""
+"""Limit of destinations that a survey reports one by one, so that its memory does not grow with the backlog."""
 MORE_GOALS: Final = f"destinations beyond the first {MOST_GOALS:,} are checked only by the run"
 
 
@@ -54,7 +53,7 @@ class Phase(StrEnum):
 
 
 class ImportItem(NamedTuple):
-    """One message. ``hold``: why the import holds it; None for a message that waits."""
+    """One message. ``hold``: why the import holds it; None for a waiting message."""
 
     parcel: Parcel
     hold: Hold | None = None
@@ -62,8 +61,8 @@ class ImportItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImportBatch:
-    """The next messages, in the order of due times. ``progress`` is committed with them. ``again``: the number of
-    committed messages that the source still had; it only has to remove them."""
+    """The next messages, by due time. ``progress`` is committed with them. ``again``: how many committed messages the
+    source still had; it only has to remove them."""
 
     items: Sequence[ImportItem]
     progress: str
@@ -72,8 +71,7 @@ class ImportBatch:
 
 @dataclass(frozen=True, slots=True)
 class ImportSelection:
-    """The messages to take from a source: due at ``cutoff_ms`` or later, and of those the first ``limit`` ones.
-    ``rewrites``: their destinations get new names."""
+    """The messages to import: the first ``limit`` of those due from ``cutoff_ms``. ``rewrites`` rename destinations."""
 
     cutoff_ms: int | None = None
     limit: int | None = None
@@ -87,20 +85,20 @@ class ImportSelection:
         return given(cutoff_ms=self.cutoff_ms, limit=self.limit, rewrite=rewrites)
 
     def redirected(self, item: ImportItem) -> ImportItem:
-        """The message with its renamed destination."""
+        """Return the message with its destination renamed."""
         if not self.rewrites:
             return item
         return item._replace(parcel=item.parcel._replace(target=self.retargeted(item.parcel.target)))
 
     def retargeted(self, target: Target) -> Target:
-        """The destination after all rewrites: the exchange has a new name, or at the default exchange the queue."""
+        """Apply all rewrites to the exchange, or at the default exchange to the queue."""
         exchange, routing_key = target
         if exchange:
             return Target(self._renamed(exchange), routing_key)
         return Target(exchange, self._renamed(routing_key))
 
     def renamed(self, name: str) -> str:
-        """The name after all rewrites."""
+        """Apply all rewrites to the name."""
         for rewrite in self.rewrites:
             name = rewrite(name)
         return name
@@ -111,8 +109,8 @@ class ImportSelection:
 
 @dataclass(slots=True)
 class Goal:
-    """A destination: its number of messages, and the first due time (None: only a run can tell).
-    ``unfit``: how many of them would be held for faults of their own."""
+    """A destination: its number of messages, and the first due time (None: only a run can find out). ``unfit``: how
+    many of the messages would be held for faults of their own."""
 
     messages: int
     first_due_ms: int | None
@@ -120,7 +118,7 @@ class Goal:
 
 
 def count_reason(reasons: dict[str, int], why: str, messages: int = 1) -> None:
-    """Count messages by the reason why they are held."""
+    """Count messages under the reason why they are held."""
     if why not in reasons and len(reasons) >= MOST_REASONS:
         why = OTHER_REASONS
     reasons[why] = reasons.get(why, 0) + messages
@@ -133,12 +131,12 @@ def soonest(one_ms: int | None, other_ms: int | None) -> int | None:
 
 @dataclass(slots=True)
 class Survey:
-    """A report of a source's content, made without changes there.
+    """A report of a source's content, made without changing it.
 
-    ``messages``: the number of matching messages. ``unfit``: reasons why some would be held at any destination, with
-    their numbers, for the examined part of the source. ``left``: reasons why others stay, with their numbers.
-    ``remarks``: texts for operators. ``doubts``: remarks about possibly missing or repeated messages, which a run
-    reports too. ``brought``: why a run needs ``--again``, or ""."""
+    ``messages``: the number of matching messages. ``unfit``: why some of the examined messages would be held at any
+    destination, with counts. ``left``: why other messages stay, with counts. ``remarks``: notes for operators.
+    ``doubts``: the remarks about possibly missing or repeated messages, which a run also reports. ``brought``: why a
+    run needs ``--again``, or ""."""
 
     messages: int = 0
     first_due_ms: int | None = None
@@ -153,8 +151,7 @@ class Survey:
     def add(
         self, target: Target, due_ms: int, problem: str = "", *, messages: int = 1, last_due_ms: int | None = None
     ) -> None:
-        """Count messages of one destination, the first of them due at ``due_ms``. ``problem``: the reason why any
-        destination would hold them, or ""."""
+        """Count messages due from ``due_ms`` at one destination. ``problem``: why any destination would hold them."""
         self.messages += messages
         self.first_due_ms = soonest(self.first_due_ms, due_ms)
         self.last_due_ms = max(self.last_due_ms or 0, last_due_ms or due_ms)
@@ -165,7 +162,7 @@ class Survey:
                 goal.unfit += messages
 
     def expect(self, target: Target, messages: int, first_due_ms: int | None = None) -> None:
-        """Count messages of one destination, but not in the totals of the survey."""
+        """Count messages of one destination, but not in the survey's totals."""
         goal = self.goals.get(target)
         if goal is not None:
             goal.messages += messages
@@ -187,7 +184,7 @@ class Survey:
 @dataclass(frozen=True, slots=True)
 class Run:
     """One import, as recorded in the store. ``parameters`` never contain a password. ``token`` is unique over all runs
-    of all stores. ``superseded``: messages that were not parked, because their keys have other waiting messages."""
+    of all stores. ``superseded``: messages not parked because other messages wait under their keys."""
 
     id: int
     source: str
@@ -220,13 +217,13 @@ class Rewrite:
 
 
 def given(**parameters: object) -> dict[str, object]:
-    """The parameters of a run that are not None."""
+    """Keep the parameters that are not None."""
     return {name: value for name, value in parameters.items() if value is not None}
 
 
 def read_rewrite(text: str) -> Rewrite:
-    """Read ``s/@.*//``. Any punctuation can replace the slashes. Pattern and replacement have the syntax of Python's
-    ``re.sub``. Raises ValueError with the expected form.
+    """Parse ``s/@.*//``, in the syntax of Python's ``re.sub``. Any punctuation can replace the slashes. Raises
+    ValueError with the expected form.
 
     >>> read_rewrite("s/@.*//")("sales@SERVER7")
     'sales'
@@ -238,7 +235,7 @@ def read_rewrite(text: str) -> Rewrite:
     _, pattern, replacement = found.groups()
     try:
         compiled = re.compile(pattern)
-        # This checks that the referenced groups exist; a pattern without a match would not show it.
+        # Check that the referenced groups exist; a pattern without a match would not reveal a missing one.
         re.compile(f"{pattern}|").sub(replacement, "")
     except (re.error, IndexError) as error:
         raise ValueError(f"{expected}; this one does not compile: {error}") from None

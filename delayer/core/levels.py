@@ -1,9 +1,8 @@
 """The due time of a message in a level queue of a cascade. Pure.
 
-In level L the message waits at most 2^L seconds more, and then as many as the bits below L of its routing key say. So
-it is due between the ``bits below L`` and that plus 2^L seconds from now. Headers can only choose a time within these
-limits, because messages copy headers from others. A time before the limits belongs to an earlier publish of the
-message, so it tells nothing.
+In level L a message waits up to 2^L more seconds, and then as many as the bits below L of its routing key say. So it is
+due between ``bits below L`` and ``bits below L`` plus 2^L seconds from now. Headers can only choose a time within these
+limits, because messages copy headers from others. An earlier time is from an earlier publish, so it is ignored.
 """
 
 from __future__ import annotations
@@ -19,25 +18,21 @@ from delayer.core.message import Timestamp
 
 T = TypeVar("T")
 CLOCKS_MS: Final = 5_000
-"""The tolerance for times in headers, because senders' clocks may be behind and cascades late."""
+"""Tolerance for times in headers, because senders' clocks may be behind and cascades late."""
 LEVEL_HEADERS: Final = nservicebus.HEADERS | {X_DEATH, LAST_DUE, ETA}
 """The headers that :func:`due_at_level` reads."""
 
 
 def longest_wait_seconds(level: int, routing_key: bytes) -> int:
-    """The longest remaining wait of a message in the queue of ``level``: the wait of a message that just arrived.
-
-    The level's own bit does not matter: a message in the queue waits there for any key.
-    """
+    """The maximum remaining delay of a message in ``level``'s queue: that of a message that just arrived. The level's
+    own bit does not matter, because a message in the queue waits there whatever its key."""
     delay = delay_in_key(routing_key) or 0
     return (1 << level) + (delay & ((1 << level) - 1))
 
 
 def due_at_level(cascade: Cascade, level: int, routing_key: bytes, headers: Mapping[bytes, object], now_ms: int) -> int:
-    """The due time in epoch ms: as exact as the headers tell, and never before the cascade could have delivered it.
-
-    The latest of several times in the headers counts. Unreadable and impossible times are ignored.
-    """
+    """The due time in epoch ms: as exact as the headers allow, and never before the cascade could deliver it. The
+    latest of several times in the headers wins. Unreadable and impossible times are ignored."""
     latest_ms = now_ms + longest_wait_seconds(level, routing_key) * 1000
     soonest_ms = latest_ms - (1000 << level)
     asked_ms = _asked_ms(cascade, headers)
@@ -54,7 +49,7 @@ def due_at_level(cascade: Cascade, level: int, routing_key: bytes, headers: Mapp
 
 
 def _asked_ms(cascade: Cascade, headers: Mapping[bytes, object]) -> tuple[int | None, ...]:
-    """The due times that the publisher's headers give."""
+    """The due times in the publisher's headers."""
     match cascade.kind:
         case "nservicebus-v1" | "nservicebus-v2":
             # Messages that came from a timeout manager's store have Expire, and were sent long before.
@@ -74,11 +69,9 @@ def _or_none(read: Callable[[T], int | None], value: T) -> int | None:
 
 
 def _died_ms(cascade: Cascade, level: int, routing_key: bytes, headers: Mapping[bytes, object]) -> int | None:
-    """The due time by the broker's note that the message left the previous level; None without such a note.
-
-    The note has whole seconds, rounded down. If its count is above 1, its time is that of the first visit, so it is
-    ignored. Publishers may copy notes.
-    """
+    """The due time by the broker's note that the message left the previous level; None without such a note. The note
+    has whole seconds, rounded down. If its count is above 1, it has the time of the first visit, so it is ignored.
+    Publishers may copy notes."""
     before = _level_before(level, routing_key)
     deaths = headers.get(X_DEATH)
     if before is None or not isinstance(deaths, list) or not deaths or not isinstance(deaths[0], dict):
@@ -92,6 +85,6 @@ def _died_ms(cascade: Cascade, level: int, routing_key: bytes, headers: Mapping[
 
 
 def _level_before(level: int, routing_key: bytes) -> int | None:
-    """The level in which the message waited before ``level``; None if ``level`` is its first."""
+    """The level where the message waited before ``level``; None if ``level`` is its first."""
     above = (delay_in_key(routing_key) or 0) >> (level + 1)
     return level + (above & -above).bit_length() if above else None

@@ -10,12 +10,12 @@ A line is an object. Programs that write such lines may omit fields with a defau
 A byte string that is not UTF-8 is in base64, and its name ends with ``_b64``. ``properties_b64`` is the payload of the
 content header after class, weight and body size; the default is only delivery mode 2 (persistent). Unknown fields are
 errors, since a misspelt ``body`` would give an empty message. ``crc`` is the store's checksum over exchange, routing
-key, properties and body. A line with a wrong ``crc`` is held, not sent. ``token`` is the ``x-delayer-id`` of a message
-that was published and held before it waited (core/hold.py): its copies have that id. ``token`` needs ``held``. Without
-it an imported message gets a new id, since numbers of one store mean other messages in another. The last line,
-``{"v": 1, "messages": 1000}``, has the number of messages, so that a reader detects a cut file.
+key, properties and body. A line with a wrong ``crc`` is held, not sent. ``token``, only with ``held``, is the
+``x-delayer-id`` of a message published and held before it waited (core/hold.py), so its copies have that id. Other
+imported messages get new ids, because ids of one store mean other messages in another. The last line, such as
+``{"v": 1, "messages": 1000}``, has the number of messages, so that a reader detects a truncated file.
 
-The rule for a change is that of amqp/edits.py: never change the meaning of a released version, and read all of them.
+Change the format by the rule of amqp/edits.py: never change the meaning of a released version, and read all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import SHORT_STRING, Parcel, Target
 
 VERSION: Final = 1
-_ANY: Final = 1 << 40  # No longest length.
+_ANY: Final = 1 << 40  # No limit.
 PERSISTENT: Final = b"\x10\x00\x02"
 _NAMES: Final = ("route", "exchange", "routing_key", "to_exchange", "to_key", "key", "body")
 _FIELDS: Final = frozenset(
@@ -42,11 +42,11 @@ _END_FIELDS: Final = frozenset(("v", "messages"))
 
 
 class NotALine(ValueError):
-    """A line is not of this format. The text tells the expected and the found value."""
+    """A line is not in this format. The text names the expected and the found value."""
 
 
 class Line(NamedTuple):
-    """A message, its optional checksum, and the reason if it was held."""
+    """A message, its optional checksum, and why it was held, if it was."""
 
     parcel: Parcel
     crc: int | None = None
@@ -60,7 +60,7 @@ class EndLine(NamedTuple):
 
 
 def write(line: Line) -> bytes:
-    """One line, with its line end."""
+    """Format one line, with its line end."""
     parcel = line.parcel
     record: dict[str, Any] = {"v": VERSION, "due_ms": parcel.due_ms}
     values = (
@@ -96,7 +96,7 @@ def _put(record: dict[str, Any], name: str, value: bytes) -> None:
 
 
 def read(text: bytes) -> Line | EndLine:
-    """The message of a line, or the end. Raises NotALine."""
+    """Parse a line into a message or the end. Raises NotALine."""
     try:
         record = json.loads(text)
     except ValueError as error:
@@ -146,7 +146,7 @@ def _hold(record: object) -> Hold:
 
 
 def _known(record: dict[str, Any], fields: frozenset[str]) -> None:
-    """Check the field names. Raises NotALine for an unknown field, and for a field in both spellings."""
+    """Check the field names. Raises NotALine for an unknown field, or for a field in both spellings."""
     for name in record:
         if name not in fields:
             near = difflib.get_close_matches(name, sorted(fields), 1)
@@ -157,7 +157,7 @@ def _known(record: dict[str, Any], fields: frozenset[str]) -> None:
 
 
 def _get(record: dict[str, Any], name: str, default: bytes, longest: int = SHORT_STRING) -> bytes:
-    """The bytes of a field in either spelling. Raises NotALine."""
+    """Return the bytes of a field in either spelling. Raises NotALine."""
     spelled = f"{name}_b64" if f"{name}_b64" in record else name
     if spelled not in record:
         return default
@@ -189,9 +189,8 @@ _UNPRINTED: Final = re.compile("[^\n -~]")
 
 
 def escaped(text: str) -> str:
-    r"""The same JSON with unprintable characters (DEL, C1 controls, direction marks) as ``\uXXXX``.
-
-    Such characters occur only in strings, where both spellings mean the same. Line ends between the objects stay.
+    r"""Escape unprintable characters (DEL, C1 controls, direction marks) of JSON as ``\uXXXX``. They occur only in
+    strings, where both spellings mean the same. Line ends between the objects stay.
 
     >>> escaped('"a\u202eb\x9b"')
     '"a\\u202eb\\u009b"'

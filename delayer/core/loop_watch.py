@@ -1,7 +1,5 @@
-"""Finds a message that its route passes on at once whenever it comes back, and that comes back at once. Pure.
-
-Such a loop is a configuration that nobody meant: a queue dead-letters into a route that does not delay what it gets.
-"""
+"""Detect a message that loops: its route passes it on at once, and it comes back at once. Pure. Such a loop is a
+configuration error: a queue dead-letters into a route that does not delay its messages."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ WATCHED_MS: Final = 10_000
 """How long a message loops before it is reported."""
 MOST_TRIPS_PER_SECOND: Final = 10
 LOST_MS: Final = 1_000
-"""A message that has not come back for this long is not in a loop."""
+"""A message that has not come back within this time is not in a loop."""
 
 
 @dataclass(slots=True)
@@ -20,24 +18,21 @@ class _Followed:
     body: int
     """The hash of its body."""
     due_ms: int
-    """The due time of its last trip, which it brings back in ``x-delayer-due``."""
+    """The due time of its last trip, which it carries in ``x-delayer-due``."""
     since_ms: int
     trips: int = 0
 
 
 class LoopWatch:
-    """Follows one message of each route. The due time of a trip tells whether a message is the one that was followed,
-    so many messages that come back once each are no loop."""
+    """Follows one message per route by the due time of its last trip, so one-time returns are no loop."""
 
     def __init__(self) -> None:
         self._followed: dict[bytes, _Followed] = {}
         self._reported: set[bytes] = set()
 
     def returned(self, route: bytes, last_due_ms: int, due_ms: int, body: bytes, now_ms: int) -> bool:
-        """Note that a message came back to ``route``. True if it loops: once for each route.
-
-        ``last_due_ms``: its ``x-delayer-due``. ``due_ms``: when it is due now. All times are epoch milliseconds.
-        """
+        """Note that a message came back to ``route``. Returns True if it loops, once for each route. ``last_due_ms``:
+        its ``x-delayer-due``. ``due_ms``: when it is due now. All times are epoch milliseconds."""
         if route in self._reported:
             return False
         one = self._followed.get(route)

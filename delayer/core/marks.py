@@ -1,7 +1,7 @@
-"""What a message keeps of an earlier trip, and why it must not decide the next one. Pure.
+"""What a message keeps of an earlier trip, and why that must not decide the next trip. Pure.
 
-A message may come back: dead-lettered into a route, or published again with the headers it was received with. It then
-carries the marks of the delay that is over (:data:`LAST_DUE`, an ``x-delay`` below zero), the forms of a delay that
+A message may come back: dead-lettered into a route, or republished with the headers it was received with. It then
+carries the marks of the delay that is over (:data:`LAST_DUE`, a negative ``x-delay``), the forms of a delay that
 releases leave in place (a ``timestamp``, an ``eta``), and the stamp of an earlier publish.
 """
 
@@ -13,11 +13,11 @@ from typing import Final
 from delayer.core.message import Timestamp
 
 LAST_DUE: Final = b"x-delayer-due"
-"""The due time of the last delay, in epoch milliseconds: every release sets it."""
+"""The due time of the last delay, in epoch milliseconds; every release sets it."""
 OWN_PREFIX: Final = b"x-delayer-"
-"""Headers with this prefix are delayer's own notes."""
+"""Prefix of the headers that are delayer's own notes."""
 RECEIVED_AT: Final = b"timestamp_in_ms"
-"""The broker's stamp: when it accepted the publish, in epoch milliseconds."""
+"""The broker's stamp of when it accepted the publish, in epoch milliseconds."""
 X_DEATH: Final = b"x-death"
 _FIRST_DEATH: Final = frozenset({b"x-first-death-exchange", b"x-first-death-queue", b"x-first-death-reason"})
 MARKS: Final = frozenset({LAST_DUE, RECEIVED_AT, X_DEATH}) | _FIRST_DEATH
@@ -25,20 +25,17 @@ MARKS: Final = frozenset({LAST_DUE, RECEIVED_AT, X_DEATH}) | _FIRST_DEATH
 
 
 def is_over(due_ms: int | None, headers: Mapping[bytes, object], now_ms: int) -> bool:
-    """Whether a delay that a release leaves in the message is the one that has passed. ``due_ms``: the instant it
-    names, in epoch ms; None if it is relative, and so the same on every trip."""
+    """Whether the delay that a release left in the message is the one that has passed. ``due_ms``: its due time in
+    epoch ms; None if it is relative, and so the same on every trip."""
     last_due = headers.get(LAST_DUE)
-    if type(last_due) is not int or last_due > now_ms:  # Nothing leaves before it is due, so this is no mark of ours.
+    if type(last_due) is not int or last_due > now_ms:  # Nothing leaves before it is due, so this is not our mark.
         return False
     return due_ms is None or due_ms <= last_due
 
 
 def received_ms(headers: Mapping[bytes, object], now_ms: int) -> int | None:
-    """The broker's stamp in epoch ms, if it can be that of this publish; None if not.
-
-    By default the broker leaves a stamp that is already there. One that is ahead of the clock, or older than the last
-    release or the last dead-lettering, is of another publish.
-    """
+    """The broker's stamp in epoch ms if it can be from this publish; else None. By default the broker keeps an existing
+    stamp. A stamp ahead of the clock, or older than the last release or dead-lettering, is from another publish."""
     stamp = headers.get(RECEIVED_AT)
     if type(stamp) is not int or not 0 < stamp <= now_ms:
         return None
@@ -51,8 +48,8 @@ def received_ms(headers: Mapping[bytes, object], now_ms: int) -> int | None:
 
 
 def _died_before(stamp_ms: int, deaths: object) -> bool:
-    """Whether each death in ``x-death`` certainly came before the stamp. Its times are whole seconds, rounded down, and
-    the time of a repeated death is that of the first."""
+    """Whether each death in ``x-death`` certainly precedes the stamp. Its times are whole seconds, rounded down, and a
+    repeated death has the time of the first."""
     if not isinstance(deaths, list) or not deaths:
         return False
     return all(

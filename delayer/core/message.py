@@ -1,6 +1,6 @@
 """The values that the layers exchange: deliveries, publishes and their outcomes, parcels, claimed rows and lanes.
 
-Exchange names, routing keys and keys are ``bytes``, because AMQP short strings need not be UTF-8; the daemon never
+Exchange names, routing keys and keys are ``bytes``, because AMQP short strings need not be UTF-8, and the daemon never
 decodes them on the way. ``properties`` is the payload of a content-header frame after class, weight and body size: the
 property flags and the property list, unchanged.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 SHORT_STRING: Final = 255
-"""The most bytes of an AMQP short string."""
+"""Limit of an AMQP short string, in bytes."""
 
 
 class Delivery(NamedTuple):
@@ -29,15 +29,12 @@ class Delivery(NamedTuple):
     properties: bytes
     body: bytes
     read_at: float = 0.0
-    """The instant at which it was read from the socket, in monotonic seconds; 0.0 if unknown."""
+    """When it was read from the socket, in monotonic seconds; 0.0 if unknown."""
 
 
 class Outgoing(NamedTuple):
-    """A message to publish with the mandatory flag. ``token`` is the value of its header ``x-delayer-id``.
-
-    When the broker returns a message, its token tells which publish that was. It is unique among the publishes in
-    flight on a channel.
-    """
+    """A message to publish with the mandatory flag. ``token``, its header ``x-delayer-id``, identifies the publish if
+    the broker returns the message. It is unique among the publishes in flight on a channel."""
 
     exchange: bytes
     routing_key: bytes
@@ -45,51 +42,49 @@ class Outgoing(NamedTuple):
     body: bytes
     token: bytes
     isolated: bool = False
-    """Whether an earlier publish of this message closed its connection. If so, only the isolation connection publishes
-    it (core/hold.py)."""
+    """Whether publishing it once closed a connection. If so, only the isolation connection publishes it."""
 
 
 @dataclass(slots=True)
 class Schedule:
-    """The instants of a batch: each message is published at its own, and not before."""
+    """The due times of a batch. Each message is published at its due time, never before."""
 
     due_ms: Sequence[int]
     """One for each message, in ascending order."""
     now_ms: Callable[[], float]
-    """Returns a lower bound of the time of the clock that decides, in epoch milliseconds."""
+    """Returns a lower bound of the deciding clock's time, in epoch milliseconds."""
     on_written: Callable[[], object] = bool
-    """Called when the last message was written. The default does nothing."""
+    """Called after the last message was written. The default does nothing."""
     written_ms: dict[int, float] = field(default_factory=dict)
-    """When each message was written on the shared channel. Messages of the isolation connection are not in it."""
+    """When each message was written on the shared channel, without those of the isolation connection."""
 
 
 WINDOW_MS: Final = 100
-"""A claim takes the messages that are due within this time, and a Schedule publishes each at its instant. A longer
-window costs less CPU. But a message that is parked into it waits for the last one of the claim before."""
+"""A claim covers the messages due within this time, and a Schedule publishes each on time. A longer window costs less
+CPU, but a message parked into it waits for the last message of the claim before."""
 BROKER_LEAD_MS: Final = 100
-"""An envelope that RabbitMQ 4.4 delays is delivered so long before it is due. The daemon keeps it for the rest."""
+"""RabbitMQ 4.4 delivers a delayed envelope this long before it is due; the daemon keeps it for the rest."""
 
 
 def as_bytes(value: object) -> bytes | None:
-    """The bytes of a decoded header's string or bytes; None for another value."""
+    """Return the bytes of a decoded header's string or bytes; None for another value."""
     if isinstance(value, str):
         return value.encode("utf-8", "surrogateescape")
     return value if isinstance(value, bytes) else None
 
 
 def as_text(raw: bytes) -> str:
-    """Bytes as text; bytes that are not UTF-8 become backslash escapes."""
+    """Decode bytes; those that are not UTF-8 become backslash escapes."""
     return raw.decode("utf-8", "backslashreplace")
 
 
 DIRECT_REPLY: Final = b"amq.rabbitmq.reply-to"
-"""The prefix of the pseudo-queues for direct replies. At the default exchange they lead to one consumer, without a
-queue."""
+"""Prefix of the pseudo-queues for direct replies. The default exchange routes them to one consumer, without a queue."""
 
 
 def is_direct_reply(exchange: bytes, routing_key: bytes) -> bool:
-    """Whether a publish goes to a direct reply, not to a queue. The broker parses the rest of the name, and closes the
-    whole connection (541) if that is invalid."""
+    """Whether a publish goes to a direct reply, not a queue. For an invalid name the broker closes the connection
+    (541)."""
     return not exchange and routing_key.startswith(DIRECT_REPLY)
 
 
@@ -101,11 +96,9 @@ class Target(NamedTuple):
 
 
 class Parcel(NamedTuple):
-    """A message on its way into the store: as it was received, with the decisions about it.
-
-    ``route`` is the exchange that the message came through, for lists and audits. The release needs only the
-    target, so a later change of the configuration does not affect it.
-    """
+    """A message on its way into the store: as received, with the decisions about it. ``route``, the exchange that the
+    message came through, serves lists and audits. A release needs only the target, so later changes of the
+    configuration do not affect it."""
 
     due_ms: int
     route: bytes
@@ -116,20 +109,17 @@ class Parcel(NamedTuple):
     body: bytes
     key: bytes | None = None
     token: bytes = b""
-    """The ``x-delayer-id`` that the message has already, because it was published or went through the cascade before it
-    was held. If empty, the release sets one."""
+    """The ``x-delayer-id`` of a message published or cascaded before it was held. If empty, the release sets one."""
 
     @property
     def names(self) -> dict[str, bytes]:
-        """Its destination and its route, for a line of the log."""
+        """The destination and the route, for a log line."""
         return {"exchange": self.target.exchange, "routing_key": self.target.routing_key, "route": self.route}
 
 
 class Due(NamedTuple):
-    """A message that a claim locked, in order to release it. ``id`` is its number in the store.
-
-    ``sound`` is false if the stored checksum or format does not match the bytes: the daemon holds such a message.
-    """
+    """A message that a claim locked for release. ``id`` is its number in the store. ``sound`` is false if the stored
+    checksum or format does not match the bytes; the daemon holds such a message."""
 
     id: int
     due_ms: int
@@ -137,7 +127,7 @@ class Due(NamedTuple):
     parcel: Parcel
     sound: bool
     hold: Hold | None = None
-    """Why the message was held last; None for a message that was never held."""
+    """Why the message was last held; None if it never was."""
     parked_ms: int | None = None
     """When it was parked, epoch milliseconds; None for a message that was held."""
 
@@ -159,7 +149,7 @@ class LaneRow(NamedTuple):
 
     number: int
     route: bytes | None
-    """The limited route whose messages it is for."""
+    """The rate-limited route that the lane serves."""
     owned: bool
 
 
@@ -170,7 +160,7 @@ class LaneTable(NamedTuple):
     live: int
     rank: int
     intake: int = 0
-    """The epoch of the intake: how often a process began to apply operations with keys."""
+    """The epoch of the intake: how often a process has begun to apply operations with keys."""
 
     @property
     def routes(self) -> Mapping[bytes, int]:

@@ -1,9 +1,8 @@
 """Delays and due times in the headers of NServiceBus messages. Pure. Tests: tests/unit/core/test_nservicebus.py.
 
-There are two forms. Native delays (since 2017) have ``DelayInSeconds``, which counts from the sending, or for a delayed
-retry from the failure. For the older timeout manager, messages have ``Timeout.Expire``, the due time, and
-``Timeout.RouteExpiredTimeoutTo``, the destination queue. Header values are decoded as by
-:mod:`delayer.amqp.properties`.
+Native delays (since 2017) have ``DelayInSeconds``, measured from the sending, or for a delayed retry from the failure.
+Messages for the older timeout manager have ``Timeout.Expire``, the due time, and ``Timeout.RouteExpiredTimeoutTo``, the
+destination queue. Header values are decoded as by :mod:`delayer.amqp.properties`.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ HEADERS: Final = frozenset(
 
 Headers = Mapping[bytes, object]
 
-# The format is yyyy-MM-dd HH:mm:ss:ffffff Z, with a colon before the microseconds, and always UTC.
+# The format is yyyy-MM-dd HH:mm:ss:ffffff Z: a colon precedes the microseconds, and the zone is always UTC.
 _INSTANT = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d):(\d{6}) Z", re.ASCII)
 
 
 TIMEOUT_FORM: Final = "nservicebus-timeout"
-"""The value of ``delay_from`` by which a route reads messages for a timeout manager."""
+"""The ``delay_from`` of a route that reads messages for a timeout manager."""
 _SAGA: Final = b"nservicebus-saga:%b:"
 
 
 def read_wire_instant_ms(value: object) -> int:
-    """A time in NServiceBus's format as epoch ms, rounded up. Raises UnreadableDelay.
+    """Read a time in NServiceBus's format as epoch ms, rounded up. Raises UnreadableDelay.
 
     >>> read_wire_instant_ms("2026-04-29 22:11:26:330982 Z") % 100_000
     86331
@@ -59,17 +58,16 @@ def read_wire_instant_ms(value: object) -> int:
 
 
 def delay_seconds(headers: Headers) -> int | None:
-    """The delay of a message in seconds; None if the message is not delayed. Raises UnreadableDelay."""
+    """Read the delay of a message in seconds; None if the message is not delayed. Raises UnreadableDelay."""
     return read_delay_ms(headers[DELAY_IN_SECONDS], "seconds") if DELAY_IN_SECONDS in headers else None
 
 
 def delayed_until_ms(headers: Headers) -> int | None:
-    """The due time of a delayed message in epoch ms; None if it is not delayed, or has no time of sending.
+    """Read the due time of a delayed message in epoch ms; None without a delay or a time of sending.
 
-    The latest time of the headers counts. A delayed retry is a copy of the failed message: TimeSent and DeliverAt are
-    from the first sending, and only Retries.Timestamp is new. An outbox sends a message late, with a shorter delay;
-    then only DeliverAt is right. Raises UnreadableDelay.
-    """
+    The latest time in the headers wins. A delayed retry is a copy of the failed message: TimeSent and DeliverAt are
+    from the first sending, and only Retries.Timestamp is new. An outbox sends a message late, with a shorter delay, so
+    only DeliverAt is right. Raises UnreadableDelay."""
     seconds = delay_seconds(headers)
     since = [_instant(headers, name) for name in (TIME_SENT, RETRIES_TIMESTAMP) if name in headers]
     if seconds is None or not since:
@@ -79,12 +77,12 @@ def delayed_until_ms(headers: Headers) -> int | None:
 
 
 def expires_ms(headers: Headers) -> int | None:
-    """The due time of a timeout in epoch ms; None for any other message. Raises UnreadableDelay."""
+    """Read the due time of a timeout in epoch ms; None for any other message. Raises UnreadableDelay."""
     return _instant(headers, EXPIRE) if EXPIRE in headers else None
 
 
 def timeout_address(headers: Headers) -> bytes | None:
-    """The queue that a timeout names; None for any other message. Raises UnreadableDelay."""
+    """Read the queue that a timeout names; None for any other message. Raises UnreadableDelay."""
     if expires_ms(headers) is None:
         return None
     address = as_bytes(headers.get(ROUTE_EXPIRED_TO)) or as_bytes(headers.get(REPLY_TO))
@@ -97,10 +95,8 @@ def timeout_address(headers: Headers) -> bytes | None:
 
 
 def cleared_timeouts(headers: Headers) -> KeyGroup | None:
-    """The keys of the timeouts that a message clears; None for any other message.
-
-    Raises UnreadableDelay if the message clears timeouts but names no saga.
-    """
+    """The keys of the timeouts that a message clears, or None. Raises UnreadableDelay if it clears some but names no
+    saga."""
     value = headers.get(CLEAR_TIMEOUTS)
     if not (value is True or (isinstance(value, str) and value.lower() == "true")):
         return None
@@ -113,8 +109,8 @@ def cleared_timeouts(headers: Headers) -> KeyGroup | None:
 
 
 def timeout_key(headers: Headers, message_id: bytes | None, due_ms: int) -> bytes | None:
-    """The key of a saga's timeout, by which a saga can clear it. None without a saga, or without a message id: two
-    timeouts would share the key, and one of them would be lost."""
+    """The key of a saga's timeout, by which a saga can clear it; None without a saga. Also None without a message id,
+    because two timeouts would share the key, and one of them would be lost."""
     saga = saga_of(headers)
     if EXPIRE not in headers or not message_id or saga is None:
         return None
@@ -123,7 +119,7 @@ def timeout_key(headers: Headers, message_id: bytes | None, due_ms: int) -> byte
 
 
 def saga_of(headers: Headers) -> bytes | None:
-    """The id of a message's saga; None without one. An id of zeros also means none."""
+    """The id of a message's saga; None if it is missing or all zeros."""
     saga = (as_bytes(headers.get(SAGA_ID)) or b"").lower()
     return saga if saga.strip(b"0-{}") else None
 

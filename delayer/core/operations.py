@@ -1,8 +1,8 @@
-"""The ordered operations that an intake gives to a backlog, and the fold that leaves one operation for each key.
+"""The ordered operations that an intake passes to a backlog, and the fold to one operation for each key.
 
 An operation is a :class:`Parcel`, to be parked, or a :class:`Cancel`. A parcel with a key replaces the waiting message
-of that key. Operations on one key act in their order. So only the last one of each key in a batch has to reach the
-store: the others act on messages that the store never sees. :func:`fold` finds out which, and who met whom.
+of that key. Operations on one key apply in order, so only the last for each key in a batch has to reach the store: the
+rest act on messages that the store never sees. :func:`fold` finds the last ones, and the cancels that met a message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from delayer.core.message import KeyGroup, Parcel
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Delete the waiting or held message of this key, or those of this group of keys. The cancel is not delivered."""
+    """Delete the waiting or held message of this key, or those of this key group. The cancel is not delivered."""
 
     key: bytes | KeyGroup
     undelayed = False
@@ -26,18 +26,16 @@ Operation = Parcel | Cancel
 
 
 class Applied(NamedTuple):
-    """What a batch of operations did. ``cancelled``: the positions of the cancels of one key that met a message."""
+    """The effect of a batch of operations. ``cancelled``: the positions of single-key cancels that met a message."""
 
     cancelled: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
 class Term:
-    """The time in which one process applies operations with keys, one term after another.
-
-    ``seen``: the epoch of the intake when the first delivery of the term came. ``epoch``: the one that the first batch
-    with keys raised it to. A batch of an earlier term fails then, however late it reaches the store.
-    """
+    """The time in which one process applies operations with keys. Terms follow one another. ``seen``: the epoch of the
+    intake when the term's first delivery arrived. ``epoch``: the epoch to which the term's first batch with keys raised
+    it. Then a batch of an earlier term fails, however late it reaches the store."""
 
     seen: int
     epoch: int | None = None
@@ -45,23 +43,23 @@ class Term:
 
 @dataclass(slots=True)
 class Fold:
-    """What is left of a batch."""
+    """The result of folding a batch."""
 
     kept: list[Parcel] = field(default_factory=list)
-    """The messages to write, in the order of the batch: at most one for each key."""
+    """The messages to write, in the order of the batch, at most one for each key."""
     dropped: list[Parcel] = field(default_factory=list)
-    """The messages that a later operation of the batch replaced or cancelled: they count as parked and cancelled."""
+    """The messages replaced or cancelled later in the batch. They count as parked and cancelled."""
     keys: set[bytes] = field(default_factory=set)
-    """Every key that the batch names: the store deletes the messages that wait under them, and then writes ``kept``."""
+    """Every key in the batch. The store deletes the messages that wait under them, then writes ``kept``."""
     groups: list[KeyGroup] = field(default_factory=list)
-    """Groups of keys whose waiting messages the store deletes as well."""
+    """Key groups whose waiting messages the store also deletes."""
     met: set[int] = field(default_factory=set)
     """The positions of cancels that met a message of the batch."""
     open: dict[bytes, int] = field(default_factory=dict)
-    """By key, the position of a cancel that nothing in the batch came before: the store knows whether it met one."""
+    """By key, the position of a cancel with nothing before it in the batch. The store finds out if it met a message."""
 
     def applied(self, deleted: frozenset[bytes] | set[bytes]) -> Applied:
-        """The answer, once the store has ``deleted`` the waiting messages of these keys."""
+        """Return the result, once the store has ``deleted`` the waiting messages of these keys."""
         return Applied(frozenset(self.met | {at for key, at in self.open.items() if key in deleted}))
 
 
@@ -75,7 +73,7 @@ def fold(operations: Sequence[Operation]) -> Fold:
     """
     left = Fold()
     kept: list[Parcel | None] = []
-    waiting: dict[bytes, int | None] = {}  # By key named so far: the place of its message in ``kept``, if one waits.
+    waiting: dict[bytes, int | None] = {}  # By key seen so far: the place of its waiting message in ``kept``, if any.
 
     def drop(key: bytes) -> bool:
         place = waiting[key]

@@ -1,8 +1,8 @@
-"""The decision about one message. Every input has exactly one answer, and no input raises.
+"""Decide what happens to one message. Every input has exactly one answer, and no input raises.
 
     decide(request, route, policy, now_ms) -> EnterCascade | Park | AtOnce | Soon | TooLate | Cancel | Refuse | Retry
 
-Start here to understand the system: this module decides the way of a new message, and other modules carry it out.
+To understand the system, start here: this module decides the way of each new message, and others carry it out.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from delayer.core.operations import Cancel
 from delayer.core.retry_policy import FailedAttempt, NoFailure, RetryPolicy, failure, wait_ms
 
 LATEST_MS: Final = 253_402_300_799_999
-"""The end of the year 9999. Not every store, and not every program that reads one, accepts later times."""
+"""The end of the year 9999. Some stores, and some programs that read them, reject later times."""
 T = TypeVar("T")
 
 
 class Mode(StrEnum):
-    """The place of new delays: the broker's cascade, or the store."""
+    """Where new delays wait: in the broker's cascade, or in the store."""
 
     NATIVE = "native"
     STORE = "store"
@@ -53,7 +53,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One ``[[route]]``: a source exchange, and the rules for its messages."""
+    """One ``[[route]]``: a source exchange and the rules for its messages."""
 
     source: bytes
     to: bytes
@@ -62,26 +62,26 @@ class Route:
     default_delay_ms: int = 0
     allow_exchanges: tuple[str, ...] = ()
     exchange_from_reply_to: bool = False
-    """Whether ``reply_to`` names a message's exchange, as ``x-delay-exchange`` does."""
+    """Whether ``reply_to`` names the destination exchange, as ``x-delay-exchange`` does."""
     late_limit_ms: int | None = None
-    """The daemon holds later messages instead of delivering them; None: no message is too late."""
+    """The daemon holds messages later than this instead of delivering them; None means no limit."""
     retry: RetryPolicy | None = None
     paced: bool = False
-    """Whether it has ``max_rate``. In store mode all of its messages are parked then, also those that are due now."""
+    """Whether the route has ``max_rate``. If so, store mode parks all of its messages, even those due now."""
     require_delay: bool = False
     """Whether the daemon refuses messages without a delay."""
     routing_key_header: bytes = b""
-    """The header that names a message's routing key, beside ``x-delay-routing-key``."""
+    """The header that names a message's routing key, in addition to ``x-delay-routing-key``."""
     key_from: str = ""
-    """What is the key of a message without ``x-delay-key``: a property, or ``header:NAME``. Empty: nothing is."""
+    """The source of the key if ``x-delay-key`` is missing: a property, or ``header:NAME``. Empty means none."""
     sources: tuple[tuple[str, Source], ...] = field(init=False, repr=False, compare=False)
     """The readers of ``delay_from``, by form."""
     named: frozenset[bytes] = field(init=False, repr=False, compare=False)
-    """The headers that ``delay_from`` and ``routing_key_header`` name. They are removed, as other delay headers are."""
+    """The headers that ``delay_from`` and ``routing_key_header`` name. They are removed like other delay headers."""
     consulted: frozenset[bytes] = field(init=False, repr=False, compare=False)
-    """The headers that a plan reads, ``named`` ones among them. The daemon decodes no others."""
+    """The headers that a plan reads, including ``named``. The daemon decodes only these."""
     key_header: bytes = field(init=False, repr=False, compare=False)
-    """The header that ``key_from`` names. A release keeps it. Empty if it names a property."""
+    """The header that ``key_from`` names; a release keeps it. Empty if ``key_from`` names a property."""
     sagas: bool = field(init=False, repr=False, compare=False)
     """Whether it reads NServiceBus timeouts. Each names its destination. A saga (a workflow) can cancel its own."""
 
@@ -100,17 +100,14 @@ class Route:
 class Policy:
     """The part of the configuration that decisions depend on. A reload replaces the whole value.
 
-    Messages must not go to ``own_queues`` and ``own_exchanges``, which are delayer's own. A client could otherwise
+    ``own_queues`` and ``own_exchanges`` are delayer's own, and forbidden as destinations. Otherwise a client could
     block a cascade level for all messages, or put an envelope with any destination into the due queue.
 
-    ``publishing`` is False while the broker accepts no publishes. In store mode every message to deliver is parked,
-    so none waits behind others that cannot be published.
+    ``publishing`` is False while the broker accepts no publishes. Store mode then parks every message to deliver, so
+    that none waits behind messages that cannot be published.
 
-    Messages that are due within ``keep_ms`` are kept in memory: to park them would make them late, and the cascade
-    counts whole seconds.
-
-    ``no_keys`` is the reason why this configuration refuses keys and cancels; "" if it does not.
-    """
+    Messages due within ``keep_ms`` stay in memory, because parking would make them late and the cascade counts whole
+    seconds. ``no_keys``: why this configuration refuses keys and cancels; "" if it accepts them."""
 
     mode: Mode
     routes: Mapping[bytes, Route]
@@ -118,7 +115,7 @@ class Policy:
     park_beyond_ms: int = 0
     keep_ms: int = 0
     longest_native_ms: int = MAX_SECONDS * 1000
-    """The longest wait inside the broker."""
+    """The longest delay inside the broker."""
     has_store: bool = True
     no_keys: str = ""
     publishing: bool = True
@@ -127,12 +124,12 @@ class Policy:
 
 
 class Unacceptable(Exception):
-    """The reason why a message is refused; decide() turns it into a Refuse."""
+    """Why a message is refused; decide() turns it into a Refuse."""
 
 
 class EnterCascade(NamedTuple):
-    """Publish to the TTL cascade, or to the due queue of RabbitMQ 4.4: the broker keeps the message for ``seconds``.
-    After that the daemon keeps it for ``rest_ms`` more. ``undelayed``: it asked for no delay."""
+    """Publish to the TTL cascade, or to the due queue of RabbitMQ 4.4. The broker keeps the message for ``seconds``,
+    then the daemon keeps it for another ``rest_ms``. ``undelayed``: the message asked for no delay."""
 
     due_ms: int
     seconds: int
@@ -151,7 +148,7 @@ class Park(NamedTuple):
 
 
 class AtOnce(NamedTuple):
-    """The message is already due: publish it to the destination."""
+    """Publish to the destination, because the message is already due."""
 
     due_ms: int
     target: Target
@@ -159,7 +156,7 @@ class AtOnce(NamedTuple):
 
 
 class Soon(NamedTuple):
-    """The message is due within moments: keep it in memory, unacknowledged, and publish it at its instant."""
+    """Keep the message in memory, unacknowledged, and publish it at its due time, moments from now."""
 
     due_ms: int
     target: Target
@@ -167,7 +164,7 @@ class Soon(NamedTuple):
 
 
 class TooLate(NamedTuple):
-    """The message is later than the ``late_limit`` of its route allows: hold it."""
+    """Hold the message, because it is later than the ``late_limit`` of its route allows."""
 
     due_ms: int
     target: Target
@@ -187,7 +184,7 @@ Plan = EnterCascade | Park | AtOnce | Soon | TooLate | Cancel | Refuse
 
 
 class Retry(NamedTuple):
-    """Write the failure into the dead letter, and follow ``plan`` for it."""
+    """Write the failure into the dead letter, then follow ``plan``."""
 
     failed: FailedAttempt
     plan: Plan
@@ -196,11 +193,9 @@ class Retry(NamedTuple):
 def decide(
     request: DelayRequest, route: Route | None, policy: Policy, now_ms: int, now_lower_ms: int | None = None
 ) -> Plan | Retry:
-    """The plan for one message. ``route`` is that of its exchange; None: the exchange has none.
-
-    A delay counts from ``now_ms``: the upper bound of the clock when the message was read, so it is never too short. A
-    message is due once ``now_lower_ms``, the lower bound of the clock, reaches its instant. None: ``now_ms``.
-    """
+    """Return the plan for one message. ``route`` is that of its exchange; None if the exchange has none. A delay is
+    measured from ``now_ms``, the upper bound of the clock when the message was read, so it is never too short. A
+    message is due once ``now_lower_ms``, the clock's lower bound (by default ``now_ms``), reaches its due time."""
     try:
         return _decide(request, route, policy, now_ms, now_ms if now_lower_ms is None else now_lower_ms)
     except Unacceptable as reason:
@@ -224,9 +219,9 @@ def _decide(request: DelayRequest, route: Route | None, policy: Policy, now_ms: 
     due_ms, start_ms = _due(asked, request, policy, now_ms, now_lower_ms)
     target = target_of(request, route, policy)
     if (key := _key(request, route, policy, due_ms, start_ms)) is not None:
-        # A message that is due at once is parked too: only the store can delete the message that it replaces.
+        # Park even a message that is already due, because only the store can delete the message that it replaces.
         return Park(due_ms, target, key, found is None)
-    # A message that asks for a delay of zero or less is never too late. (None: it names an instant.)
+    # A message that asks for a delay of zero or less is never too late. (None means that it names a due time.)
     delay_ms, _ = asked
     late_limit_ms = route.late_limit_ms if delay_ms is None or delay_ms > 0 else None
     plan = _placed(due_ms, start_ms, target, route, policy, late_limit_ms=late_limit_ms)
@@ -236,7 +231,7 @@ def _decide(request: DelayRequest, route: Route | None, policy: Policy, now_ms: 
 def _placed(
     due_ms: int, start_ms: int, target: Target, route: Route, policy: Policy, *, late_limit_ms: int | None
 ) -> Park | AtOnce | TooLate | Soon | EnterCascade:
-    """The plan for a message that may wait in the cascade or in the store."""
+    """Return the plan for a message that may wait in the cascade or in the store."""
     stored = policy.mode is Mode.STORE
     wait_ms = due_ms - start_ms
     if stored and (route.paced or not policy.publishing):
@@ -258,12 +253,12 @@ def _placed(
 def _retried(
     request: DelayRequest, route: Route, retry: RetryPolicy, policy: Policy, *, now_ms: int, now_lower_ms: int
 ) -> Retry:
-    """Send a dead letter back to the queue that dead-lettered it, or to ``retry.exhausted`` after its last retry."""
+    """Send a dead letter back to the queue it failed in, or to ``retry.exhausted`` after its last retry."""
     try:
         failed = failure(request.headers, retry)
     except NoFailure as none:
         raise Unacceptable(str(none)) from none
-    # A retry goes to this one queue only: the keys of CC are ignored.
+    # A retry goes to this queue only, so the keys of CC are ignored.
     queue = retry.exhausted if failed.exhausted else failed.queue
     target = _checked(b"", queue, request.exchange, policy.own_queues, policy.own_exchanges)
     due_ms = now_ms if failed.exhausted else now_ms + wait_ms(retry, failed.retries, request.chance)
@@ -271,8 +266,7 @@ def _retried(
 
 
 def delay_of(request: DelayRequest, route: Route, now_ms: int) -> Asked | None:
-    """What the message asks for, by the first form that it has and that is not left of an earlier delay; None if it has
-    none. Raises Unacceptable."""
+    """Read the first form of delay present, except those left by an earlier trip; None without. Raises Unacceptable."""
     for form, read in route.sources:
         try:
             asked = read(request)
@@ -288,8 +282,7 @@ def delay_of(request: DelayRequest, route: Route, now_ms: int) -> Asked | None:
 
 
 def _misspelt(names: Iterable[bytes], route: Route) -> str:
-    """Why a message with these headers, and without a delay, is refused: one of them is nearly a delay header. "" if
-    none is."""
+    """Report a header that nearly spells a delay header, as the reason to refuse the message; "" if there is none."""
     for name in names:
         right = None if name in route.named or name == route.key_header else meant(name)
         if right is not None and (right.decode() in route.delay_from or right.decode() not in OWN_SOURCES):
@@ -298,18 +291,18 @@ def _misspelt(names: Iterable[bytes], route: Route) -> str:
 
 
 def _due(asked: Asked, request: DelayRequest, policy: Policy, now_ms: int, now_lower_ms: int) -> tuple[int, int]:
-    """The due time, and the time from which the wait for it counts, both in epoch ms."""
+    """Return the due time, and the time from which the wait is measured, both in epoch ms. Raises Unacceptable."""
     due_ms, start_ms = due_and_start_ms(asked, request, now_ms, now_lower_ms)
     if due_ms - start_ms > policy.max_delay_ms or due_ms > LATEST_MS:
         longest_ms = min(policy.max_delay_ms, LATEST_MS - start_ms)
         found = in_words(due_ms - start_ms)
         raise Unacceptable(f"the delay is too long: expected at most {in_words(longest_ms)}, found {found}")
-    # A delay of minus a googol milliseconds is valid and means "at once"; as a time it would fit no header and no row.
+    # A delay of minus a googol ms is valid and means "at once", but as a time it would not fit a header or a row.
     return (due_ms if due_ms > 0 else 0), start_ms
 
 
 def target_of(request: DelayRequest, route: Route, policy: Policy) -> Target:
-    """The destination that the message asks for, or else that of its route."""
+    """Return the destination that the message asks for, or else that of its route. Raises Unacceptable."""
     headers = request.headers
     named = ROUTING_KEY if ROUTING_KEY in headers else route.routing_key_header
     if named in headers:
@@ -320,7 +313,7 @@ def target_of(request: DelayRequest, route: Route, policy: Policy) -> Target:
         if routing_key.startswith((b"0.", b"1.")):  # It may be another cascade's prefix before the key.
             routing_key = strip_prefix(routing_key)
     exchange, by = route.to, EXCHANGE
-    # RabbitMQ 4 ends the whole connection for a missing exchange with a longer name than NAME_BYTES.
+    # RabbitMQ 4 closes the whole connection for a missing exchange whose name is longer than NAME_BYTES.
     if EXCHANGE in headers:
         exchange = _short_string(by, headers[EXCHANGE], NAME_BYTES)
     elif route.exchange_from_reply_to and (reply_to := request.properties.short("reply_to")):
@@ -341,8 +334,7 @@ def target_of(request: DelayRequest, route: Route, policy: Policy) -> Target:
 def _checked(
     exchange: bytes, routing_key: bytes, source: bytes, own_queues: frozenset[bytes], own_exchanges: frozenset[bytes]
 ) -> Target:
-    """The target. Raises Unacceptable if the message would loop without end, enter delayer's own queues, or end our
-    connection."""
+    """Build the target. Raises Unacceptable if it would loop, enter delayer's own queues, or close our connection."""
     if exchange != b"" and exchange == source:
         where = "back into the intake queue"
     elif exchange != b"" and exchange in own_exchanges:
@@ -350,8 +342,8 @@ def _checked(
     elif exchange == b"" and routing_key in own_queues:
         where = "into delayer's own queues"
     elif is_direct_reply(exchange, routing_key):
-        # Up to RabbitMQ 4.x an invalid key of this kind ends the connection and every publish on it. A valid one
-        # is delivered, but the broker reports it as unroutable.
+        # Up to RabbitMQ 4.x an invalid key of this kind closes the connection and fails every publish on it. A valid
+        # key is delivered, but the broker reports it as unroutable.
         where = "to a direct reply, not to a queue"
     else:
         return Target(exchange, routing_key)
@@ -364,7 +356,7 @@ def _allowed(exchange: bytes, patterns: tuple[str, ...]) -> bool:
 
 
 def key_of(source: bytes, value: object, policy: Policy) -> bytes:
-    """The key that ``value`` is, found in ``source``."""
+    """Return ``value``, found in ``source``, as a key. Raises Unacceptable."""
     _check_keys(source, policy)
     key = _short_string(source, value)
     if not key:
@@ -373,12 +365,11 @@ def key_of(source: bytes, value: object, policy: Policy) -> bytes:
 
 
 def _key(request: DelayRequest, route: Route, policy: Policy, due_ms: int, start_ms: int) -> bytes | None:
-    """The key of a message: that of its header, or of its saga, or the value that ``key_from`` names. None without
-    one."""
+    """Return the key from ``x-delay-key``, the saga or ``key_from``; None without one. Raises Unacceptable."""
     headers, header = request.headers, route.key_header
     if KEY in headers:
         return key_of(KEY, headers[KEY], policy)
-    # The key of a timeout serves its cancel alone. Without keys the timeout comes, and its saga ignores it if it ended.
+    # A timeout's key serves only its cancel. Without keys the timeout is delivered, and a saga that ended ignores it.
     if route.sagas and policy.mode is Mode.STORE and due_ms > start_ms and not policy.no_keys:
         key = nservicebus.timeout_key(headers, request.properties.short("message_id"), due_ms)
         if key is not None:  # With another key, the saga's clear would miss its timeout.
@@ -393,7 +384,7 @@ def _key(request: DelayRequest, route: Route, policy: Policy, due_ms: int, start
 
 
 def _check_keys(header: bytes, policy: Policy) -> None:
-    """Raise Unacceptable if keys would get out of order, or no store knows them."""
+    """Raise Unacceptable if keys would get out of order, or if no store can track them."""
     reason = policy.no_keys
     if not reason and not policy.has_store:
         reason = "keys and cancels need a store, but none is configured, or it is unreachable"
@@ -402,7 +393,7 @@ def _check_keys(header: bytes, policy: Policy) -> None:
 
 
 def _of_timeout(read: Callable[[Mapping[bytes, object]], T], headers: Mapping[bytes, object]) -> T:
-    """Part of the headers for NServiceBus's timeout manager. Raises Unacceptable."""
+    """Read headers meant for NServiceBus's timeout manager. Raises Unacceptable."""
     try:
         return read(headers)
     except UnreadableDelay as unreadable:

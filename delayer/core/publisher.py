@@ -1,4 +1,4 @@
-"""The port of the publisher. tests/conformance has one suite, which the publisher at a broker and its fake pass."""
+"""The port of the publisher. Both the publisher at a broker and its fake pass the suite in tests/conformance."""
 
 from __future__ import annotations
 
@@ -14,28 +14,23 @@ class Publisher(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether it is connected, and no resource alarm of the broker blocks it."""
+        """Whether it is connected and not blocked by a resource alarm of the broker."""
 
     @property
     def max_properties(self) -> int:
-        """The most bytes of ``properties`` that fit a frame of this broker."""
+        """Limit of ``properties`` in bytes, so that they fit a frame of this broker."""
 
     @property
     def batch_limit(self) -> int:
-        """The recommended size of a batch: a longer batch misses its deadline more often, and is then published again.
-        It changes with the speed of the broker."""
+        """The recommended batch size at the broker's speed. Longer batches are late, and republished, more often."""
 
     async def publish(self, batch: Sequence[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
-        """Publish and wait for every confirm, also while the broker blocks publishers. Returns one outcome for each
+        """Publish, and wait for every confirm, even while the broker blocks publishers. Returns one outcome for each
         message, in the order of the batch. Messages of one exchange are published in that order.
 
-        With a ``schedule`` each message is published at its instant, and not before. A cancellation stops the messages
-        that are not due yet.
-
-        Raises BrokerLost if an outcome is missing in time. Then the whole batch is in doubt, except for the outcomes
-        that an Unconfirmed carries.
-        """
+        With a ``schedule``, each message is published at its due time, never before; cancelling drops those not due
+        yet. Raises BrokerLost if an outcome is missing in time. Then the whole batch is in doubt, except for the
+        outcomes that an Unconfirmed carries."""
 
     async def close(self) -> None:
-        """Release the channel without waiting for the broker. Raises nothing if the broker is gone. Safe to call twice;
-        a later publish opens another channel."""
+        """Close the channel without waiting for the broker, which may be gone. Idempotent; publish() reopens."""

@@ -1,8 +1,5 @@
-"""The rate limit of a route (``max_rate``): a token bucket. The caller passes the time.
-
-The limit protects a recovered service from the backlog of its outage. Messages over the rate stay in the lane of their
-route, where they are visible as late.
-"""
+"""The rate limit of a route (``max_rate``): a token bucket. The caller passes the time. The limit protects a recovered
+service from the backlog of its outage. Messages over the rate stay in their route's lane, visibly late."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ from typing import Final
 BURST: Final = 0.2
 """The bucket's size, in seconds of the rate: small enough for an even flow, large enough to share a commit."""
 LONGEST_WAIT: Final = BURST
-"""How long a claim may wait for its turn, in seconds, without a loss of tokens: limited routes share connections. So
-two bursts may go together at most."""
+"""Seconds that a claim may wait for a shared connection without losing tokens. So at most two bursts go together."""
 
 
 class TokenBucket:
@@ -37,7 +33,7 @@ class TokenBucket:
         self._tokens = max(self._tokens, min(self._most, self._tokens + tokens))
 
     def waited(self, seconds: float, now: float) -> None:
-        """A claim waited for its turn: the tokens of that time count, at most those of LONGEST_WAIT."""
+        """Credit the time that a claim waited for its slot, at most LONGEST_WAIT, with tokens."""
         most = self._most + self.rate * min(seconds, LONGEST_WAIT)
         self._tokens = max(self._tokens, min(most, self._tokens + max(0.0, now - self._at) * self.rate))
         self._at = max(self._at, now)
@@ -48,6 +44,6 @@ class TokenBucket:
         return max(0.0, (max(1.0, self._most / 2) - self._tokens) / self.rate)
 
     def _fill(self, now: float) -> None:
-        # A clock that goes back adds no tokens and removes none.
+        # A clock that goes back neither adds nor removes tokens.
         self._tokens = max(self._tokens, min(self._most, self._tokens + max(0.0, now - self._at) * self.rate))
         self._at = now

@@ -1,4 +1,4 @@
-"""Texts for people: printable ones from outside, instants, durations and sizes. Pure."""
+"""Format for people: escape text from outside, and print times, durations and sizes. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Final
 from delayer.core.secret import AS_PARAMETER, HIDDEN
 
 Say = Callable[[str, int, int | None], None]
-"""Reports progress: the step, the amount done, and the whole amount if it is known."""
+"""Reports progress: the step, the amount done, and the total if known."""
 COUNTS_AGE: Final = 12.0
-"""Seconds that the broker's counts may be old: two ticks of a quorum queue, and the pause of the management API."""
+"""Maximum age of the broker's counts in seconds: two ticks of a quorum queue, and the management API's pause."""
 
-# The password extends to the last "@" before a blank. People forget to escape "/" or "@" in a password, and the output
-# must not show a half of it. The price: two URLs without a blank between them lose the text between them.
-# One "/" is enough, because a URL that was used as a file path has lost the other.
+# A password extends to the last "@" before a blank. People forget to escape "/" or "@" in a password, and the output
+# must not show half of it. The price: two URLs without a blank between them lose the text between them. One "/" is
+# enough, because a URL used as a file path has lost the other.
 _IN_AUTHORITY = re.compile(r"(:/+[^\s:@/?#]*):[^\s]*@")
 _UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
 _UNPRINTABLE_BUT_LINES = re.compile(r"[^\x20-\x7e\n\t]")
@@ -28,7 +28,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def mask(text: str) -> str:
-    """``text`` with every password as ``***``: in URLs, and as ``password=…``. For texts of other programs, whose URLs
+    """Replace every password by ``***``, in URLs and in ``password=…``. Use it for output of other programs, whose URLs
     contain no blanks; use :func:`concealed` for an operator's input."""
     if ":/" in text:
         text = _IN_AUTHORITY.sub(rf"\1:{HIDDEN}@", text)
@@ -40,7 +40,7 @@ def mask(text: str) -> str:
 def readable(
     value: str | bytes | bytearray | memoryview, *, keep_lines: bool = False, most_bytes: int = 512, most: int = 16_384
 ) -> str:
-    """``value`` as one printable line: other bytes and characters as escapes, passwords masked."""
+    """Make ``value`` one printable line: escape other bytes and characters, and mask passwords."""
     if isinstance(value, bytes | bytearray | memoryview):
         whole = bytes(value)
         rest = len(whole) - most_bytes
@@ -55,8 +55,8 @@ _UNITS: Final = (("years", 31_557_600), ("d", 86_400), ("h", 3_600), ("min", 60)
 
 
 def instant(at_ms: int | None, *, exact: bool = False) -> str:
-    """``2026-12-01T00:00:00Z``, to the second, as people read it in every table, text and page; a dash for none.
-    ``exact``: with milliseconds, for programs, and for a form that sends the instant back."""
+    """Format as ``2026-12-01T00:00:00Z``, as every table, text and page does; a dash for None. ``exact`` adds
+    milliseconds, for programs, and for a form that sends the time back."""
     if at_ms is None:
         return "–"
     try:
@@ -67,8 +67,7 @@ def instant(at_ms: int | None, *, exact: bool = False) -> str:
 
 
 def away(at_ms: int | None, now_ms: int) -> str:
-    """How far off an instant is, in the two largest units: ``in 3 d 4 h``, ``2 min 5 s ago``; empty for none. A script
-    of the page writes the same."""
+    """Format as ``in 3 d 4 h`` or ``2 min 5 s ago``, in the two largest units; "" for None. A page script agrees."""
     if at_ms is None:
         return ""
     rest, parts = abs(at_ms - now_ms) // 1000, []
@@ -83,7 +82,7 @@ def away(at_ms: int | None, now_ms: int) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Three digits in the largest unit of which it has two: ``1.92 h``, ``115 s``, ``40 ms``; a dash for none."""
+    """Three digits in the largest unit that fits twice: ``1.92 h``, ``115 s``, ``40 ms``; a dash for None."""
     if seconds is None:
         return "–"
     if seconds < 0.9995:
@@ -93,7 +92,7 @@ def duration(seconds: float | None) -> str:
 
 
 def size(amount: float) -> str:
-    """Bytes in the units that disks are sold in: ``512 B``, ``4.2 GB``."""
+    """Format bytes in the decimal units that disks are sold in: ``512 B``, ``4.2 GB``."""
     for length, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if amount >= length * 0.9995:
             return f"{amount / length:.3g} {unit}"
@@ -106,8 +105,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def delayed_rows(delayed: Mapping[str, int | None]) -> list[tuple[str, int | str]]:
-    """The messages of each queue that the broker delays itself, and their sum. ``delayed``: None for an unknown count;
-    empty if this broker delays none."""
+    """Rows for the messages that the broker itself delays in each queue, and their sum. In ``delayed``, None means an
+    unknown count; an empty mapping means that this broker delays none."""
     if not delayed:
         return []
     if None in delayed.values():

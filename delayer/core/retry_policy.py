@@ -1,8 +1,5 @@
-"""Retries by configuration: a queue's dead letters return to it, with growing delays and up to a limit. Pure.
-
-The broker's ``x-death`` tells the queue and the reason. A header of ours counts the retries, because every trip removes
-``x-death``.
-"""
+"""Retries by configuration: a queue's dead letters return to it, with growing delays and up to a limit. Pure. The
+broker's ``x-death`` has queue and reason. Our own header counts the retries, as every trip removes ``x-death``."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ RETRY_HEADERS: Final = frozenset({X_DEATH, RETRIES, FAILED_IN})
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """``retry`` of a route. The n-th retry waits ``first_ms * factor ** (n - 1)``, plus a random part of up to
-    ``jitter`` of that. So messages that failed together do not return together. ``longest_ms`` limits the wait.
+    ``jitter`` of that, so that messages that failed together do not return together. ``longest_ms`` limits the wait.
     ``exhausted`` is the queue for messages that failed after ``attempts`` retries."""
 
     first_ms: int
@@ -36,11 +33,8 @@ class RetryPolicy:
 
 
 class FailedAttempt(NamedTuple):
-    """One failure of a message. ``retries`` counts the retries, with the coming one. An exhausted message is not
-    retried.
-
-    ``exchange`` and ``routing_key`` are those by which it came to ``queue``, in which it failed.
-    """
+    """One failure of a message, in ``queue``, which it reached by ``exchange`` and ``routing_key``. ``retries``
+    includes the coming retry. An exhausted message is not retried."""
 
     retries: int
     queue: bytes
@@ -52,11 +46,11 @@ class FailedAttempt(NamedTuple):
 
 
 class NoFailure(ValueError):
-    """The message does not say where it failed. The text tells the expected and the found value."""
+    """The message does not say where it failed. The text names the expected and the found value."""
 
 
 def wait_ms(retry: RetryPolicy, retries: int, chance: float) -> int:
-    """The wait before the ``retries``-th retry in ms; ``chance`` is 0 to 1.
+    """The wait before the ``retries``-th retry, in ms; ``chance`` is 0 to 1.
 
     >>> wait_ms(RetryPolicy(5_000, 2, 3_600_000, 0.1, 10, b"parked"), 3, 0.5)
     21000
@@ -65,13 +59,13 @@ def wait_ms(retry: RetryPolicy, retries: int, chance: float) -> int:
         grown = retry.first_ms * retry.factor ** (retries - 1)
     except OverflowError:
         grown = math.inf
-    # The limit leaves room for the jitter, so that the longest waits are spread as well.
+    # The limit leaves room for the jitter, so that even the longest waits are spread.
     grown = min(grown, retry.longest_ms / (1 + retry.jitter))
     return min(math.ceil(grown * (1 + retry.jitter * chance)), retry.longest_ms)
 
 
 def failure(headers: Mapping[bytes, object], retry: RetryPolicy) -> FailedAttempt:
-    """The failure of a dead letter. Raises NoFailure."""
+    """Read the failure of a dead letter. Raises NoFailure."""
     deaths = headers.get(X_DEATH)
     last = deaths[0] if isinstance(deaths, list) and deaths else None
     queue = as_bytes(last.get("queue")) if isinstance(last, dict) else None
@@ -96,8 +90,8 @@ def failure(headers: Mapping[bytes, object], retry: RetryPolicy) -> FailedAttemp
 
 
 def _so_far(headers: Mapping[bytes, object], queue: bytes) -> int:
-    """The number of retries into this queue. A consumer may pass a message on with its headers: failures in another
-    queue do not count here."""
+    """The number of retries into this queue. A consumer may pass a message on with its headers, so failures in another
+    queue do not count. Raises NoFailure."""
     if as_bytes(headers.get(FAILED_IN)) != queue or RETRIES not in headers:
         return 0
     value = headers[RETRIES]

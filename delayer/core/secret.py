@@ -1,8 +1,5 @@
-"""URLs with passwords, and tokens: masked in output, revealed only to connect or compare.
-
-People write passwords into URLs unescaped, with the very characters that divide a URL. So the output contains only
-parts that cannot belong to a password under any reading.
-"""
+"""URLs with passwords, and tokens: masked in output, revealed only to connect or compare. People do not escape the
+characters in a password that divide a URL. So output has only parts that cannot belong to a password in any reading."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ AS_PARAMETER: Final = re.compile(
     r"""(?i)\b((?:\w*password|passwd|passphrase|pwd|secret|token)\s*=\s*)((?:'[^']*'|"[^"]*")\S*|\S+)"""
 )
 _LOGIN = re.compile(":.*@", re.DOTALL)
-# Nothing here can be a part of an unescaped password: those have one of the characters that divide a URL.
+# No part can come from an unescaped password, because such a password has one of the characters that divide a URL.
 _URL = re.compile(
     r"(?P<scheme>[a-z][a-z0-9+.-]{0,20}:/+)((?P<user>[\w.%+-]{0,64})(?P<password>:[^\s:@/?#]*)?@)?"
     r"(?P<place>(\[[0-9A-Fa-f:.]*\]|[\w.-]*)(:[0-9]*)?(/[^@?#&;=]*)?)(?P<behind>[?#&;=][^@]*)?",
@@ -24,8 +21,7 @@ _URL = re.compile(
 
 
 def concealed(given: str) -> str:
-    """The printable parts of a text that may be a URL: scheme, user, host, port and path. Nothing of one in which a
-    password could extend into these.
+    """Show scheme, user, host, port and path of a possible URL; nothing if a password could extend into these.
 
     >>> concealed("amqp://me:password@host:5672/vhost?heartbeat=5")
     'amqp://me:***@host:5672/vhost?***'
@@ -43,7 +39,7 @@ def concealed(given: str) -> str:
 
 
 class Secret:
-    """A text that never prints. :meth:`reveal` returns it."""
+    """A text that never prints; :meth:`reveal` returns it."""
 
     __slots__ = ("_text",)
 
@@ -67,7 +63,7 @@ class Secret:
 
 
 class SecretUrl(Secret):
-    """A URL that prints with its password masked. :meth:`reveal` returns the whole URL."""
+    """A URL that prints with its password masked; :meth:`reveal` returns the whole URL."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Segments, packed runs of far-future messages: the results of restoring one, and the error of one that is damaged."""
+"""Segments, packed runs of far-future messages: the results of restoring, and the error for a damaged segment."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ FORMAT: Final = 1
 
 
 class SegmentBroken(Exception):
-    """A segment does not read back. The text has the expected and the found; it quotes no message."""
+    """A segment is unreadable. The text names the expected and the found value, and quotes no message."""
 
 
 class Restored(NamedTuple):
-    """The segment is gone, and its messages wait in a lane again, each under its old identity.
-
-    ``messages`` does not count messages cancelled since the packing; ``first_due_ms`` is epoch milliseconds.
-    """
+    """The segment is gone, and its messages wait in a lane again, with their old identities. ``messages`` does not
+    count messages cancelled since the packing; ``first_due_ms`` is epoch milliseconds."""
 
     segment: int
     messages: int
@@ -24,7 +22,7 @@ class Restored(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """The segment is unreadable. Its bytes stay, and it is skipped until an operator tries again."""
+    """The segment is unreadable. Its bytes stay, and it is skipped until an operator retries."""
 
     segment: int
     messages: int
@@ -33,10 +31,10 @@ class Broken(NamedTuple):
 
 
 class Locked(NamedTuple):
-    """Other processes are restoring all segments that are due by then. If they die, the segments are there again."""
+    """Other processes are restoring all segments due by then. If they die, the segments are available again."""
 
     first_due_ms: int
 
 
 Restoration = Restored | Broken | Locked | None
-"""The result of an attempt to restore the soonest segment. None: no segment is due by then."""
+"""The result of restoring the soonest segment; None if no segment is due by then."""

@@ -1,8 +1,5 @@
-"""Topology as a value: the exchanges, queues and bindings to declare on a broker.
-
-Names, keys and argument names are ``str``, as for the broker's administration. Arguments are pairs, sorted by name, so
-that equal topologies compare and hash equal.
-"""
+"""Topology as a value: the exchanges, queues and bindings to declare on a broker. Names and keys are ``str``, as in the
+broker's administration. Arguments are pairs sorted by name, so that equal topologies compare and hash equal."""
 
 from __future__ import annotations
 
@@ -22,9 +19,7 @@ def arguments(table: Mapping[str, ArgumentValue]) -> Arguments:
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """An exchange. ``shared``: other systems use it too, so we never remove it, and we ignore their bindings on it.
-
-    ``closed``: only the declared bindings may lead out of it.
-    """
+    ``closed``: only declared bindings may start from it."""
 
     kind: ClassVar[Literal["exchange"]] = "exchange"
     name: str
@@ -68,7 +63,7 @@ class Binding:
 
 
 def _described(kind: str, table: Arguments) -> str:
-    """A description without the name: ``durable queue (x-message-ttl=1000)``."""
+    """Describe without the name: ``durable queue (x-message-ttl=1000)``."""
     shown = ", ".join(f"{name}={value}" for name, value in table)
     return f"durable {kind}" + (f" ({shown})" if shown else "")
 
@@ -77,7 +72,7 @@ _N = TypeVar("_N", Exchange, Queue)
 
 
 def _distinct(kind: str, things: Iterable[_N]) -> tuple[_N, ...]:
-    """Each value once, in the order of first mention. Raises ValueError for two different values of one name."""
+    """Keep each value once, in the order of first mention. Raises ValueError for two different values of one name."""
     known: dict[str, _N] = {}
     for thing in things:
         other = known.setdefault(thing.name, thing)
@@ -100,5 +95,5 @@ class Topology:
         object.__setattr__(self, "bindings", tuple(dict.fromkeys(self.bindings)))
 
     def __add__(self, other: Topology) -> Topology:
-        """Both together. Raises ValueError if they declare one name differently."""
+        """Merge both. Raises ValueError if they declare one name differently."""
         return Topology(self.exchanges + other.exchanges, self.queues + other.queues, self.bindings + other.bindings)

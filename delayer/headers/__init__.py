@@ -4,7 +4,7 @@
     >>> delay(timedelta(minutes=10)) | key("order-4711")
     {'x-delay': 600000, 'x-delay-key': 'order-4711'}
 
-The module needs the standard library only. Each function returns a new ``dict``; ``|`` joins several of them.
+The module needs only the standard library. Each function returns a new ``dict``; ``|`` joins several of them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ _KEY_BYTES = 255
 
 
 def delay(wait: timedelta) -> dict[str, int]:
-    """The headers of a message that is due after ``wait``, in whole milliseconds, rounded up.
+    """Headers of a message due after ``wait``, in whole ms, rounded up. Raises ValueError if ``wait`` is negative.
 
     >>> delay(timedelta(seconds=1.5))
     {'x-delay': 1500}
-
-    Raises ValueError if ``wait`` is negative.
     """
     if wait < timedelta(0):
         raise ValueError(f"expected a delay of zero or more, found {wait}")
@@ -30,12 +28,11 @@ def delay(wait: timedelta) -> dict[str, int]:
 
 
 def at(due: datetime) -> dict[str, int]:
-    """The headers of a message that is due at this instant, as epoch milliseconds, rounded up.
+    """Headers of a message due at this time, as epoch ms, rounded up. Raises ValueError if ``due`` has no time zone,
+    because its instant would then depend on the machine.
 
     >>> at(datetime(2030, 1, 1, tzinfo=UTC))
     {'x-deliver-at': 1893456000000}
-
-    Raises ValueError if ``due`` has no time zone: its instant would depend on the machine.
     """
     if due.utcoffset() is None:
         raise ValueError(f"expected a datetime with a time zone, found the naive {due.isoformat()}")
@@ -43,23 +40,21 @@ def at(due: datetime) -> dict[str, int]:
 
 
 def key(name: str) -> dict[str, str]:
-    """The header of a message that replaces the waiting message of the same key. It needs a store.
+    """Header of a message that replaces the waiting message of the same key. It needs a store. Raises ValueError if
+    ``name`` is empty, or longer than 255 bytes of UTF-8.
 
     >>> key("order-4711")
     {'x-delay-key': 'order-4711'}
-
-    Raises ValueError if ``name`` is empty, or longer than 255 bytes of UTF-8.
     """
     return {"x-delay-key": _checked(name)}
 
 
 def cancel(name: str) -> dict[str, str]:
-    """The header of a message that takes back the waiting message of this key. It needs a store.
+    """Header of a message that cancels the waiting message of this key. It needs a store. Raises ValueError if ``name``
+    is empty, or longer than 255 bytes of UTF-8.
 
     >>> cancel("order-4711")
     {'x-delay-cancel': 'order-4711'}
-
-    Raises ValueError if ``name`` is empty, or longer than 255 bytes of UTF-8.
     """
     return {"x-delay-cancel": _checked(name)}
 
