@@ -15,6 +15,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from delayer.amqp.address import Address
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
+from delayer.core.topology import Binding
 
 _OTHER: Final = "this is not RabbitMQ's management API"
 
@@ -59,6 +60,13 @@ class Management:
             return {row["name"]: _delayed(row) for row in rows}
         except (LookupError, TypeError) as error:
             raise BrokerUnreachable(f"{self.where}: {_OTHER}") from error
+
+    async def bindings(self, path: str) -> list[tuple[Binding, dict[str, Any]]]:
+        """The bindings at a ``path`` below /api, each with its arguments."""
+        return [
+            (Binding(row["source"], row["destination"], row["destination_type"], row["routing_key"]), row["arguments"])
+            for row in await self.get(path)
+        ]
 
     async def get(self, path: str, answers: int = 200) -> Any:
         """The decoded answer to a ``path`` below /api; an error of the code ``answers`` has one too.

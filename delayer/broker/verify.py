@@ -16,7 +16,7 @@ from aiormq.exceptions import ChannelClosed, ChannelNotFoundEntity
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding, TopologySeverity
 from delayer.broker.management_api import Management
-from delayer.broker.pipelined_admin import DELAYS_FROM, declaration, exchange_look, queue_look
+from delayer.broker.pipelined_admin import DELAYS_FROM, declaration, look
 from delayer.core.cascade import LEVELS, bindable
 from delayer.core.topology import Binding, Exchange, Queue, Topology
 
@@ -50,11 +50,7 @@ async def policies_of(management: Management) -> list[BrokerPolicy]:
 
 async def bindings_from(management: Management, exchange: str) -> list[tuple[Binding, dict[str, Any]]]:
     """Every binding out of ``exchange``, which must exist, with its arguments."""
-    rows = await management.get(f"exchanges/{management.vhost}/{quote(exchange, safe='')}/bindings/source")
-    return [
-        (Binding(row["source"], row["destination"], row["destination_type"], row["routing_key"]), row["arguments"])
-        for row in rows
-    ]
+    return await management.bindings(f"exchanges/{management.vhost}/{quote(exchange, safe='')}/bindings/source")
 
 
 class Verifier:
@@ -95,8 +91,7 @@ class Verifier:
 
     async def _ask(self, wanted: Exchange | Queue) -> ChannelClosed | None:
         """Declare passively first, because an active declaration would create a missing part."""
-        look = queue_look if isinstance(wanted, Queue) else exchange_look
-        answer = await self._connection.ask(look(wanted.name))
+        answer = await self._connection.ask(look(wanted))
         if not isinstance(answer, ChannelClosed):
             answer = await self._connection.ask(declaration(wanted))
         return answer if isinstance(answer, ChannelClosed) else None
