@@ -73,11 +73,12 @@ class Verifier:
         if self._management is not None:
             try:
                 told = await self._told(self._management, missing) + await self._governed(self._management)
-                return found + told + await self._down(self._management)
+                told += await self._down(self._management)
+                return found + told + await self._alone(self._management)
             except (BrokerRefused, BrokerUnreachable) as error:
                 found.append(self._unseen(f"{error}"))
         else:
-            found.append(self._unseen("AMQP does not tell bindings, and no management_url is configured"))
+            found.append(self._unseen("no management_url is configured"))
         return found
 
     async def _thing(self, wanted: Exchange | Queue) -> TopologyFinding | None:
@@ -132,6 +133,21 @@ class Verifier:
             if one.name in down
         ]
 
+    async def _alone(self, management: Management) -> list[TopologyFinding]:
+        """Findings about our queues that one node of a cluster has alone: its disk is their only copy."""
+        rows = await management.get(f"queues/{management.vhost}?columns=name,node,members,slave_nodes")
+        copies = {row["name"]: row.get("members") or [row.get("node"), *row.get("slave_nodes", ())] for row in rows}
+        alone = [one for one in self._topology.queues if not one.shared and len(copies.get(one.name, "ab")) == 1]
+        if not alone:
+            return []
+        try:
+            nodes = len(await management.get("nodes?columns=name"))
+        except BrokerRefused as refused:
+            found = f"whether the broker is a cluster cannot be seen: {refused}; give this user the tag `monitoring`"
+            return [TopologyFinding("queue", "*", "copies on several nodes of a cluster", found, "unknown")]
+        expected, found = f"copies on several of the cluster's {nodes} nodes", "one copy"
+        return [TopologyFinding("queue", one.name, expected, found, state="alone") for one in alone if nodes > 1]
+
     def _compared(
         self, source: str, present: set[Binding], everything: set[Binding], missing: set[str]
     ) -> list[TopologyFinding]:
@@ -151,7 +167,9 @@ class Verifier:
         return found
 
     def _unseen(self, reason: str) -> TopologyFinding:
-        return TopologyFinding("binding", "*", f"{len(self._topology.bindings)} bindings", reason, "unknown")
+        expected = f"{len(self._topology.bindings)} bindings, and no policy that drops messages"
+        found = f"bindings, policies and the copies of queues cannot be seen: {reason}"
+        return TopologyFinding("binding", "*", expected, found, "unknown")
 
 
 def covers(policy: BrokerPolicy, queue: Queue) -> bool:

@@ -63,7 +63,8 @@ class DeclaredTopology:
         that the last call restored already. Raises BrokerLost, BrokerRefused, TopologyMismatch."""
         wanted = topology_of(settings)
         async with self._lock:
-            lost = [one for one in await _missing(broker, settings, wanted) if one in self._declared]
+            missing = await _missing(broker, settings, wanted) if self._declared else []
+            lost = [one for one in missing if one in self._declared]
             await broker.declare(wanted)
             if lost:
                 log.warning("topology restored", parts=_named(lost), next_step=DELETED)

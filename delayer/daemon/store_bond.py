@@ -52,8 +52,8 @@ class StoreBond:
 
         try:
             async with PipelinedAdmin(connection, PATIENCE) as admin:
-                if not await store.give_broker(declare) and not await admin.exchange_exists(exchange.name):
-                    raise store.identity.wrong_broker()
+                if not await store.give_broker(declare):
+                    await store.identity.check_broker(admin.exchange_exists)
         except (BrokerRefused, TopologyMismatch) as refused:
             raise StoreLost(f"the mark of the store's broker is missing: {refused}", RIGHTS) from refused
 
