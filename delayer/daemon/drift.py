@@ -32,7 +32,8 @@ class DeclaredTopology:
         self.reason = ""
         """Why the topology is not in place; empty if it is, as far as this is known."""
         self._declared: frozenset[TopologyPart] = frozenset()
-        self._lost: frozenset[TopologyPart] = frozenset()
+        self._lost: dict[TopologyPart, None] = {}  # By the last look.
+        self._unlogged: dict[TopologyPart, None] = {}  # Lost, and not all restored yet.
         self._lock = asyncio.Lock()
 
     async def keep(self, broker: PipelinedAdmin, settings: Settings) -> None:
@@ -64,12 +65,13 @@ class DeclaredTopology:
         wanted = topology_of(settings)
         async with self._lock:
             missing = await _missing(broker, settings, wanted) if self._declared else []
-            lost = [one for one in missing if one in self._declared]
+            lost = dict.fromkeys(one for one in missing if one in self._declared)
+            self._unlogged |= lost
             await broker.declare(wanted)
-            if lost:
-                log.warning("topology restored", parts=_named(lost), next_step=DELETED)
+            if self._unlogged:
+                log.warning("topology restored", parts=_named(self._unlogged), next_step=DELETED)
             again = [one for one in lost if one in self._lost]
-            self._lost = frozenset(lost)
+            self._lost, self._unlogged = lost, {}
             self._declared = frozenset((*wanted.exchanges, *wanted.queues, *wanted.bindings))
             return again
 

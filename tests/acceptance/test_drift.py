@@ -94,6 +94,7 @@ async def test_what_cannot_be_restored_makes_the_daemon_unready(place: OwnVhost,
     async with watched(place, place.environ("store", store)) as (daemon, web):
         rights(place, r"^(?!delays\.refused$).*")
         place.things._call("DELETE", "queues", "delays.refused")
+        place.things._call("DELETE", "exchanges", "in")
         (reason,) = await reasons(web, GONE)
         assert reason.startswith("the topology is not in place: ")
         assert "'delays.refused': ACCESS_REFUSED" in reason
@@ -107,6 +108,7 @@ async def test_what_cannot_be_restored_makes_the_daemon_unready(place: OwnVhost,
         (reason,) = await reasons(web, GONE)
         assert "error: queue delays.refused: expected" in reason
         place.things._call("DELETE", "queues", "delays.refused")
+        await restored(daemon, "exchange in, queue delays.refused")
         await daemon.event("topology in place")
         assert await reasons(web, 200) == []
         assert await daemon.stop() == 0
