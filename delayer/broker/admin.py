@@ -22,6 +22,7 @@ from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFind
 from delayer.broker.management_api import Management, delayed_in, delayed_reason
 from delayer.broker.pipelined_admin import DELAYS_FROM, PATIENCE, QueueDelete, exchange_look, queue_look
 from delayer.broker.verify import Verifier
+from delayer.core.clocks import ClockOffset
 from delayer.core.readable import COUNTS_AGE
 from delayer.core.topology import Binding, Exchange, Topology
 
@@ -179,6 +180,11 @@ class Admin:
 
     async def __aexit__(self, *_: object) -> None:
         await self.connection.close()
+
+    @property
+    def clock(self) -> ClockOffset | None:
+        """The broker's clock, by the last answer of the management API; None without one."""
+        return None if self._management is None else self._management.clock
 
     async def verify(self, topology: Topology) -> list[TopologyFinding]:
         """Compare the broker with the topology, without changes. All is well if no finding has severity "error".

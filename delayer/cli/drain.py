@@ -36,7 +36,7 @@ from delayer.imports import state_machine
 from delayer.imports.brokers import Destinations
 from delayer.imports.cascade import CascadeLevels
 from delayer.store import waiting
-from delayer.store.admin import actions, audit_log, draining
+from delayer.store.admin import actions, audit_log, draining, setup
 from delayer.store.admin.importing import ImportStore
 from delayer.store.session import looking
 
@@ -276,7 +276,10 @@ def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool,
 
 
 async def _planned(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, list[LeftBehind]]:
-    """Count the messages that would move, and list those that would stay."""
+    """Count the messages that would move, and list those that would stay. Raises StoreLost if the broker is not the
+    store's: messages would move from one broker to another."""
+    async with pipelined_admin(settings.broker_url, NAME) as broker:
+        await (await setup.identity(url)).check_broker(broker.exchange_exists)
     if settings.mode == "native":
         rows = await standing(url, keys_too=keys_too)
         count = rows.rows - rows.soon - (0 if keys_too else rows.keyed)

@@ -46,6 +46,7 @@ class DaemonInside:
             "lanes": store.numbers,
             "usable": store.usable,
             "stalled": daemon.watchdog.stalled(),
+            "topology": daemon.topology.reason,
             "recent": list(self.recent.steps),
             "counters": daemon.counters,
         }

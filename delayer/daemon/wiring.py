@@ -15,17 +15,18 @@ from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import BUFFER_BYTES, AdaptivePrefetch, AmqpConsumer, FlowControl
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.isolation import Isolation
-from delayer.broker.pipelined_admin import PipelinedAdmin, pipelined_admin
+from delayer.broker.pipelined_admin import PATIENCE, PipelinedAdmin, pipelined_admin
 from delayer.broker.publisher import CONFIRM_TIMEOUT, AmqpPublisher
 from delayer.config.model import Settings
-from delayer.config.topology import cascade_of, topology_of, uses_cascade
+from delayer.config.topology import cascade_of, uses_cascade
 from delayer.core.backoff import LogThrottle
 from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost
+from delayer.daemon import drift
 from delayer.daemon.live_settings import LiveSettings, rates_of
 from delayer.daemon.services import ServiceGroup
-from delayer.daemon.store_bond import StoreBond
+from delayer.daemon.store_bond import StoreBond, WrongBroker
 from delayer.daemon.systemd import Notifier, Watchdog, condition
 from delayer.intake.consume import Dispatch, Handler, Intake, QueueConsumer, new_id
 from delayer.intake.handle import DueHandler, IntakeHandler
@@ -63,6 +64,12 @@ class Connections:
         for connection in self._connections.values():
             connection.start()
 
+    def drop(self, reason: str) -> None:
+        """End the open connections. New ones are accepted or not, as at the start."""
+        for one in self._connections.values():
+            if one.current is not None:
+                one.current.drop(reason)
+
     def closings(self) -> list[Coroutine[None, None, None]]:
         """Return the coroutines that close them. Await these together, because a hanging broker answers no close."""
         self.isolation.close()
@@ -91,6 +98,7 @@ class Daemon:
         self.services = ServiceGroup()
         self.watchdog = Watchdog(notifier)
         self._bond = StoreBond()
+        self.topology = drift.DeclaredTopology()
         self.connections = Connections(settings, self._bond.check)
         self._cascade = cascade_of(settings)
         self._new_publisher = partial(publisher, self.connections["publish"], isolation=self.connections.isolation)
@@ -120,6 +128,7 @@ class Daemon:
         self.services.add("intake", self._intake.run)
         for part in self._takeovers():
             self.services.add(part.queue, part.run)
+        self.services.add("drift", self._watch_broker)
         self.services.add("watchdog", self.watchdog.feed)
         self.services.add("readiness", self._announce)
         self._notifier.status("starting")
@@ -177,14 +186,29 @@ class Daemon:
             no_lane=self.store.reason,
             stuck=self.store.stuck,
             intake=self.intake,
+            topology=self.topology.reason,
         )
+
+    async def _watch_broker(self, stopping: asyncio.Event) -> None:
+        """Once a minute, look whether the broker is still the store's, and declare the topology again."""
+        while not await first_set(stopping, seconds=drift.ROUND_SECONDS):
+            if (connection := self.connections["intake"].current) is None:
+                continue  # Then it is not consumed.
+            try:
+                await self._bond.check(connection)
+                async with PipelinedAdmin(connection, PATIENCE) as broker:
+                    await self.topology.keep(broker, self.settings)
+            except WrongBroker as wrong:
+                self.connections.drop(str(wrong))
+            except (BrokerLost, BrokerRefused, TopologyMismatch):
+                continue  # It is noted, or the connection is lost.
 
     async def declare(self, settings: Settings | None = None) -> None:
         """Declare the topology. Raises BrokerLost, TopologyMismatch."""
         wanted = settings or self.settings
         try:
             async with pipelined_admin(self.settings.broker_url, "delayer admin") as broker:
-                await broker.declare(topology_of(wanted))
+                await (self.topology.keep if settings is None else self.topology.declare)(broker, wanted)
                 # Earlier messages may still be in the cascade, although new messages do not use it.
                 if self._due is None and (uses_cascade(wanted) or await broker.exists(wanted.native.due_queue)):
                     handler = DueHandler(self.live, self._dispatch)

@@ -37,6 +37,7 @@ State = Mapping[str, Any]
     lanes        numbers of the lanes that it releases
     usable       whether there is a lane to park into
     stalled      names of the loops without progress
+    topology     why the topology is not in place, or ""
     recent       http.recent.Recent.steps
     counters     core.counters.Counters of this process
 """

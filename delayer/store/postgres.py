@@ -99,6 +99,7 @@ class PostgresStore:
                 async with pool.borrowed(parking) as connection:
                     await schema.check(connection)
                     identity = await read_identity(connection)
+                    servers.warn(await servers.state(connection))
                     await pool.sample(connection, clock)
                     days = Days(await existing(connection))
                     if history_days:  # Before the first row, which would block its day's partition.
