@@ -16,6 +16,7 @@ log = structlog.get_logger(__name__)
 def report_held(held: Collection[tuple[object, Parcel, Hold, int]], counters: Counters) -> None:
     """Count and log held messages, given as (id, message, hold, earlier attempts). A retry does not count again."""
     counters.add("held", [parcel.route for _, parcel, _, attempts in held if not attempts])
+    logger = log.bind()  # Once: the log leaves most lines of a flood out, at little cost.
     for id, parcel, hold, attempts in held:
         why = {"kind": hold.kind, "reason": hold.text, "attempts": attempts + 1}
-        log.warning("message held", id=id, **why, **parcel.names)
+        logger.warning("message held", id=id, **why, **parcel.names)

@@ -1,7 +1,8 @@
-"""Pauses between attempts, and a throttle of repeated log lines. Pure: the caller passes time and random numbers."""
+"""Pauses between attempts, and limits of repeated log lines. Pure: the caller passes time and random numbers."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
 
 
@@ -35,6 +36,42 @@ class LogThrottle:
     def reset(self) -> None:
         """Reset after a success, so that the next failure is logged."""
         self._said = None
+
+
+LINES: Final = 10
+"""The lines of one kind that are logged in one window."""
+MOST_KINDS: Final = 100
+"""The kinds that a window counts by themselves; the rest share the place OTHERS."""
+OTHERS: Final = "(others)"
+WINDOW_SECONDS: Final = 10.0
+
+
+class LineLimit:
+    """A limit of log lines by kind: an event, and the exchange or lane of its message. In a window of WINDOW_SECONDS it
+    passes the first LINES of a kind, and counts the rest."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+        self._lines: Counter[tuple[str, object]] = Counter()
+
+    def over(self, now: float) -> bool:
+        """Whether no window is open."""
+        return now >= self._until
+
+    def passes(self, event: str, place: object) -> bool:
+        """Whether to log this line."""
+        kind = event, place
+        if kind not in self._lines and len(self._lines) >= MOST_KINDS:
+            kind = event, OTHERS
+        self._lines[kind] += 1
+        return self._lines[kind] <= LINES
+
+    def begin(self, now: float) -> list[tuple[str, object, int]]:
+        """Begin a window. Returns the event, the place and the number of the lines that the last one left out."""
+        left_out = [(*kind, lines - LINES) for kind, lines in self._lines.items() if lines > LINES]
+        self._until = now + WINDOW_SECONDS
+        self._lines.clear()
+        return left_out
 
 
 FIRST_MS: Final = 10_000

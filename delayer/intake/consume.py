@@ -314,9 +314,10 @@ class Dispatch:
         acks.accept(publication.delivery.tag for publication in through)
         self._counters.settled([one.counted for one in publications], outcomes, schedule, now_ms)
         self._counters.sent(one.parcel.target for one in through if one.parcel is not None)
+        logger = log.bind()  # Once: the log leaves most lines of a flood out, at little cost.
         for publication in through:
             if publication.refusal:
-                log.warning(
+                logger.warning(
                     "message refused",
                     reason=publication.refusal,
                     exchange=publication.delivery.exchange,
