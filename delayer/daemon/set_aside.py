@@ -111,6 +111,9 @@ class SetAsideChange:
             done = await queue.change(self.verb, self.wanted, partial(add, partial(self._log, who)), limit)
         past = _RETRIED[self.name] if self.verb == "retry" else PAST[self.verb]
         result = self._result(past, done, done.changed)
+        if counted is not None and not self.wanted.ids and (gone := counted.messages - done.matched) > 0:
+            lines = [*result.lines, f"{gone:,} were no longer in the queue."]
+            result = result._replace(of=counted.messages, lines=lines)
         if self.name == "strays" or self.verb != "retry" or not done.changed:
             return result
         again = await queue.returned(done)

@@ -22,8 +22,9 @@ from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.readable import instant
 from delayer.core.units import DAY_MS
-from delayer.daemon.set_aside import queue_of
+from delayer.daemon.set_aside import SetAsideChange, queue_of
 from delayer.intake import set_aside
+from delayer.intake.set_aside import Selection
 from tests.integration.cli import Run, channel_to, ids, said, take
 from tests.support.place import counted
 from tests.support.raw import Message, Props, Raw, number, text
@@ -273,6 +274,21 @@ async def test_a_change_reaches_every_message(delayer: Run, vhost: str, monkeypa
         assert set(ids(delayer, "strays", "list")) == {f"id:{n:032x}" for n in range(1, 29, 2)}
         assert "Dropped: 14." in delayer("strays", "drop", "--all", "--yes").stdout
         assert left() == []
+
+
+@pytest.mark.parametrize("wanted", [Selection(), Selection(reason="312")])
+async def test_the_figures_of_two_commands_at_once_add_up(delayer: Run, vhost: str, wanted: Selection) -> None:
+    delayer("--mode", "native", "topology", "apply")
+    async with await Raw.connect(vhost) as raw:
+        await put_strays(raw, 20)
+    settings = load(None, {}, {"broker.url": vhost, "mode": "native"})
+    change = SetAsideChange(settings, "strays", "drop", wanted)
+    counted = await change.count()
+    await SetAsideChange(settings, "strays", "drop", Selection(frozenset({f"id:{1:032x}"}))).carry_out("me")
+    result = await change.carry_out("me", counted)
+    met = counted.messages - 1
+    assert result.heading == f"Dropped: {met} of {counted.messages}"
+    assert list(result.lines) == ["1 were no longer in the queue."]
 
 
 @pytest.mark.usefixtures("few")
