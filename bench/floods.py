@@ -1,5 +1,5 @@
-"""Good messages next to a flood: 200 a second, alone, next to a flood of more good messages, and of refused ones. The
-flood comes as fast as the broker confirms it, and waits in the same intake queue."""
+"""Good messages next to a flood: 200 a second, alone, and next to floods of good and of refused messages. A flood
+comes as fast as the broker confirms it, and waits in the same intake queue."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ DELAYS_MS = (1000, 2000, 1)
 SECONDS, QUICK_SECONDS = 25, 8
 LATER = 2.0
 """Seconds of the measurement before the flood begins."""
-FLOODS = {"no flood": 0, "next to good ones": 1500, "next to refused ones": 1 << 60}
-"""The delay of the flood's messages in milliseconds. The last one is longer than any route allows."""
+FLOODS = {"no flood": -1, "next to delayed ones": 1500, "next to ones due at once": 0, "next to refused ones": 1 << 60}
+"""The delay of the flood's messages in milliseconds. The last one is longer than any route allows. The daemon publishes
+those due at once and refused ones itself, and parks the others."""
 
 
 async def run(bench: Bench) -> None:
@@ -30,9 +31,9 @@ async def run(bench: Bench) -> None:
     for turn in range(bench.options.repeats):
         for name, delay_ms in FLOODS.items():
             bench.say(f"{RATE} messages a second for {seconds} s, {name}, turn {turn + 1}")
-            found[name].append(await _once(await bench.place(), count if delay_ms else 0, seconds, delay_ms))
+            found[name].append(await _once(await bench.place(), count if delay_ms >= 0 else 0, seconds, delay_ms))
     for name, turns in found.items():
-        at = {"count": count if FLOODS[name] else 0}
+        at = {"count": count if FLOODS[name] >= 0 else 0}
         report(bench, [steady for steady, _ in turns], f"{name}, ", **at)
         bench.add(f"{name}, log lines", max(lines.total() for _, lines in turns), "lines", **at)
         bench.add(f"{name}, lanes lost", max(lines["lane lost"] for _, lines in turns), "lanes", **at)

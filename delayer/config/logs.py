@@ -74,7 +74,8 @@ class _Limited:
             self.report(now)
             with suppress(RuntimeError):  # Without an event loop, the first line of the next window reports.
                 asyncio.get_running_loop().call_later(WINDOW_SECONDS, self.report)
-        if self._limit.passes(event["event"], event.get("exchange", event.get("lane"))):
+        place, more = event.get("exchange", event.get("lane")), event.pop("more", 0)
+        if self._limit.passes(event["event"], place, more):
             return event
         raise structlog.DropEvent
 

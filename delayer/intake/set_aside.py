@@ -262,7 +262,7 @@ class SetAside:
     @asynccontextmanager
     async def _reading(
         self, wanted: Selection, limit: int | None
-    ) -> AsyncIterator[tuple[Reader, AmqpPublisher, Result]]:
+    ) -> AsyncIterator[tuple[QueueReader, AmqpPublisher, Result]]:
         """Read the first ``limit`` messages, or all."""
         async with pipelined_admin(self.url, f"delayer {self.queue}") as admin:
             depth, may_delay = (await admin.depths([self.queue]))[self.queue], admin.may_delay
@@ -280,7 +280,7 @@ class SetAside:
             connection.start()
         publisher = AmqpPublisher(connections[1])
         result = Result(depth, delayed, missing=set(wanted.ids), may_delay=may_delay)
-        reader = Reader(connections[0], self.queue, depth if limit is None else min(limit, depth), result)
+        reader = QueueReader(connections[0], self.queue, depth if limit is None else min(limit, depth), result)
         try:
             try:
                 yield reader, publisher, result
@@ -306,7 +306,7 @@ async def _until_back(reconnecting: ReconnectingConnection, queue: str, count: i
                 await asyncio.sleep(0.01)
 
 
-class Reader:
+class QueueReader:
     """Reads the next ``count`` messages of a queue in portions, but none that arrive later: a retried message may be
     refused again. It stops when it has met every message that is named by an id of ours."""
 

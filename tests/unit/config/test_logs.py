@@ -22,7 +22,7 @@ import structlog
 import delayer
 from delayer.config import logs
 from delayer.config.logs import configure
-from delayer.core.backoff import LINES, MOST_KINDS, OTHERS, LineLimit
+from delayer.core.backoff import ELSEWHERE, LINES, MOST_KINDS, LineLimit
 from delayer.core.readable import readable
 from tests.support.logged import logging_as_it_was
 
@@ -152,7 +152,7 @@ def test_a_flood_of_messages_logs_the_first_lines_of_each_kind_and_counts_the_re
     log = structlog.get_logger("delayer.x")
     for n in range(1_000):
         log.warning("message refused", message_id=b"%d" % n, exchange=b"a")
-        log.warning("message held", id=n, exchange=b"b")
+        log.warning("message held", id=n, exchange=b"b", more=2)
         log.info("ready")
     now = 110.0
     log.warning("row rejected", id=7, lane=3)
@@ -164,7 +164,7 @@ def test_a_flood_of_messages_logs_the_first_lines_of_each_kind_and_counts_the_re
     assert counted["message held", "b"] == LINES + 1, "a new window"
     assert counted["ready", None] == 1_000, "only lines about messages"
     left_out = {(one["of"], one["place"], one["lines"]) for one in found if one["event"] == "log lines left out"}
-    assert left_out == {("message refused", "a", 1_000 - LINES), ("message held", "b", 1_000 - LINES)}
+    assert left_out == {("message refused", "a", 1_000 - LINES), ("message held", "b", 3_000 - LINES)}
 
 
 async def test_the_end_of_a_flood_is_reported_without_another_line(
@@ -185,7 +185,7 @@ def test_a_flood_from_many_exchanges_is_bounded(stream: io.StringIO) -> None:
     limit = LineLimit()
     passed = sum(limit.passes("message held", n % 5_000) for n in range(50_000))
     assert passed == LINES * (MOST_KINDS + 1)
-    assert limit.begin(0.0) == [("message held", OTHERS, 50_000 - 10 * MOST_KINDS - LINES)]
+    assert limit.begin(0.0) == [("message held", ELSEWHERE, 50_000 - 10 * MOST_KINDS - LINES)]
 
 
 def events_used() -> Iterator[tuple[str, int, ast.Call]]:
