@@ -256,7 +256,11 @@ class Daemon:
         consumer = AmqpConsumer(
             self.connections[use], adaptive_prefetch=AdaptivePrefetch(BUFFER_BYTES), one_active=one_active
         )
-        return QueueConsumer(intake, consumer, handler, prepare=prepare, heartbeat=self.watchdog)
+        return QueueConsumer(intake, consumer, handler, prepare=prepare, heartbeat=self.watchdog, reached=self._reached)
+
+    def _reached(self) -> tuple[int, bool]:
+        """Changes when a connection to the broker is open again, or the store is usable again."""
+        return sum(one["connects"] for one in self.connections.as_dict().values()), self.store.usable
 
     def _takeovers(self) -> list[LevelTakeover]:
         """A takeover for each level, the longest first. They share a connection of their own, and 16 MiB of messages
@@ -281,6 +285,7 @@ class Daemon:
                 clock=self.live,
                 heartbeat=self.watchdog,
                 counters=self.counters,
+                reached=self._reached,
             )
             for cascade, level in levels
         ]
