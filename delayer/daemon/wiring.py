@@ -9,8 +9,8 @@ from typing import Final, Literal
 
 import structlog
 
-from delayer.amqp.address import Address
 from delayer.amqp.connection import Connection
+from delayer.broker.addresses import addresses_of
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import BUFFER_BYTES, AdaptivePrefetch, AmqpConsumer, FlowControl
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
@@ -47,9 +47,9 @@ class Connections:
 
     def __init__(self, settings: Settings, accept: Callable[[Connection], Awaitable[None]]) -> None:
         """``accept``: see ReconnectingConnection."""
-        address = Address.parse(settings.broker_url)
         heartbeat, throttle = settings.broker.heartbeat_ms / 1000, LogThrottle()
-        reconnecting = partial(ReconnectingConnection, address, heartbeat=heartbeat, throttle=throttle, accept=accept)
+        addresses = lambda: addresses_of(settings.broker_url)  # noqa: E731
+        reconnecting = partial(ReconnectingConnection, addresses, heartbeat=heartbeat, throttle=throttle, accept=accept)
         self._connections = {
             use: reconnecting(f"delayer {use}")
             for use in ("intake", "due", "publish", *(["takeover"] if settings.takeovers else []))
