@@ -141,10 +141,11 @@ class Daemon:
     def start_store(self, settings: Settings) -> None:
         """Start to take lanes of the store, unless the daemon does already."""
         if not self.store.configured:
-            url = settings.store_url or ""
 
             async def connect() -> PostgresStore:
-                store = await PostgresStore.connect(url, history_days=settings.store.history_days)
+                store = await PostgresStore.connect(
+                    lambda: settings.store_url or "", history_days=settings.store.history_days
+                )
                 try:
                     await self._bond.attach(store, self.connections["publish"].current)
                 except BaseException:
@@ -180,20 +181,17 @@ class Daemon:
         )
 
     async def declare(self, settings: Settings | None = None) -> None:
-        """Declare the topology. Raises BrokerLost, TopologyMismatch."""
+        """Declare the topology. Raises BrokerLost, BrokerRefused, TopologyMismatch."""
         wanted = settings or self.settings
-        try:
-            async with pipelined_admin(self.settings.broker_url, "delayer admin") as broker:
-                await broker.declare(topology_of(wanted))
-                # Earlier messages may still be in the cascade, although new ones do not use it.
-                if self._due is None and (uses_cascade(wanted) or await broker.exists(wanted.native.due_queue)):
-                    handler = DueHandler(self.live, self._dispatch)
-                    self._due = self._session("due", wanted.native.due_queue, handler)
-                    self.services.add("due", self._due.run)
-                if uses_cascade(wanted) and wanted.native.strategy != "cascade":
-                    await self._choose(broker, wanted.native.strategy)
-        except BrokerRefused as refused:
-            raise BrokerLost(str(refused)) from refused
+        async with pipelined_admin(self.settings.broker_url, "delayer admin") as broker:
+            await broker.declare(topology_of(wanted))
+            # Earlier messages may still be in the cascade, although new ones do not use it.
+            if self._due is None and (uses_cascade(wanted) or await broker.exists(wanted.native.due_queue)):
+                handler = DueHandler(self.live, self._dispatch)
+                self._due = self._session("due", wanted.native.due_queue, handler)
+                self.services.add("due", self._due.run)
+            if uses_cascade(wanted) and wanted.native.strategy != "cascade":
+                await self._choose(broker, wanted.native.strategy)
 
     async def _choose(self, broker: PipelinedAdmin, strategy: str) -> None:
         """Ask the broker whether it delays messages on time, once for each connection, or until it does where the
@@ -215,6 +213,8 @@ class Daemon:
         again until an operator resolves the mismatch. Raises BrokerLost; TopologyMismatch at the start."""
         try:
             await self.declare()
+        except BrokerRefused as refused:
+            raise BrokerLost(str(refused)) from refused
         except TopologyMismatch as wrong:
             if not self._begun:
                 raise

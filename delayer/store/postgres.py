@@ -75,7 +75,7 @@ class PostgresStore:
     @classmethod
     async def connect(
         cls,
-        url: str,
+        url: Callable[[], str],
         *,
         owner: str | None = None,
         idle_timeout: float = IDLE_SECONDS,
@@ -85,14 +85,16 @@ class PostgresStore:
     ) -> Self:
         """Look at the kind of server, connect, compare the schema, and learn the store's time and partitions.
 
-        ``owner`` names this process in the table of lanes (default: host and process id). After ``idle_timeout``
-        seconds the server takes the lanes of a process that hangs. After ``transaction_timeout`` seconds (longer than
-        any publish takes) it ends a release, and rolls back a silent park. ``parkers`` is the number of parallel parks
-        and restores. ``history_days``: how long the store keeps its history; 0: none.
+        ``url`` is asked for every connection: its password may change. ``owner`` names this process in the table of
+        lanes (default: host and process id). After ``idle_timeout`` seconds the server takes the lanes of a process
+        that hangs. After ``transaction_timeout`` seconds (longer than any publish takes) it ends a release, and rolls
+        back a silent park. ``parkers`` is the number of parallel parks and restores.
+        ``history_days``: how long the store keeps its history; 0: none.
 
-        Raises StoreUnfit, StoreLost, BadStoreUrl, SchemaOutdated.
+        Raises StoreUnfit, StoreLost, SchemaOutdated.
         """
-        await servers.check(url)
+        with pool.reopening():
+            await servers.check(url())
         owner = owner or f"{socket.gethostname()}:{os.getpid()}"
         timeout = f"{transaction_timeout * 1000:.0f}ms"
         parking = await pool.open_pool(url, "delayer park", parkers, {"idle_in_transaction_session_timeout": timeout})
