@@ -11,6 +11,7 @@ import click
 
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, TopologyFinding, mismatch_advice
+from delayer.cli import status
 from delayer.cli.errors import STORE_RUNS, ExitCode, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import note, print_json, print_table, quoted
@@ -49,11 +50,11 @@ class CheckReport(list[Row]):
 @as_json
 @click.pass_context
 def check(context: click.Context, offline: bool, as_json: bool) -> None:
-    """Check configuration, broker, topology and store; change nothing.
+    """Check configuration, broker, topology and store; change nothing. Ask the daemon on this host too.
 
-    These are off: queues and exchanges that differ, missing destinations, a missing schema of the store, and overdue
-    messages without a daemon that releases them. These are notes: queues that the daemon will declare, queues without
-    a consumer, refused and held messages.
+    These are off: queues and exchanges that differ, missing destinations, a missing schema of the store, overdue
+    messages without a daemon that releases them, and a daemon on this host that is not ready. These are notes: queues
+    that the daemon will declare, queues without a consumer, refused and held messages.
 
     Offline, credentials that only the service may read (a unit's ExecReload may not) are left out, with a note.
 
@@ -138,6 +139,20 @@ async def _servers(report: CheckReport, settings: Settings) -> None:
         result: CheckResult = "refused" if isinstance(error, BrokerRefused) else "out of reach"
         report.add("broker", result, error, broker_advice(error))
     await _store(report, settings)
+    await _daemon(report, settings)
+
+
+async def _daemon(report: CheckReport, settings: Settings) -> None:
+    """Whether the daemon on this host, if there is one, says the same."""
+    reasons = await status.not_ready(settings)
+    away = [row.what for row in report if row.result in ("refused", "out of reach")]
+    listen = settings.http.listen
+    if reasons and not away:
+        found = f"the daemon at {listen} is not ready: {'; '.join(reasons)}"
+        report.add("daemon", "off", found, "see its log; systemd shows it new credentials only after a restart")
+    elif reasons == [] and away:
+        found = f"the daemon at {listen} is ready: it reaches what this command does not ({', '.join(away)})"
+        report.add("daemon", "note", found, "run this as the daemon's user, with its configuration and environment")
 
 
 async def _bond(report: CheckReport, admin: Admin, store_url: str | None) -> None:
