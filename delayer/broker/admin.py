@@ -165,15 +165,15 @@ class Admin:
 
     @classmethod
     async def connect(
-        cls, url: str, *, management_url: str | None = None, name: str = "delayer admin", patience: float = PATIENCE
+        cls, urls: str, *, management_url: str | None = None, name: str = "delayer admin", patience: float = PATIENCE
     ) -> Self:
-        """Connect to ``url``; its scheme and query configure TLS. ``patience``: seconds, for each call.
+        """Connect to one of ``urls``; scheme and query configure TLS. ``patience``: seconds, for each call.
 
         ``management_url`` (``http://user:password@host:15672``) lets verify() see bindings and policies; it uses the
-        TLS settings of ``url``. Raises ValueError for an invalid URL; the text never contains the URL.
+        TLS settings of ``urls``. Raises BrokerUnreachable, BrokerRefused.
         """
-        management = Management.beside(url, management_url, timeout=patience)
-        return cls(await AdminConnection.open(url, name=name, patience=patience), management)
+        management = Management.beside(urls, management_url, timeout=patience)
+        return cls(await AdminConnection.open(urls, name=name, patience=patience), management)
 
     async def __aenter__(self) -> Self:
         return self

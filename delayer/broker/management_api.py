@@ -15,7 +15,7 @@ from http.client import HTTPException
 from typing import Any, Final, Self
 from urllib.parse import quote, unquote, urlsplit
 
-from delayer.amqp.address import Address
+from delayer.broker.addresses import addresses_of
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.core.clocks import ClockOffset
 from delayer.core.topology import Binding
@@ -51,11 +51,11 @@ class Management:
         )
 
     @classmethod
-    def beside(cls, broker_url: str, management_url: str | None, *, timeout: float = 5.0) -> Self | None:
-        """The API of the broker at ``broker_url``, with its virtual host and TLS settings. None without a URL."""
+    def beside(cls, broker_urls: str, management_url: str | None, *, timeout: float = 5.0) -> Self | None:
+        """The API of the broker at ``broker_urls``, with its virtual host and TLS settings. None without a URL."""
         if management_url is None:
             return None
-        address = Address.parse(broker_url)
+        address = addresses_of(broker_urls)[0]
         return cls(management_url, address.vhost, timeout=timeout, tls=address.tls)
 
     async def delayed(self) -> dict[str, int | None]:

@@ -22,6 +22,7 @@ from delayer.amqp.connection import Connection
 from delayer.amqp.errors import AccessRefused, ChannelClosed, ReplyCode
 from delayer.amqp.framing import UncheckedMethod
 from delayer.amqp.properties import encode_headers, entry, int64
+from delayer.broker.addresses import CONNECT_SECONDS, addresses_of, of_first
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding, TopologyMismatch
 from delayer.core.delay_headers import OPT_TIME
 from delayer.core.message import Delivery, Outgoing
@@ -248,16 +249,19 @@ def _now_ms() -> int:
 
 
 @asynccontextmanager
-async def pipelined_admin(url: str, name: str, *, patience: float = PATIENCE) -> AsyncIterator[PipelinedAdmin]:
-    """Connect; the URL's scheme and query configure TLS. ``patience``: seconds without any answer.
+async def pipelined_admin(urls: str, name: str, *, patience: float = PATIENCE) -> AsyncIterator[PipelinedAdmin]:
+    """Connect to one of these URLs; their schemes and queries configure TLS. ``patience``: seconds without any answer.
 
-    Raises BrokerLost, BrokerRefused (for login or vhost), and ValueError for an invalid URL.
+    Raises BrokerLost, BrokerRefused (for login or vhost).
     """
-    address = Address.parse(url)
-    try:
-        connection = await Connection.open(address, name=name, timeout=patience)
-    except AccessRefused as refused:
-        raise BrokerRefused(f"{address}: {refused}") from refused
+
+    async def attempt(address: Address) -> Connection:
+        try:
+            return await Connection.open(address, name=name, timeout=min(patience, CONNECT_SECONDS))
+        except AccessRefused as refused:
+            raise BrokerRefused(f"{address}: {refused}") from refused
+
+    connection = await of_first(addresses_of(urls), attempt)
     try:
         yield PipelinedAdmin(connection, patience)
     finally:

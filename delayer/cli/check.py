@@ -11,6 +11,7 @@ import click
 
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, TopologyFinding, mismatch_advice
+from delayer.cli import status
 from delayer.cli.errors import BROKER_RIGHTS, SEEING, STORE_RUNS, ExitCode, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import note, print_json, print_table, quoted
@@ -49,12 +50,12 @@ class CheckReport(list[Row]):
 @as_json
 @click.pass_context
 def check(context: click.Context, offline: bool, as_json: bool) -> None:
-    """Check configuration, broker, topology and store; change nothing.
+    """Check configuration, broker, topology and store; change nothing. Ask the daemon on this host too.
 
     These are off: queues and exchanges that differ, missing destinations, a missing schema of the store, overdue
-    messages without a daemon that releases them, settings of the servers that lose messages (docs/operations.md), and
-    clocks more than a second apart. These are notes: what could not be seen, queues that the daemon will declare,
-    queues without a consumer, refused and held messages.
+    messages without a daemon that releases them, settings of the servers that lose messages (docs/operations.md),
+    clocks more than a second apart, and a daemon on this host that is not ready. These are notes: what could not be
+    seen, queues that the daemon will declare, queues without a consumer, refused and held messages.
 
     Offline, credentials that only the service may read (a unit's ExecReload may not) are left out, with a note.
 
@@ -146,10 +147,11 @@ async def _servers(report: CheckReport, settings: Settings) -> None:
         longest = duration_text(int(min(settings.intake.max_delay_ms, cascade_ms)))
         report.add("store", "ok", f"none configured: delays up to {longest}, no keys, no cancels")
     _clocks(report, clocks)
+    await _daemon(report, settings)
 
 
 def _clocks(report: CheckReport, clocks: Mapping[str, ClockOffset | None]) -> None:
-    """Whether all clocks agree. A message is due by the clock of the database or, in native mode, by the later one of
+    """Check that all clocks agree. A message is due by the clock of the database or, in native mode, by the later of
     broker and daemon; publishers use their own."""
     seen = {name: clock for name, clock in clocks.items() if clock is not None}
     for found in (different := differences(seen)):
@@ -158,6 +160,19 @@ def _clocks(report: CheckReport, clocks: Mapping[str, ClockOffset | None]) -> No
         report.add("clocks", "note", f"could not be seen: the clock of {' and of '.join(unseen)}", SEEING)
     elif not different:
         report.add("clocks", "ok", f"{', '.join(seen)}: none more than a second apart, as far as their answers show")
+
+
+async def _daemon(report: CheckReport, settings: Settings) -> None:
+    """Check that the daemon on this host, if there is one, says the same."""
+    reasons = await status.not_ready(settings)
+    away = [row.what for row in report if row.result in ("refused", "out of reach")]
+    listen = settings.http.listen
+    if reasons and not away:
+        found = f"the daemon at {listen} is not ready: {'; '.join(reasons)}"
+        report.add("daemon", "off", found, "see its log; systemd shows it new credentials only after a restart")
+    elif reasons == [] and away:
+        found = f"the daemon at {listen} is ready: it reaches what this command does not ({', '.join(away)})"
+        report.add("daemon", "note", found, "run this as the daemon's user, with its configuration and environment")
 
 
 async def _bond(report: CheckReport, admin: Admin, store_url: str | None) -> None:

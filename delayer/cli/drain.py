@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 import click
 from asyncpg import Connection
 
-from delayer.amqp.address import Address
 from delayer.amqp.edits import ROOM, Endpoints, into_cascade
+from delayer.broker.addresses import addresses_of
 from delayer.broker.admin import Admin
 from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.connection import ReconnectingConnection
@@ -187,7 +187,7 @@ async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> tu
     numbers of moved rows and of rows that must not be sent. Raises BrokerLost."""
     async with pipelined_admin(settings.broker_url, NAME) as broker:
         await broker.declare(native_of(settings))
-    reconnecting = ReconnectingConnection(Address.parse(settings.broker_url), NAME, heartbeat=20.0)
+    reconnecting = ReconnectingConnection(lambda: addresses_of(settings.broker_url), NAME, heartbeat=20.0)
     reconnecting.start()
     publisher = AmqpPublisher(reconnecting)
     asked = {"keys_too": True} if keys_too else {}

@@ -9,8 +9,8 @@ from typing import Final, Literal
 
 import structlog
 
-from delayer.amqp.address import Address
 from delayer.amqp.connection import Connection
+from delayer.broker.addresses import addresses_of
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import BUFFER_BYTES, AdaptivePrefetch, AmqpConsumer, FlowControl
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
@@ -48,9 +48,9 @@ class Connections:
 
     def __init__(self, settings: Settings, accept: Callable[[Connection], Awaitable[None]]) -> None:
         """``accept``: see ReconnectingConnection."""
-        address = Address.parse(settings.broker_url)
         heartbeat, throttle = settings.broker.heartbeat_ms / 1000, LogThrottle()
-        reconnecting = partial(ReconnectingConnection, address, heartbeat=heartbeat, throttle=throttle, accept=accept)
+        addresses = lambda: addresses_of(settings.broker_url)  # noqa: E731
+        reconnecting = partial(ReconnectingConnection, addresses, heartbeat=heartbeat, throttle=throttle, accept=accept)
         self._connections = {
             use: reconnecting(f"delayer {use}")
             for use in ("intake", "due", "publish", *(["takeover"] if settings.takeovers else []))
@@ -150,10 +150,11 @@ class Daemon:
     def start_store(self, settings: Settings) -> None:
         """Start acquiring lanes of the store, unless the daemon already does."""
         if not self.store.configured:
-            url = settings.store_url or ""
 
             async def connect() -> PostgresStore:
-                store = await PostgresStore.connect(url, history_days=settings.store.history_days)
+                store = await PostgresStore.connect(
+                    lambda: settings.store_url or "", history_days=settings.store.history_days
+                )
                 try:
                     await self._bond.attach(store, self.connections["publish"].current)
                 except BaseException:
@@ -204,20 +205,17 @@ class Daemon:
                 continue  # It is noted, or the connection is lost.
 
     async def declare(self, settings: Settings | None = None) -> None:
-        """Declare the topology. Raises BrokerLost, TopologyMismatch."""
+        """Declare the topology. Raises BrokerLost, BrokerRefused, TopologyMismatch."""
         wanted = settings or self.settings
-        try:
-            async with pipelined_admin(self.settings.broker_url, "delayer admin") as broker:
-                await (self.topology.keep if settings is None else self.topology.declare)(broker, wanted)
-                # Earlier messages may still be in the cascade, although new messages do not use it.
-                if self._due is None and (uses_cascade(wanted) or await broker.exists(wanted.native.due_queue)):
-                    handler = DueHandler(self.live, self._dispatch)
-                    self._due = self._session("due", wanted.native.due_queue, handler)
-                    self.services.add("due", self._due.run)
-                if uses_cascade(wanted) and wanted.native.strategy != "cascade":
-                    await self._choose(broker, wanted.native.strategy)
-        except BrokerRefused as refused:
-            raise BrokerLost(str(refused)) from refused
+        async with pipelined_admin(self.settings.broker_url, "delayer admin") as broker:
+            await (self.topology.keep if settings is None else self.topology.declare)(broker, wanted)
+            # Earlier messages may still be in the cascade, although new messages do not use it.
+            if self._due is None and (uses_cascade(wanted) or await broker.exists(wanted.native.due_queue)):
+                handler = DueHandler(self.live, self._dispatch)
+                self._due = self._session("due", wanted.native.due_queue, handler)
+                self.services.add("due", self._due.run)
+            if uses_cascade(wanted) and wanted.native.strategy != "cascade":
+                await self._choose(broker, wanted.native.strategy)
 
     async def _choose(self, broker: PipelinedAdmin, strategy: str) -> None:
         """Probe whether the broker delays messages on time, once per connection, or until it does if ``strategy`` is
@@ -239,6 +237,8 @@ class Daemon:
         retries until an operator fixes the mismatch. Raises BrokerLost; TopologyMismatch at the start."""
         try:
             await self.declare()
+        except BrokerRefused as refused:
+            raise BrokerLost(str(refused)) from refused
         except TopologyMismatch as wrong:
             if not self._begun:
                 raise
@@ -279,7 +279,11 @@ class Daemon:
         consumer = AmqpConsumer(
             self.connections[use], adaptive_prefetch=AdaptivePrefetch(BUFFER_BYTES), one_active=one_active
         )
-        return QueueConsumer(intake, consumer, handler, prepare=prepare, heartbeat=self.watchdog)
+        return QueueConsumer(intake, consumer, handler, prepare=prepare, heartbeat=self.watchdog, reached=self._reached)
+
+    def _reached(self) -> tuple[int, bool]:
+        """Changes when a connection to the broker is open again, or the store is usable again."""
+        return sum(one["connects"] for one in self.connections.as_dict().values()), self.store.usable
 
     def _takeovers(self) -> list[LevelTakeover]:
         """Build a takeover for each level, longest first. They share a dedicated connection and 16 MiB of prefetch. A
@@ -303,6 +307,7 @@ class Daemon:
                 clock=self.live,
                 heartbeat=self.watchdog,
                 counters=self.counters,
+                reached=self._reached,
             )
             for cascade, level in levels
         ]

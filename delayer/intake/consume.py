@@ -397,11 +397,14 @@ class QueueConsumer:
         *,
         prepare: Callable[[], Awaitable[None]],
         heartbeat: Heartbeat,
+        reached: Callable[[], object] = lambda: None,
     ) -> None:
+        """``reached`` changes when broker or store are reached again: a pause after a loss ends then."""
         self._intake = intake
         self._consumer = consumer
         self._handler = handler
         self._prepare = prepare
+        self._reached = reached
         self._beat = partial(heartbeat.beat, intake.queue)
         self._forget = partial(heartbeat.forget, intake.queue)
         self.consuming = asyncio.Event()
@@ -415,7 +418,7 @@ class QueueConsumer:
         """Consume; after a loss, sleep for a ``pause`` and begin again. Returns when stopping is set."""
         retry, throttle = Backoff(self._beat, stopping, pause=pause), LogThrottle()
         while not (stopping.is_set() or self._handler.over):
-            interrupted = False
+            interrupted, reached = False, self._reached()
             try:
                 await self._prepare()
                 subscription = await self._consumer.subscribe(self._intake.queue, self._intake.prefetch)
@@ -435,8 +438,11 @@ class QueueConsumer:
             finally:
                 self.consuming.clear()
             if interrupted:
-                await retry.pause()
+                await retry.pause(partial(self._reached_since, reached))
         self._forget()
+
+    def _reached_since(self, before: object) -> bool:
+        return self._reached() != before
 
     async def _consume(self, subscription: Subscription, stopping: asyncio.Event, retry: Backoff) -> None:
         session = Session(subscription, self._beat, self._intake.in_flight)

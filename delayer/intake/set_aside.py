@@ -14,13 +14,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 from delayer.amqp import reading
-from delayer.amqp.address import Address
 from delayer.amqp.edits import Envelope, HoldNote, InvalidEnvelope, enveloped, opened
 from delayer.amqp.errors import ChannelClosed, MalformedProperties, MalformedTable, ReplyCode
 from delayer.amqp.properties import Properties
+from delayer.broker.addresses import addresses_of
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription, FlowControl
 from delayer.broker.errors import BrokerRefused, QueueMissing
@@ -274,7 +275,8 @@ class SetAside:
         delayed = (await delayed_in([self.queue], management))[self.queue] if may_delay else 0
         # Two connections: a paused consumer must not delay the confirms.
         connections = [
-            ReconnectingConnection(Address.parse(self.url), f"delayer {self.queue} {n}", heartbeat=20.0) for n in (1, 2)
+            ReconnectingConnection(partial(addresses_of, self.url), f"delayer {self.queue} {n}", heartbeat=20.0)
+            for n in (1, 2)
         ]
         for connection in connections:
             connection.start()
