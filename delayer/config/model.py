@@ -26,6 +26,7 @@ from pydantic import (
 from delayer.config import values
 from delayer.config.errors import Expected, show
 from delayer.core.cascade import Cascade
+from delayer.core.counters import MOST_ROUTES
 from delayer.core.delay_sources import DEFAULT_FORMS, FORMS, source_of
 from delayer.core.secret import SecretUrl, SecretUrls
 
@@ -228,6 +229,7 @@ class HttpTable(Table):
 
     listen: values.Listen = "127.0.0.1:9419"
     metrics_listen: values.Listen = ""
+    metrics_routes: Annotated[StrictInt, Field(ge=0, le=10_000)] = MOST_ROUTES
     label: values.Label = ""
     open: StrictBool = False
     token: values.HttpToken = None

@@ -93,7 +93,7 @@ class Daemon:
     def __init__(
         self, settings: Settings, notifier: Notifier, publisher: Callable[..., AmqpPublisher] = AmqpPublisher
     ) -> None:
-        self.counters = Counters()
+        self.counters = Counters(settings.http.metrics_routes)
         self._notifier = notifier
         self.services = ServiceGroup()
         self.watchdog = Watchdog(notifier)

@@ -28,7 +28,7 @@ State = Mapping[str, Any]
 """The state of this process:
 
     mode         "native" or "store"
-    routes       the exchanges of the configured routes
+    routes       the names that metrics count the configured routes under
     started_ms   its start, epoch milliseconds
     consuming    queue -> whether the daemon consumes it
     intake       "active", or "standby" if another daemon is known to get the messages; "" if it does not consume
