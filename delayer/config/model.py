@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
@@ -15,7 +11,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PrivateAttr,
     StrictBool,
     StrictFloat,
     StrictInt,
@@ -26,9 +21,8 @@ from pydantic import (
 from delayer.config import values
 from delayer.config.errors import Expected, show
 from delayer.core.cascade import Cascade
-from delayer.core.counters import MOST_ROUTES
 from delayer.core.delay_sources import DEFAULT_FORMS, FORMS, source_of
-from delayer.core.secret import SecretUrl, SecretUrls
+from delayer.core.secret import SecretUrl
 
 # pydantic's search for plugins reads every package's metadata, and a plugin would see URLs with passwords.
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
@@ -43,32 +37,9 @@ class Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, hide_input_in_errors=True)
 
 
-def within(url: SecretUrl) -> str:
-    """The virtual host or the database of a URL, or of the first of several."""
-    found = re.search("://[^/]*/?([^?,]*)", url.reveal())
-    return found[1] if found else ""
-
-
-class UrlTable(Table):
-    """A table with ``url``, or with the file that holds it."""
-
-    url: SecretUrl | None = None
+class BrokerTable(Table):
+    url: values.BrokerUrl = SecretUrl(DEFAULT_BROKER_URL)
     url_file: values.Path | None = None
-    _last: SecretUrl | None = PrivateAttr(default=None)
-
-    def current(self, read: Callable[[object], SecretUrl]) -> SecretUrl | None:
-        """``url``, or what ``url_file`` holds now, because its password may have changed. While the file is away, or
-        holds no URL of this virtual host or database, the last one that it held."""
-        if self.url_file is not None:
-            with suppress(OSError, ValueError):
-                found = read(Path(self.url_file).read_text("utf-8").strip())
-                if self.url is None or within(found) == within(self.url):
-                    self._last = found
-        return self._last or self.url
-
-
-class BrokerTable(UrlTable):
-    url: values.BrokerUrls = SecretUrls(DEFAULT_BROKER_URL)
     ca_file: values.Path | None = None
     cert_file: values.Path | None = None
     key_file: values.Path | None = None
@@ -135,7 +106,7 @@ class RouteTable(Table):
     delay_from: Annotated[tuple[str, ...], BeforeValidator(_delay_forms)] = DEFAULT_FORMS
     default_delay_ms: values.DurationMs = Field(default=0, alias="default_delay")
     require_delay: StrictBool = False
-    allow_exchanges: tuple[values.ExchangeName, ...] = ()
+    allow_exchanges: values.Patterns = ()
     exchange_from_reply_to: StrictBool = False
     key_from: values.KeyFrom = ""
     late_limit_ms: values.Limit = Field(default=None, alias="late_limit")
@@ -173,6 +144,12 @@ class RouteTable(Table):
         return action
 
 
+def _routes(value: object) -> object:
+    if not isinstance(value, list | tuple) or not value:
+        raise Expected("one or more routes: [[route]] tables in the file, a JSON list of objects elsewhere")
+    return tuple(value)
+
+
 SAMPLE_ROUTE: dict[str, Any] = {"from": "delayer.in", "to": "delayer.out"}
 
 
@@ -200,7 +177,13 @@ class DestinationTable(Table):
     type: Literal["topic", "direct", "fanout"] = "topic"
     queue: values.AnyQueue = ""
     queue_type: Literal["quorum", "classic"] = "quorum"
-    keys: tuple[values.RoutingKey, ...] = ()
+    keys: values.RoutingKeys = ()
+
+
+def _tables(value: object) -> object:
+    if not isinstance(value, list | tuple):
+        raise Expected("a list of tables: [[…]] in the file, a JSON list of objects elsewhere")
+    return tuple(value)
 
 
 class NativeTable(Table):
@@ -209,10 +192,11 @@ class NativeTable(Table):
     strategy: Literal["auto", "cascade", "queue"] = "auto"
 
 
-class StoreTable(UrlTable):
+class StoreTable(Table):
     """``url`` is None if no store is configured; see :attr:`Settings.store_url`."""
 
     url: values.StoreUrl | None = None
+    url_file: values.Path | None = None
     park_beyond_ms: values.DurationMs = Field(default=0, alias="park_beyond")
     lanes: Annotated[StrictInt, Field(ge=1, le=64)] = 4
     restore_ahead_ms: values.RestoreAheadMs = Field(default=86_400_000, alias="restore_ahead")
@@ -229,7 +213,6 @@ class HttpTable(Table):
 
     listen: values.Listen = "127.0.0.1:9419"
     metrics_listen: values.Listen = ""
-    metrics_routes: Annotated[StrictInt, Field(ge=0, le=10_000)] = MOST_ROUTES
     label: values.Label = ""
     open: StrictBool = False
     token: values.HttpToken = None
@@ -253,7 +236,7 @@ class AuditRuleTable(Table):
 
 
 class AuditTable(Table):
-    rules: tuple[AuditRuleTable, ...] = Field(default=(), alias="rule")
+    rules: Annotated[tuple[AuditRuleTable, ...], BeforeValidator(_tables)] = Field(default=(), alias="rule")
 
 
 class LogTable(Table):
@@ -267,9 +250,13 @@ class Settings(Table):
     mode: Literal["native", "store"] = "store"
     broker: BrokerTable = BrokerTable()
     intake: IntakeTable = IntakeTable()
-    routes: tuple[RouteTable, ...] = Field(default=(RouteTable.model_validate(SAMPLE_ROUTE),), alias="route")
-    takeovers: tuple[TakeoverTable, ...] = Field(default=(), alias="takeover")
-    destinations: tuple[DestinationTable, ...] = Field(default=(), alias="destination")
+    routes: Annotated[tuple[RouteTable, ...], BeforeValidator(_routes)] = Field(
+        default=(RouteTable.model_validate(SAMPLE_ROUTE),), alias="route"
+    )
+    takeovers: Annotated[tuple[TakeoverTable, ...], BeforeValidator(_tables)] = Field(default=(), alias="takeover")
+    destinations: Annotated[tuple[DestinationTable, ...], BeforeValidator(_tables)] = Field(
+        default=(), alias="destination"
+    )
     native: NativeTable = NativeTable()
     store: StoreTable = StoreTable()
     refused: RefusedTable = RefusedTable()
@@ -279,14 +266,9 @@ class Settings(Table):
 
     @property
     def broker_url(self) -> str:
-        """The broker's URLs, separated by commas, with ``[broker]``'s TLS files and heartbeat as parameters, which
-        those in a URL override. Use them for one attempt to connect, because ``url_file`` is read each time. They
-        contain the password, so never print them."""
-        urls = self.broker.current(values.broker_urls) or self.broker.url
-        return ",".join(map(self._completed, urls.reveal().split(",")))
-
-    def _completed(self, url: str) -> str:
-        parts = urlsplit(url)
+        """The broker's URL with ``[broker]``'s TLS files and heartbeat as parameters, which those in the URL override.
+        It contains the password, so connect with it but never print it."""
+        parts = urlsplit(self.broker.url.reveal())
         ours = {"heartbeat": str(self.broker.heartbeat_ms // 1000)}
         if parts.scheme == "amqps":
             files = {"cafile": self.broker.ca_file, "certfile": self.broker.cert_file, "keyfile": self.broker.key_file}
@@ -298,11 +280,9 @@ class Settings(Table):
 
     @property
     def store_url(self) -> str | None:
-        """The store's URL with its password, for one attempt to connect; None without a store. Native mode has a store
-        only if a URL is set."""
-        url = self.store.current(values.store_url)
-        if url is not None:
-            return url.reveal()
+        """The store's URL with its password; None without a store. Native mode has a store only if a URL is set."""
+        if self.store.url is not None:
+            return self.store.url.reveal()
         return DEFAULT_STORE_URL if self.mode == "store" else None
 
     @property

@@ -54,10 +54,8 @@ class LevelTakeover(Handler):
         clock: Clock,
         heartbeat: Heartbeat,
         counters: Counters,
-        reached: Callable[[], object] = lambda: None,
     ) -> None:
-        """``prepare`` returns when there is something to park into, and raises StoreLost while there is not.
-        ``reached``: see QueueConsumer."""
+        """``prepare`` returns when there is something to park into, and raises StoreLost while there is not."""
         self._cascade = cascade
         self._level = level
         self._backlog = backlog
@@ -67,7 +65,7 @@ class LevelTakeover(Handler):
         intake = Intake(
             self.queue, PREFETCH, give_back_after=GIVE_BACK_AFTER, batch=PREFETCH, gather=GATHER, in_flight=IN_FLIGHT
         )
-        self._consumer = QueueConsumer(intake, consumer, self, prepare=prepare, heartbeat=heartbeat, reached=reached)
+        self._consumer = QueueConsumer(intake, consumer, self, prepare=prepare, heartbeat=heartbeat)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Until stopping is set, or a message of this level has been delivered too often."""

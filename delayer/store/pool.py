@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from decimal import Decimal
-from typing import Any, Final
 
 import asyncpg
 from asyncpg import Connection
 
-from delayer.core.errors import StoreLost
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, BadStoreUrl, lost
 
@@ -114,26 +112,8 @@ def opening() -> Iterator[None]:
         raise BadStoreUrl(unread) from None
 
 
-FILES: Final = "see that the files are there that store.url names (sslrootcert, sslcert, sslkey), or correct it"
-
-
-@contextmanager
-def reopening() -> Iterator[None]:
-    """Turn these errors into StoreLost. The configuration's check has read the URL, so a file that it names is missing
-    at this moment, or half written."""
-    try:
-        with opening():
-            yield
-    except BadStoreUrl as bad:
-        raise StoreLost(str(bad), FILES) from bad
-
-
-async def open_pool(url: Callable[[], str], application: str, size: int, more: Mapping[str, str]) -> asyncpg.Pool:
-    """A pool of up to ``size`` connections, each to the ``url`` of its time. Raises StoreLost."""
-
-    async def connect(*_: object, **how: Any) -> Connection:
-        with reopening():
-            return await asyncpg.connect(url(), **how)
+async def open_pool(url: str, application: str, size: int, more: Mapping[str, str]) -> asyncpg.Pool:
+    """A pool of up to ``size`` connections. Raises StoreLost, BadStoreUrl."""
 
     async def prepared(connection: Connection) -> None:
         await connection.execute(_settings(more))
@@ -141,7 +121,7 @@ async def open_pool(url: Callable[[], str], application: str, size: int, more: M
 
     with opening():
         return await asyncpg.create_pool(
-            connect=connect,
+            url,
             min_size=1,
             max_size=size,
             timeout=CONNECT_SECONDS,
