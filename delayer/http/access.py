@@ -27,6 +27,8 @@ from delayer.core.secret import Secret
 WHO: Final = "x-delayer-who"
 """The header in which a program names its operator. On the page, the operator enters a name with the token."""
 COOKIE: Final = "delayer_session"
+PROBES: Final = ("/health/live", "/health/ready")
+"""Paths that answer every client: health checks send any ``Host``, or none, and read no more than the status."""
 LASTS: Final = 3600.0
 """Seconds until an unused session expires."""
 LONGEST: Final = 12 * 3600.0
@@ -201,6 +203,8 @@ class RequestGuard(BaseHTTPMiddleware):
         return answer
 
     def _refusal(self, request: Request) -> Response | None:
+        if request.scope["path"] in PROBES:
+            return None
         given = request.headers
         host = given.get("host", "")
         if not host_is_ours(host, self._listen()):

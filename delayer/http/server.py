@@ -24,7 +24,7 @@ from starlette.staticfiles import StaticFiles
 from delayer.config.texts import is_loopback
 from delayer.core.backoff import LogThrottle
 from delayer.core.errors import BrokerLost
-from delayer.http.access import RequestGuard, Sessions
+from delayer.http.access import PROBES, RequestGuard, Sessions
 from delayer.http.actions import Actions, ChangeHandler
 from delayer.http.forms import FieldError
 from delayer.http.health import Answers
@@ -45,8 +45,10 @@ STATIC: Final = Path(__file__).parent / "static"
 
 def _probes(answers: Answers) -> list[BaseRoute]:
     return [
-        Route("/health/live", answers.live),
-        Route("/health/ready", answers.ready),
+        *(
+            Route(path, answer, methods=["GET", "OPTIONS"])
+            for path, answer in zip(PROBES, (answers.live, answers.ready), strict=True)
+        ),
         Route("/metrics", answers.metrics),
     ]
 

@@ -337,6 +337,41 @@ async def opened(web: Web, said: bytes = b"") -> tuple[asyncio.StreamReader, asy
     return reader, writer
 
 
+@pytest.mark.parametrize("metrics_only", [False, True])
+@pytest.mark.parametrize("path", ["/health/live", "/health/ready"])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        "GET {} HTTP/1.0\r\n",
+        "OPTIONS {} HTTP/1.0\r\n",
+        "HEAD {} HTTP/1.0\r\n",
+        "HEAD {} HTTP/1.1\r\nHost: 10.1.2.3:9419\r\n",
+        "OPTIONS {} HTTP/1.1\r\nHost: lb.example\r\nOrigin: https://evil.example\r\n",
+        "GET {}?from=lb HTTP/1.1\r\nHost:\r\nSec-Fetch-Site: cross-site\r\n",
+        "GET {} HTTP/1.1\r\nHost: [broken\r\nTransfer-Encoding: chunked\r\n",
+    ],
+)
+async def test_a_health_check_of_any_form_is_answered(ask: str, path: str, metrics_only: bool) -> None:
+    async with served(Inside(), metrics_only=metrics_only) as web:
+        end = "\r\n0\r\n\r\n" if "chunked" in ask else "\r\n"
+        reader, writer = await opened(web, (ask.format(path) + "Connection: close\r\n" + end).encode())
+        async with asyncio.timeout(10):
+            head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+        writer.close()
+        assert head.startswith(b"HTTP/1.1 200"), head
+        assert (b"reasons" in body) == (not ask.startswith("HEAD"))
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics", "/api/live", "/static/htmx.min.js", "/health/live/x", "/health"])
+async def test_everything_else_keeps_its_check_of_the_host(path: str) -> None:
+    async with served(Inside()) as web:
+        for ask in ("GET {} HTTP/1.0\r\n\r\n", "GET {} HTTP/1.0\r\nHost: lb.example\r\n\r\n"):
+            reader, writer = await opened(web, ask.format(path).encode())
+            async with asyncio.timeout(10):
+                assert (await reader.read(-1)).startswith(b"HTTP/1.1 421")
+            writer.close()
+
+
 async def test_a_quiet_connection_ends_after_its_answer() -> None:
     async with served(Inside()) as web:
         reader, writer = await opened(web, b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
