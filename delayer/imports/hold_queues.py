@@ -28,6 +28,11 @@ COPIES: Final = b"CC"
 SENT_AGAIN: Final = re.compile(r"_retry(_\d{4}-\d\d-\d\d)?\Z")
 """Suffix of Symfony's queues for messages that workers sent again, with old timestamps; 8.1 can use one per day."""
 
+NO_TIME: Final = (
+    "the message does not say for how long it is held, nor does what is known of its queue (by --ttl, or by the "
+    "management API)"
+)
+
 
 @dataclass(slots=True)
 class HoldQueue:
@@ -54,7 +59,7 @@ class HoldQueue:
         wait_ms = self._wait_ms(properties)
         hold: core_hold.Hold | None = None
         if wait_ms is None:
-            hold, wait_ms = core_hold.unfit("neither its queue nor the message says for how long it is held"), 0
+            hold, wait_ms = core_hold.unfit(NO_TIME), 0
         if (self.exchange, own) == (b"", self.queue.encode()):
             hold = core_hold.unfit("its queue would give it back to itself")
         due_ms = self._due_ms(properties, wait_ms, now_ms)
@@ -188,6 +193,12 @@ class HoldQueues(Queues):
         exchange = arguments.get("x-dead-letter-exchange") if self.to_exchange is None else self.to_exchange
         key = arguments.get("x-dead-letter-routing-key") if self.to_key is None else self.to_key
         ttl = arguments.get("x-message-ttl") if self.ttl_ms is None else self.ttl_ms
+        if exchange is None and not self.management_url:
+            raise ImportImpossible(
+                f"queue {name}: its dead-letter exchange cannot be seen without a management URL. Next: set "
+                "broker.management_url (--management-url for --from-url), or say --exchange, --ttl, and "
+                "--routing-key if it dead-letters with a key of its own"
+            )
         if exchange is None:
             raise ImportImpossible(
                 f"queue {name}: expected a dead-letter exchange, found none, so it does not hold messages for a "
