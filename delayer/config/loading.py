@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from delayer.amqp.address import Address
 from delayer.config.errors import ConfigError, Expected, Problem, show
-from delayer.config.model import AuditRuleTable, DestinationTable, RetryTable, RouteTable, Settings, TakeoverTable
+from delayer.config.model import RouteTable, Settings, Table
 from delayer.config.sources import Environment, File, Flags, MergedSettings, keys_of, known_keys, unknown_key, value_at
 from delayer.config.texts import duration_text
 from delayer.core.cascade import Cascade
@@ -25,14 +25,6 @@ _CONTENTS = {"url_file": "url", "token_file": "token"}
 _CREDENTIALS = "${CREDENTIALS_DIRECTORY}"
 _CLOSED = "Permission denied: a daemon needs LoadCredential= in its unit, and a command needs sudo"
 
-# Tables in lists, and in tables of lists, by the last part of their place.
-_TABLES_WITHIN: Mapping[str, type[BaseModel]] = {
-    "route": RouteTable,
-    "retry": RetryTable,
-    "takeover": TakeoverTable,
-    "destination": DestinationTable,
-    "rule": AuditRuleTable,
-}
 _EXPECTED = {
     "missing": "a value",
     "int_type": "a whole number",
@@ -41,6 +33,7 @@ _EXPECTED = {
     "model_type": "a table",
     "tuple_type": "a list",
 }
+_OF_TABLES = "a list of tables: [[…]] in the file, a JSON list of objects elsewhere"
 _BOUNDS = {"ge": "at least", "le": "at most"}
 
 
@@ -126,7 +119,7 @@ def _problem(merged: MergedSettings, error: Mapping[str, Any]) -> Problem:
     key = tuple(str(part) for part in loc)
     source, dotted = merged.origin(key), _dotted(loc)
     if error["type"] == "extra_forbidden":
-        siblings = list(_keys_at(loc[:-1]))
+        siblings = list(keys_of(_table_at(loc[:-1]) or Settings))
         elsewhere = [".".join(known) for known in known_keys() if known[-1] == loc[-1]]
         hint = f"did you mean {elsewhere[0]}?" if elsewhere else f"known here: {', '.join(siblings)}"
         return unknown_key(source, dotted, str(loc[-1]), siblings, hint)
@@ -138,6 +131,8 @@ def _problem(merged: MergedSettings, error: Mapping[str, Any]) -> Problem:
         return Problem(source, dotted, str(cause), found)
     if error["type"] == "literal_error":
         return Problem(source, dotted, error["ctx"]["expected"].replace("'", '"'), found)
+    if error["type"] == "tuple_type" and _table_at(loc) is not None:
+        return Problem(source, dotted, _OF_TABLES, found)
     if error["type"] in ("greater_than_equal", "less_than_equal"):
         bound, limit = next((word, error["ctx"][name]) for name, word in _BOUNDS.items() if name in error["ctx"])
         kind = "a whole number" if isinstance(limit, int) else "a number"
@@ -152,14 +147,15 @@ def _dotted(loc: Sequence[str | int]) -> str:
     return text
 
 
-def _keys_at(loc: Sequence[str | int]) -> dict[str, Any]:
-    model: type[BaseModel] = Settings
+def _table_at(loc: Sequence[str | int]) -> type[Table] | None:
+    """The table at that place: Settings, a section, or one in a list of tables; None for another value."""
+    model: type[Table] | None = Settings
     for part in loc:
-        if isinstance(part, str) and part in _TABLES_WITHIN:
-            model = _TABLES_WITHIN[part]
-        elif isinstance(part, str):
-            model = keys_of(model)[part].annotation  # type: ignore[assignment]  # sections only
-    return dict(keys_of(model))
+        if isinstance(part, str) and model is not None:
+            kind = keys_of(model)[part].annotation
+            kinds = (kind, *get_args(kind))
+            model = next((one for one in kinds if isinstance(one, type) and issubclass(one, Table)), None)
+    return model
 
 
 Mistake = tuple[str, str, str]
@@ -222,6 +218,8 @@ def _same_queue(merged: MergedSettings, queues: Mapping[str, str]) -> Iterator[M
 def _of_routes(settings: Settings, queues: Mapping[str, str], merged: MergedSettings) -> Iterator[Mistake]:
     seen: dict[str, int] = {}
     refused, longest_ms = queues["refused.queue"], settings.intake.max_delay_ms
+    if not settings.routes:
+        yield "route", f"one or more routes, {_OF_TABLES}", show(settings.routes)
     for index, route in enumerate(settings.routes):
         at = f"route[{index}]"
         if (other := seen.setdefault(route.from_, index)) != index:

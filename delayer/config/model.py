@@ -106,7 +106,7 @@ class RouteTable(Table):
     delay_from: Annotated[tuple[str, ...], BeforeValidator(_delay_forms)] = DEFAULT_FORMS
     default_delay_ms: values.DurationMs = Field(default=0, alias="default_delay")
     require_delay: StrictBool = False
-    allow_exchanges: values.Patterns = ()
+    allow_exchanges: tuple[values.ExchangeName, ...] = ()
     exchange_from_reply_to: StrictBool = False
     key_from: values.KeyFrom = ""
     late_limit_ms: values.Limit = Field(default=None, alias="late_limit")
@@ -144,12 +144,6 @@ class RouteTable(Table):
         return action
 
 
-def _routes(value: object) -> object:
-    if not isinstance(value, list | tuple) or not value:
-        raise Expected("one or more routes: [[route]] tables in the file, a JSON list of objects elsewhere")
-    return tuple(value)
-
-
 SAMPLE_ROUTE: dict[str, Any] = {"from": "delayer.in", "to": "delayer.out"}
 
 
@@ -177,13 +171,7 @@ class DestinationTable(Table):
     type: Literal["topic", "direct", "fanout"] = "topic"
     queue: values.AnyQueue = ""
     queue_type: Literal["quorum", "classic"] = "quorum"
-    keys: values.RoutingKeys = ()
-
-
-def _tables(value: object) -> object:
-    if not isinstance(value, list | tuple):
-        raise Expected("a list of tables: [[…]] in the file, a JSON list of objects elsewhere")
-    return tuple(value)
+    keys: tuple[values.RoutingKey, ...] = ()
 
 
 class NativeTable(Table):
@@ -236,7 +224,7 @@ class AuditRuleTable(Table):
 
 
 class AuditTable(Table):
-    rules: Annotated[tuple[AuditRuleTable, ...], BeforeValidator(_tables)] = Field(default=(), alias="rule")
+    rules: tuple[AuditRuleTable, ...] = Field(default=(), alias="rule")
 
 
 class LogTable(Table):
@@ -250,13 +238,9 @@ class Settings(Table):
     mode: Literal["native", "store"] = "store"
     broker: BrokerTable = BrokerTable()
     intake: IntakeTable = IntakeTable()
-    routes: Annotated[tuple[RouteTable, ...], BeforeValidator(_routes)] = Field(
-        default=(RouteTable.model_validate(SAMPLE_ROUTE),), alias="route"
-    )
-    takeovers: Annotated[tuple[TakeoverTable, ...], BeforeValidator(_tables)] = Field(default=(), alias="takeover")
-    destinations: Annotated[tuple[DestinationTable, ...], BeforeValidator(_tables)] = Field(
-        default=(), alias="destination"
-    )
+    routes: tuple[RouteTable, ...] = Field(default=(RouteTable.model_validate(SAMPLE_ROUTE),), alias="route")
+    takeovers: tuple[TakeoverTable, ...] = Field(default=(), alias="takeover")
+    destinations: tuple[DestinationTable, ...] = Field(default=(), alias="destination")
     native: NativeTable = NativeTable()
     store: StoreTable = StoreTable()
     refused: RefusedTable = RefusedTable()

@@ -102,15 +102,6 @@ def _any_queue(value: object) -> str:
     return _queue(value) if value else _short_string(value, 'the name of a queue, or "" for none')
 
 
-def _list_of(what: str, each: str) -> BeforeValidator:
-    def read(value: object) -> tuple[str, ...]:
-        if not isinstance(value, list | tuple):
-            raise Expected(f"a list of {what}")
-        return tuple(_short_string(one, each) for one in value)
-
-    return BeforeValidator(read)
-
-
 def _prefix(value: object) -> str:
     try:
         return Cascade(prefix=_short_string(value, "a prefix")).prefix
@@ -125,16 +116,13 @@ def _text(value: object) -> str:
     return value
 
 
-def _rule_name(value: object) -> str:
-    if not isinstance(value, str) or not re.fullmatch("[a-z0-9][a-z0-9-]{0,59}", value):
-        raise Expected("a name of at most 60 small letters, digits and dashes")
-    return value
+def _matching(pattern: str, what: str) -> BeforeValidator:
+    def read(value: object) -> str:
+        if not isinstance(value, str) or not re.fullmatch(pattern, value):
+            raise Expected(what)
+        return value
 
-
-def _sql(value: object) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise Expected("a SELECT of Spark SQL with the columns subject, id and due_ms")
-    return value
+    return BeforeValidator(read)
 
 
 def listen_address(value: object) -> str:
@@ -226,12 +214,10 @@ KeyFrom = Annotated[str, BeforeValidator(_key_from)]
 QueueName = Annotated[str, BeforeValidator(_queue)]
 DueQueue = Annotated[str, BeforeValidator(_due_queue)]
 AnyQueue = Annotated[str, BeforeValidator(_any_queue)]
-RoutingKeys = Annotated[tuple[str, ...], _list_of("routing keys", "a routing key")]
 Prefix = Annotated[str, BeforeValidator(_prefix)]
-Patterns = Annotated[tuple[str, ...], _list_of("patterns of exchange names", "the name of an exchange")]
 Path = Annotated[str, BeforeValidator(_text)]
-RuleName = Annotated[str, BeforeValidator(_rule_name)]
-RuleSql = Annotated[str, BeforeValidator(_sql)]
+RuleName = Annotated[str, _matching("[a-z0-9][a-z0-9-]{0,59}", "a name of at most 60 small letters, digits and dashes")]
+RuleSql = Annotated[str, _matching(r"(?s).*\S.*", "a SELECT of Spark SQL with the columns subject, id and due_ms")]
 Label = Annotated[str, _named("a label")]
 Listen = Annotated[str, BeforeValidator(listen_address)]
 BrokerUrl = Annotated[SecretUrl, BeforeValidator(broker_url)]
