@@ -105,7 +105,8 @@ class Shop:
         levels = "|".join(re.escape(cascade.level(level)) for level in range(levels_from, LEVELS))
         self.rabbitmq.add_user(
             "taker", "sesame", vhost=self.vhost,
-            configure=f"^({own})$", write=f"^({own}|{re.escape(cascade.delivery)})$", read=f"^({own}|{levels})$",
+            configure=rf"^({own}|delayer\.store\..*)$",
+            write=f"^({own}|{re.escape(cascade.delivery)})$", read=f"^({own}|{levels})$",
         )  # fmt: skip
         environ = {
             "BROKER__URL": self.rabbitmq.url(self.vhost, user="taker:sesame"),
