@@ -25,7 +25,7 @@ def cancel(context: click.Context, /, *, names: Sequence[str], **given: Any) -> 
     A cancelled message is not delivered. The command waits for messages that are being delivered at this moment, and
     reports messages that were delivered already. There are three exceptions. After a crash between a delivery and its
     commit, a cancel prevents the second copy only. The daemon parks a message again that a crash left in the intake
-    queue. A held message whose queue did not answer ("no confirm") may be in that queue; the command names each one.
+    queue. A held message whose queue did not answer ("no confirm") may be in that queue: see `delayer held list`.
 
     A filter matches waiting messages, in segments too. Cancel a held message by its id, or with `delayer held drop`.
     `delayer audit-log` shows every cancel. With ids --json has in "found" where each was: "waiting", "held" or

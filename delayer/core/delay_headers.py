@@ -14,7 +14,7 @@ from decimal import Decimal
 from functools import lru_cache, partial
 from typing import Final, NamedTuple, Protocol
 
-from delayer.core.marks import received_ms
+from delayer.core.marks import RECEIVED_AT, received_ms
 from delayer.core.message import Timestamp
 
 _NUMBER = re.compile(r"[+-]?[0-9]{1,30}(\.[0-9]{1,30})?", re.ASCII)
@@ -301,7 +301,7 @@ def due_and_start_ms(asked: Asked, request: DelayRequest, now_ms: int, now_lower
     if delay_ms is None or delay_ms <= 0:
         # A delay of 0 counts from the lower bound of the clock, which has certainly been reached.
         return now_lower_ms + (delay_ms or 0), now_lower_ms
-    stamp = received_ms(request.headers, now_ms)
+    stamp = received_ms(request.headers, now_ms) if RECEIVED_AT in request.headers else None
     if stamp is None:
         return now_ms + delay_ms, max(now_ms, now_lower_ms)
     return stamp + delay_ms, now_lower_ms

@@ -33,7 +33,7 @@ class LoopWatch:
     def returned(self, route: bytes, last_due_ms: int, due_ms: int, body: bytes, now_ms: int) -> bool:
         """Note that a message came back to ``route``. Returns True if it loops, once for each route. ``last_due_ms``:
         its ``x-delayer-due``. ``due_ms``: when it is due now. All times are epoch milliseconds."""
-        if route in self._reported:
+        if route in self._reported or due_ms - now_ms > LOST_MS:  # A message that waits is in no loop.
             return False
         one = self._followed.get(route)
         if one is not None and (one.due_ms, one.body) == (last_due_ms, hash(body)):

@@ -26,11 +26,11 @@ MARKS: Final = frozenset({LAST_DUE, RECEIVED_AT, X_DEATH}) | _FIRST_DEATH
 
 def is_over(due_ms: int | None, headers: Mapping[bytes, object], now_ms: int) -> bool:
     """Whether the delay that a release left in the message is the one that has passed. ``due_ms``: its due time in
-    epoch ms; None if it is relative, and so the same on every trip."""
+    epoch ms. A relative one (None) counts again, because it may be new, and nothing may be early."""
     last_due = headers.get(LAST_DUE)
     if type(last_due) is not int or last_due > now_ms:  # Nothing leaves before it is due, so this is not our mark.
         return False
-    return due_ms is None or due_ms <= last_due
+    return due_ms is not None and due_ms <= last_due
 
 
 def received_ms(headers: Mapping[bytes, object], now_ms: int) -> int | None:

@@ -74,8 +74,8 @@ class Route:
     """The header that names a message's routing key, in addition to ``x-delay-routing-key``."""
     key_from: str = ""
     """The source of the key if ``x-delay-key`` is missing: a property, or ``header:NAME``. Empty means none."""
-    sources: tuple[tuple[str, Source], ...] = field(init=False, repr=False, compare=False)
-    """The readers of ``delay_from``, by form."""
+    sources: tuple[tuple[str, Source, bool], ...] = field(init=False, repr=False, compare=False)
+    """The forms of ``delay_from``, each with its reader, and whether a release leaves it in the message."""
     named: frozenset[bytes] = field(init=False, repr=False, compare=False)
     """The headers that ``delay_from`` and ``routing_key_header`` name. They are removed like other delay headers."""
     consulted: frozenset[bytes] = field(init=False, repr=False, compare=False)
@@ -86,7 +86,9 @@ class Route:
     """Whether it reads NServiceBus timeouts. Each names its destination. A saga (a workflow) can cancel its own."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sources", tuple((form, source_of(form)) for form in self.delay_from))
+        object.__setattr__(
+            self, "sources", tuple((form, source_of(form), is_lasting(form)) for form in self.delay_from)
+        )
         named = frozenset(filter(None, (self.routing_key_header, *map(header_of, self.delay_from))))
         object.__setattr__(self, "named", named)
         key_header = self.key_from.removeprefix(HEADER).encode() if self.key_from.startswith(HEADER) else b""
@@ -267,12 +269,12 @@ def _retried(
 
 def delay_of(request: DelayRequest, route: Route, now_ms: int) -> Asked | None:
     """Read the first form of delay present, except those left by an earlier trip; None without. Raises Unacceptable."""
-    for form, read in route.sources:
+    for form, read, lasting in route.sources:
         try:
             asked = read(request)
         except UnreadableDelay as unreadable:
             raise Unacceptable(f"{form}: {unreadable}") from unreadable
-        if asked is not None and not (is_lasting(form) and is_over(asked[1], request.headers, now_ms)):
+        if asked is not None and not (lasting and is_over(asked[1], request.headers, now_ms)):
             return asked
     if wrong := _misspelt(request.properties.names()[:100], route):  # A message may have ten thousand headers.
         raise Unacceptable(wrong)

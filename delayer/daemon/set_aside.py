@@ -87,6 +87,9 @@ class SetAsideChange:
         store, a change of refused messages gets an audit-log entry; any other change is logged."""
         queue = queue_of(self.settings, self.name, self.mend)
         limit = None if counted is None else counted.of
+        past = _RETRIED[self.name] if self.verb == "retry" else PAST[self.verb]
+        if self.name == "strays" and not (seen := await look(self.settings, self.name, limit=1)).depth:
+            return self._result(past, seen)
         if self.name == "strays" and self.verb == "retry":
             # It publishes through an exchange of native mode to the due queue, so both must exist.
             async with pipelined_admin(self.settings.broker_url, "delayer strays") as broker:
@@ -98,7 +101,7 @@ class SetAsideChange:
         else:
             done = await queue.change(self.verb, self.wanted, partial(self._log, who), limit)
         say(len(done.found))
-        result = self._result(_RETRIED[self.name] if self.verb == "retry" else PAST[self.verb], done)
+        result = self._result(past, done)
         if self.name == "strays" or self.verb != "retry" or not done.found:
             return result
         again = await queue.returned(done)

@@ -81,7 +81,10 @@ class StoredChange:
             if self.verb in OF_HELD:
                 dues = await self._held(connection)
                 done = await actions.change_held(connection, self.verb, dues, log_id)
-                return self._result(past, dict.fromkeys(dues, FoundIn.HELD))._replace(messages=done)
+                result = self._result(past, dict.fromkeys(dues, FoundIn.HELD))
+                gone = [f"{len(dues) - done:,} were delivered or moved meanwhile."] if done < len(dues) else []
+                complete = result.complete and not gone
+                return result._replace(messages=done, lines=[*result.lines, *gone], complete=complete)
             do = actions.cancel if self.when is None else partial(actions.reschedule, when=self.when)
             if self.names is not None:
                 return self._result(past, await actions.named(connection, do, self._tokens, log_id))

@@ -105,6 +105,10 @@ async def accept_broker(url: str, declare: Callable[[StoreIdentity], Awaitable[N
     and StoreLost, BadStoreUrl, SchemaOutdated."""
     async with opened(url, "delayer topology", "note the broker") as connection:
         await check(connection)
+        if daemons := (await read_identity(connection)).daemons:
+            raise StoreLost(
+                f"daemons work for this store: {daemons}", "stop every daemon of the store, then repeat this"
+            )
         await give_new_broker(connection, declare)
 
 

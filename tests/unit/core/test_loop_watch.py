@@ -49,6 +49,12 @@ def test_a_message_that_left_its_loop_makes_room_for_another() -> None:
     assert sum(loop(watch, 10, b"other", start_ms=20)) == 1
 
 
+def test_a_message_that_waits_hides_no_loop() -> None:
+    watch = LoopWatch()
+    assert not watch.returned(ROUTE, 0, 30 * 86_400_000, b"later", 10)
+    assert sum(loop(watch, 10, start_ms=20)) == 1
+
+
 def test_each_route_is_reported() -> None:
     watch = LoopWatch()
     assert sum(loop(watch, 10)) == 1
