@@ -1,6 +1,6 @@
-"""What the intake needs from a store, from the consuming side of a broker, and from the settings.
+"""The intake's ports: a store, a broker's consuming side, and the settings. core/publisher.py is the publishing side.
 
-tests/conformance has a suite for each, which the real part and its fake pass. core/publisher.py is the publishing side.
+Each port has a suite in tests/conformance, which the real part and its fake pass.
 """
 
 from __future__ import annotations

@@ -39,7 +39,6 @@ from delayer.intake.handle import (
 from delayer.intake.holding import MessageHolder
 from delayer.intake.refusals import with_short
 from tests.support.fakes import NOW, ScriptedLive, ScriptedPublisher, ScriptedSubscription, delivery, ids
-from tests.support.logged import capture_logs
 from tests.support.raw import Header, Props, Value, array, nested, number, table, text, wire_instant
 from tests.unit.amqp.tables import properties
 
@@ -373,15 +372,6 @@ async def test_a_message_without_a_delay_has_no_lateness() -> None:
     await it.session.settled()
     assert it.counters.routes["released"] == {b"orders.in": 3}
     assert (it.counters.lateness[b"orders.in"].count, it.counters.lateness[b"orders.in"].total) == (1, 1.0)
-
-
-async def test_a_loop_is_logged_once() -> None:
-    it = Gathered()
-    with capture_logs() as entries:
-        for at in range(0, 20_000, 50):
-            it.live.now = NOW + at
-            await it.take(delivery(at + 1, says(b"x-delayer-due", NOW + at - 50)))
-    assert [one["route"] for one in entries if one["event"] == "message loops"] == [b"orders.in"]
 
 
 async def test_batches_with_keys_are_applied_one_after_another() -> None:

@@ -18,7 +18,11 @@ from delayer.core.delay_sources import SOURCES
 from delayer.core.message import Delivery
 from delayer.core.plan import AtOnce, EnterCascade, Mode, Park, Policy, Refuse, Route
 from delayer.intake.handle import Classified, classify
+from tests.support import fakes
+from tests.support.fakes import delivery
+from tests.support.logged import capture_logs
 from tests.support.raw import Header, Props, Value, array, decimal, number, table, text, wire_instant
+from tests.unit.intake.test_classify import Gathered, says
 
 NOW: Final = 1_800_000_000_000
 WAIT_MS: Final = 8_000
@@ -187,3 +191,12 @@ def test_a_stamp_is_believed_only_where_it_can_be_right(marks: tuple[Header, ...
     found = plan(asked, BACK, mode=Mode.STORE)[2]
     assert isinstance(found, Park)
     assert found.due_ms == BACK + 4_000_000 - (age_ms if believed else 0)
+
+
+async def test_a_loop_is_logged_once() -> None:
+    it = Gathered()
+    with capture_logs() as entries:
+        for at in range(0, 20_000, 50):
+            it.live.now = fakes.NOW + at
+            await it.take(delivery(at + 1, says(b"x-delayer-due", fakes.NOW + at - 50)))
+    assert [one["route"] for one in entries if one["event"] == "message loops"] == [b"orders.in"]
