@@ -43,6 +43,8 @@ async def test_a_second_broker_gets_none_of_the_messages(
             await their_raw.publish(delayed("theirs", 100))
             with pytest.raises(RuntimeError, match="the store belongs to another broker, for which 1 other daemon"):
                 await command(config, "check")
+            with pytest.raises(RuntimeError, match="daemons work for this store: 1"):
+                await command(config, "topology", "apply", "--accept-broker")
             await inbox.got([b"ours"])
             assert not theirs.arrivals
             await eventually(lambda: other.things.depth("delays") == 1)

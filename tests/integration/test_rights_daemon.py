@@ -82,6 +82,9 @@ def cases() -> list[Any]:
     ]
 
 
+PAGES = Path(__file__).parents[2] / "docs"
+
+
 @pytest.fixture(autouse=True)
 def without_broker(store: str, postgres: Postgres) -> None:
     """Each test has a vhost of its own, and the store is that of all tests."""
@@ -253,6 +256,12 @@ async def use_in(mode: str, url: str) -> None:
         consumed.append("delays.due")
         published += [level.name for level in cascade.levels()] + [cascade.strays]
     await use(url, settings, consumed, published, b"0." * 28 + b"nobody")
+
+
+def test_the_installation_grants_the_rights_of_store_mode() -> None:
+    page = (PAGES / "install.md").read_text()
+    patterns = " ".join(f"'{pattern}'" for pattern in patterns_of("store"))
+    assert f"set_permissions delayer {patterns}\n" in page
 
 
 @pytest.mark.parametrize("mode", MODES)
