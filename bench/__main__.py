@@ -26,7 +26,22 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from bench import burst, ceilings, churn, commands, hop, keys, native, pair, park, peers, release, report, steady
+from bench import (
+    burst,
+    ceilings,
+    churn,
+    commands,
+    floods,
+    hop,
+    keys,
+    native,
+    pair,
+    park,
+    peers,
+    release,
+    report,
+    steady,
+)
 from bench.figures import Result
 from bench.meter import Neighbours
 from bench.run import Bench, Options, quick
@@ -36,7 +51,8 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 SECTIONS = {
     "ceilings": ceilings, "park": park, "keys": keys, "release": release, "pair": pair, "steady": steady,
-    "burst": burst, "native": native, "hop": hop, "peers": peers, "commands": commands, "churn": churn,
+    "burst": burst, "floods": floods, "native": native, "hop": hop, "peers": peers, "commands": commands,
+    "churn": churn,
 }  # fmt: skip
 NEEDS = {"park": "ceilings", "release": "ceilings", "burst": "ceilings", "peers": "native"}
 """Sections whose ratios need another section of the same run."""

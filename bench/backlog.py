@@ -173,7 +173,7 @@ async def wal(url: str) -> int:
 
 async def claims(url: str) -> float:
     """The median milliseconds of a claim of OF_A_CLAIM rows, with its commit."""
-    store = await PostgresStore.connect(url)
+    store = await PostgresStore.connect(lambda: url)
     try:
         connection = await asyncpg.connect(url)
         try:

@@ -132,12 +132,13 @@ class Plain:
     def exchange(self, name: str, kind: str = "topic", **more: str) -> None:
         self.call(method(1, 40, 10, b"\0\0" + short(name) + short(kind) + b"\x02" + table(**more)), 40, 11)
 
-    def fresh_queue(self, name: str, kind: str = "quorum", bind: str = "") -> None:
-        """Declare the queue anew: an old one is deleted. ``bind``: an exchange that sends it every message."""
+    def fresh_queue(self, name: str, kind: str = "quorum", bind: str = "", key: str = "#") -> None:
+        """Declare the queue anew: an old one is deleted. ``bind``: an exchange that sends it every message, or those
+        with ``key``."""
         self.call(method(1, 50, 40, b"\0\0" + short(name) + b"\0"), 50, 41)
         self.call(method(1, 50, 10, b"\0\0" + short(name) + b"\x02" + table(x_queue_type=kind)), 50, 11)
         if bind:
-            self.call(method(1, 50, 20, b"\0\0" + short(name) + short(bind) + short("#") + b"\0" + table()), 50, 21)
+            self.call(method(1, 50, 20, b"\0\0" + short(name) + short(bind) + short(key) + b"\0" + table()), 50, 21)
 
     def depth(self, name: str) -> int:
         """Messages of a queue that are ready."""

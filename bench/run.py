@@ -24,6 +24,7 @@ class Options:
     longest_delay: int = 30
     steady_seconds: int = 60
     burst: int = 100_000
+    flood: int = 60_000
     waiting: int = 1_000_000
     """Messages that wait in RabbitMQ 4.4 beside a burst."""
     native: int = 100_000
@@ -43,8 +44,8 @@ def quick() -> Options:
     """One turn of each section that needs only seconds: it shows that the bench works, and gives rough figures."""
     return Options(
         quick=True, count=20_000, backlog=50_000, repeats=1, rates=(2000,), longest_delay=2, steady_seconds=4,
-        burst=10_000, waiting=20_000, native=12_000, trip_seconds=2, trip_longest=2, peers=1000, churn_seconds=5,
-        churn_rate=1000,
+        burst=10_000, flood=5_000, waiting=20_000, native=12_000, trip_seconds=2, trip_longest=2, peers=1000,
+        churn_seconds=5, churn_rate=1000,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import gc
 import random
 from asyncio import Task
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from delayer.core.backoff import pause
 from delayer.core.errors import BrokerLost, StoreLost
@@ -57,6 +58,10 @@ async def first_set(*events: asyncio.Event, seconds: float | None = None) -> lis
     return [waiting[task] for task in done]
 
 
+STEP: Final = 0.25
+"""How often a pause looks whether it is over, in seconds."""
+
+
 class Backoff:
     """The count of failures in a row, and the pauses after them. Pauses feed the watchdog by ``beat``."""
 
@@ -71,19 +76,20 @@ class Backoff:
         """Reset the count: the next pause is the shortest."""
         self._failures = 0
 
-    async def pause(self) -> None:
-        """Sleep for the pause after so many failures in a row, or until one of the events is set.
+    async def pause(self, again: Callable[[], bool] = lambda: False) -> None:
+        """Sleep for the pause after so many failures in a row, or until one of the events is set. ``again``: whether a
+        server is reached again; then the pause lasts for STEP at most.
 
         Call this after the ``except`` block. It collects garbage, so that batches in reference cycles are freed.
         """
         gc.collect()
         self._failures += 1
-        await self.wait(self._pause(self._failures - 1, random.random()))
+        await self.wait(self._pause(self._failures - 1, random.random()), again)
 
-    async def wait(self, seconds: float) -> None:
-        """Sleep for ``seconds``, or until one of the events is set."""
+    async def wait(self, seconds: float, again: Callable[[], bool] = lambda: False) -> None:
+        """Sleep for ``seconds``, or until one of the events is set, or it is so ``again``."""
         while seconds > 0 and not any(end.is_set() for end in self._ends):
             self._beat()
-            step = min(seconds, 1.0)
-            seconds -= step
+            step = min(seconds, STEP)
+            seconds = 0 if again() else seconds - step
             await first_set(*self._ends, seconds=step)

@@ -31,7 +31,7 @@ _MECHANISMS = ("PLAIN", "EXTERNAL")
 class Address:
     """The broker's address and the login. ``repr`` and ``str`` never show the password. ``heartbeat`` and ``timeout``
     are seconds; None if the URL does not set them. ``server_name`` is the host name in the broker's certificate, if not
-    ``host``."""
+    ``host``. ``at``: which of the host's addresses to connect to."""
 
     host: str
     port: int
@@ -43,6 +43,12 @@ class Address:
     heartbeat: float | None = None
     timeout: float | None = None
     server_name: str | None = None
+    at: str = ""
+
+    @classmethod
+    def parse_all(cls, urls: str) -> list[Self]:
+        """Read URLs that are separated by commas. Raises as :meth:`parse`."""
+        return [cls.parse(url) for url in urls.split(",")]
 
     @classmethod
     def parse(cls, url: str) -> Self:

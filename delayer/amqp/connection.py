@@ -131,7 +131,7 @@ class Connection(asyncio.Protocol):
             async with asyncio.timeout(timeout):
                 _, connection = await asyncio.get_running_loop().create_connection(
                     cls,
-                    where.host,
+                    where.at or where.host,
                     where.port,
                     ssl=where.tls,
                     server_hostname=(where.server_name or where.host) if where.tls else None,

@@ -193,8 +193,10 @@ def _turned(raw: bytes, type_at: int, stop: int) -> bytes:
     return negated(raw[type_at], raw[type_at + 1 : stop]) if positive else b""
 
 
-def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> tuple[bytes, bytes]:
-    """Build the properties of a refused message, and its token.
+def refused(
+    delivery: Delivery, reason: str, id: bytes, max_properties: int, parsed: Properties | None = None
+) -> tuple[bytes, bytes]:
+    """Build the properties of a refused message, and its token. ``parsed``: the delivery's properties, if known.
 
     ``expiration``, ``user_id`` and an ``x-opt-delivery-time`` other than text become headers of ours. The first would
     delete the message from the refused queue, the second would make the broker close the channel. The third would delay
@@ -210,7 +212,7 @@ def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> 
     )
     fallback = b""
     try:
-        kept = _with_notes(Properties.parse(delivery.properties), notes)
+        kept = _with_notes(parsed or Properties.parse(delivery.properties), notes)
         if len(kept) <= max_properties:
             return kept, id
         fallback = splice(

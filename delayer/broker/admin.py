@@ -22,6 +22,7 @@ from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFind
 from delayer.broker.management_api import Management, delayed_in, delayed_reason
 from delayer.broker.pipelined_admin import DELAYS_FROM, PATIENCE, QueueDelete, exchange_look, queue_look
 from delayer.broker.verify import Verifier
+from delayer.core.clocks import ClockOffset
 from delayer.core.readable import COUNTS_AGE
 from delayer.core.topology import Binding, Exchange, Topology
 
@@ -164,21 +165,26 @@ class Admin:
 
     @classmethod
     async def connect(
-        cls, url: str, *, management_url: str | None = None, name: str = "delayer admin", patience: float = PATIENCE
+        cls, urls: str, *, management_url: str | None = None, name: str = "delayer admin", patience: float = PATIENCE
     ) -> Self:
-        """Connect to ``url``; its scheme and query configure TLS. ``patience``: seconds, for each call.
+        """Connect to one of ``urls``; scheme and query configure TLS. ``patience``: seconds, for each call.
 
         ``management_url`` (``http://user:password@host:15672``) lets verify() see bindings and policies; it uses the
-        TLS settings of ``url``. Raises ValueError for an invalid URL; the text never contains the URL.
+        TLS settings of ``urls``. Raises BrokerUnreachable, BrokerRefused.
         """
-        management = Management.beside(url, management_url, timeout=patience)
-        return cls(await AdminConnection.open(url, name=name, patience=patience), management)
+        management = Management.beside(urls, management_url, timeout=patience)
+        return cls(await AdminConnection.open(urls, name=name, patience=patience), management)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.connection.close()
+
+    @property
+    def clock(self) -> ClockOffset | None:
+        """The broker's clock, by the last answer of the management API; None without one."""
+        return None if self._management is None else self._management.clock
 
     async def verify(self, topology: Topology) -> list[TopologyFinding]:
         """Compare the broker with the topology, without changes. All is well if no finding has severity "error".

@@ -21,6 +21,7 @@ from pamqp.base import Frame
 
 from delayer.amqp.address import Address
 from delayer.amqp.handshake import server_version
+from delayer.broker.addresses import CONNECT_SECONDS, addresses_of, of_first
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 
 T = TypeVar("T")
@@ -36,19 +37,23 @@ class AdminConnection:
         self._channel: AbstractChannel | None = None
 
     @classmethod
-    async def open(cls, url: str, *, name: str, patience: float) -> AdminConnection:
-        """Connect. Raises BrokerUnreachable, BrokerRefused, and ValueError for an invalid URL."""
-        address = Address.parse(url)
-        where = f"{address.host}:{address.port} vhost {address.vhost!r}"
-        connection = _prepared(address, name)
-        try:
-            with translated(where):
-                await connection.connect(timeout=patience if address.timeout is None else address.timeout)
-        except BaseException:
-            # Otherwise the driver would close it during garbage collection, perhaps without a loop.
-            await connection.close()
-            raise
-        return cls(connection, where, patience)
+    async def open(cls, urls: str, *, name: str, patience: float) -> AdminConnection:
+        """Connect to one of these URLs. Raises BrokerUnreachable, BrokerRefused."""
+
+        async def attempt(address: Address) -> AdminConnection:
+            where = f"{address.host}:{address.port} vhost {address.vhost!r}"
+            connection = _prepared(address, name)
+            seconds = min(patience, CONNECT_SECONDS) if address.timeout is None else address.timeout
+            try:
+                with translated(where):
+                    await connection.connect(timeout=seconds)
+            except BaseException:
+                # Otherwise the driver would close it during garbage collection, perhaps without a loop.
+                await connection.close()
+                raise
+            return cls(connection, where, patience)
+
+        return await of_first(addresses_of(urls), attempt)
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -100,7 +105,7 @@ class AdminConnection:
 def _prepared(address: Address, name: str) -> aio_pika.Connection:
     """A connection that is not open yet and does not reconnect, with the parameters of delayer's own AMQP client."""
     url = aio_pika.connection.make_url(
-        host=address.host,
+        host=address.at or address.host,
         port=address.port,
         login=address.user,
         password=address.password,
@@ -110,8 +115,8 @@ def _prepared(address: Address, name: str) -> aio_pika.Connection:
         heartbeat=None if address.heartbeat is None else int(address.heartbeat),
     )
     connection = aio_pika.Connection(url, ssl_context=address.tls, client_properties={"connection_name": name})
-    if address.tls is not None and address.server_name is not None:
-        connection.kwargs["server_hostname"] = address.server_name
+    if address.tls is not None:
+        connection.kwargs["server_hostname"] = address.server_name or address.host
     return connection
 
 

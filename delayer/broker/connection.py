@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -16,6 +16,7 @@ from delayer.amqp.address import Address
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import AccessRefused
+from delayer.broker.addresses import CONNECT_SECONDS, of_first
 from delayer.core.backoff import LogThrottle, pause
 from delayer.core.errors import OF_BROKER, BrokerLost, certificate_advice
 
@@ -23,7 +24,9 @@ log = structlog.get_logger(__name__)
 
 LOGIN: Final = "check user, password and virtual host in broker.url, and that the broker has them"
 SETTLED: Final = 5.0
-"""A connection that lasts for so many seconds counts as a success, so the next one is tried at once."""
+"""A connection that lasts for so many seconds is followed by the next one at once."""
+SHORT_LIVED: Final = 3
+"""The most failures that shorter ones count as, so that the pause after them stays below a second."""
 
 
 class ReconnectingConnection:
@@ -31,19 +34,23 @@ class ReconnectingConnection:
 
     def __init__(
         self,
-        address: Address,
+        addresses: Callable[[], Sequence[Address]],
         name: str,
         *,
         heartbeat: float,
-        timeout: float = 10.0,
+        timeout: float = CONNECT_SECONDS,
         throttle: LogThrottle | None = None,
         accept: Callable[[Connection], Awaitable[None]] | None = None,
     ) -> None:
-        """``throttle``: of failures to connect, shared by connections to one broker, so that one of them logs.
+        """``addresses``: those of the broker, with the login and the certificates as they are now; asked before each
+        round of attempts. It may raise BrokerLost. ``throttle``: of failures to connect, shared by connections to one
+        broker, so that one of them logs.
         ``accept``: raises BrokerLost if a new connection must not be used."""
         self._accept = accept
         self._throttle = throttle or LogThrottle()
-        self._address = address
+        self._addresses = addresses
+        self._address: Address | None = None  # Of the last connection.
+        self._where = "the broker"
         self._name = name
         self._heartbeat = heartbeat
         self._timeout = timeout
@@ -94,9 +101,9 @@ class ReconnectingConnection:
         try:
             await asyncio.wait_for(self._connected.wait(), timeout)
         except TimeoutError as late:
-            raise BrokerLost(f"no connection to {self._address} for {timeout:g} s") from late
+            raise BrokerLost(f"no connection to {self._where} for {timeout:g} s") from late
         if self._connection is None:
-            raise BrokerLost(f"the connection to {self._address} is lost")
+            raise BrokerLost(f"the connection to {self._where} is lost")
         return self._connection
 
     async def another(self, timeout: float) -> Connection:
@@ -104,11 +111,13 @@ class ReconnectingConnection:
 
         The URL may shorten ``timeout``, but not extend it, because messages wait.
         """
-        seconds = timeout if self._address.timeout is None else min(timeout, self._address.timeout)
-        name = f"{self._name}, isolation"
-        connection = await Connection.open(
-            replace(self._address, timeout=seconds), name=name, heartbeat=self._heartbeat
-        )
+        last, name = self._address, f"{self._name}, isolation"
+        if last is None:
+            raise BrokerLost(f"no connection to {self._where} yet")
+        # At the same place, with the login of now.
+        now = next((one for one in self._addresses() if (one.host, one.port) == (last.host, last.port)), last)
+        address = replace(now, at=last.at, timeout=timeout if now.timeout is None else min(timeout, now.timeout))
+        connection = await Connection.open(address, name=name, heartbeat=self._heartbeat)
         connection.on_alarm(partial(_alarmed, name))
         self._others = [one for one in self._others if not one.closed.done()] + [connection]
         return connection
@@ -144,16 +153,16 @@ class ReconnectingConnection:
             if failures:
                 await asyncio.sleep(pause(failures - 1, random.random()))
             try:
-                connection = await self._open_accepted()
+                connection = await self._open_any()
             except BrokerLost as lost:
                 # A refused password and a missing vhost are retried too: an operator can repair them meanwhile.
                 told = self._throttle.should_log(str(lost), time.monotonic())
                 advice = lost.advice or certificate_advice(str(lost), *OF_BROKER)
                 advice = LOGIN if isinstance(lost, AccessRefused) else advice
                 if told and advice:
-                    log.error("broker refused", broker=str(self._address), reason=str(lost), next_step=advice)
+                    log.error("broker refused", broker=self._where, reason=str(lost), next_step=advice)
                 elif told:
-                    log.warning("broker unreachable", broker=str(self._address), reason=str(lost))
+                    log.warning("broker unreachable", broker=self._where, reason=str(lost))
                 failures += 1
                 continue
             log.info("broker connected", connection=self._name, broker=str(self._address))
@@ -167,20 +176,25 @@ class ReconnectingConnection:
             self._connected.clear()
             self._connection = None
             log.warning("broker connection lost", connection=self._name, reason=str(reason))
-            # A connection that ends at once counts as a failed one.
-            failures = 0 if time.monotonic() - began > SETTLED else failures + 1
+            # Only failures make the pause grow, but a broker that ends each connection must not be asked without one.
+            failures = 0 if time.monotonic() - began > SETTLED else min(failures + 1, SHORT_LIVED)
 
-    async def _open_accepted(self) -> Connection:
+    async def _open_any(self) -> Connection:
         """Raises BrokerLost."""
-        connection = await Connection.open(
-            self._address, name=self._name, heartbeat=self._heartbeat, timeout=self._timeout
-        )
+        addresses = self._addresses()
+        self._where = ", ".join(map(str, addresses))
+        return await of_first(addresses, self._open_accepted, self._address)
+
+    async def _open_accepted(self, address: Address) -> Connection:
+        """Raises BrokerLost."""
+        connection = await Connection.open(address, name=self._name, heartbeat=self._heartbeat, timeout=self._timeout)
         if self._accept is not None:
             try:
                 await self._accept(connection)
             except BaseException:
                 await connection.close()
                 raise
+        self._address = address
         return connection
 
 

@@ -306,25 +306,28 @@ class AmqpSubscription:
         would activate a standby first, and newer messages would overtake those that return. So this asks for one more
         consumer, which stands by: that goes through the queue's log too.
         """
-        self.stop()
-        with self._flow_control.listening(ENDING):
-            await self._end(seconds)
+        await self.cancel(seconds)
+        if self.in_order and not self._one_active and self._connection.version >= UNCOUNTED:
+            self._channel.nack(0, multiple=True)
+        await self._channel.close()
 
-    async def _end(self, seconds: float) -> None:
-        if self._consumer_tag is not None and not self._cancelled and not self._channel.closed.done():
-            try:
+    async def cancel(self, seconds: float = ANSWER_SECONDS) -> None:
+        """End the consumer, and not its channel: no message comes any more, and none returns yet."""
+        self.stop()
+        tag, self._consumer_tag = self._consumer_tag, None
+        if tag is None or self.lost:
+            return
+        try:
+            with self._flow_control.listening(ENDING):
                 async with asyncio.timeout(seconds):
                     if self._one_active:
                         await self._channel.consume(self._queue, self._on_delivery, self._on_cancelled)
                     else:
-                        await self._channel.cancel(self._consumer_tag)
-                self.in_order = not self._channel.closed.done()
-                if self.in_order and not self._one_active and self._connection.version >= UNCOUNTED:
-                    self._channel.nack(0, multiple=True)
-            except (BrokerLost, TimeoutError) as lost:
-                # The broker may deliver the last acknowledged messages again, as after any loss.
-                log.warning("consumer not ended in order", queue=self._queue, reason=str(lost) or "no answer in time")
-        await self._channel.close()
+                        await self._channel.cancel(tag)
+            self.in_order = not self._channel.closed.done()
+        except (BrokerLost, TimeoutError) as lost:
+            # The broker may deliver the last acknowledged messages again, as after any loss.
+            log.warning("consumer not ended in order", queue=self._queue, reason=str(lost) or "no answer in time")
 
     def stop(self) -> None:
         """Also drops the buffer."""

@@ -45,7 +45,7 @@ class TopologyFinding:
     expected: str
     found: str
     severity: TopologySeverity = "error"
-    state: Literal["missing", "down", "different"] = "different"
+    state: Literal["missing", "down", "alone", "different"] = "different"
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.kind} {self.name}: expected {self.expected}, found {self.found}"

@@ -6,16 +6,22 @@ import asyncio
 import base64
 import json
 import ssl
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
+from email.utils import mktime_tz, parsedate_tz
 from http.client import HTTPException
 from typing import Any, Final, Self
 from urllib.parse import quote, unquote, urlsplit
 
-from delayer.amqp.address import Address
+from delayer.broker.addresses import addresses_of
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
+from delayer.core.clocks import ClockOffset
+from delayer.core.topology import Binding
 
+DATE_SECONDS: Final = 2.0
+"""How old the time in the header ``Date`` may be: it has whole seconds, and the server computes it once a second."""
 _OTHER: Final = "this is not RabbitMQ's management API"
 
 
@@ -34,6 +40,8 @@ class Management:
         self._base = self.where + parts.path.rstrip("/") + "/api"
         self.vhost = quote(vhost, safe="")
         """The virtual host, quoted for paths."""
+        self.clock: ClockOffset | None = None
+        """The broker's clock, by the last answer."""
         self._timeout = timeout
         login = f"{unquote(parts.username or 'guest')}:{unquote(parts.password or 'guest')}"
         self._authorization = "Basic " + base64.b64encode(login.encode()).decode()
@@ -43,11 +51,11 @@ class Management:
         )
 
     @classmethod
-    def beside(cls, broker_url: str, management_url: str | None, *, timeout: float = 5.0) -> Self | None:
-        """The API of the broker at ``broker_url``, with its virtual host and TLS settings. None without a URL."""
+    def beside(cls, broker_urls: str, management_url: str | None, *, timeout: float = 5.0) -> Self | None:
+        """The API of the broker at ``broker_urls``, with its virtual host and TLS settings. None without a URL."""
         if management_url is None:
             return None
-        address = Address.parse(broker_url)
+        address = addresses_of(broker_urls)[0]
         return cls(management_url, address.vhost, timeout=timeout, tls=address.tls)
 
     async def delayed(self) -> dict[str, int | None]:
@@ -60,6 +68,13 @@ class Management:
         except (LookupError, TypeError) as error:
             raise BrokerUnreachable(f"{self.where}: {_OTHER}") from error
 
+    async def bindings(self, path: str) -> list[tuple[Binding, dict[str, Any]]]:
+        """The bindings at a ``path`` below /api, each with its arguments."""
+        return [
+            (Binding(row["source"], row["destination"], row["destination_type"], row["routing_key"]), row["arguments"])
+            for row in await self.get(path)
+        ]
+
     async def get(self, path: str, answers: int = 200) -> Any:
         """The decoded answer to a ``path`` below /api; an error of the code ``answers`` has one too.
 
@@ -71,8 +86,11 @@ class Management:
     def _get_blocking(self, path: str, answers: int) -> Any:
         request = urllib.request.Request(f"{self._base}/{path}", headers={"Accept": "application/json"})
         request.add_unredirected_header("Authorization", self._authorization)
+        asked = time.time()
         try:
             with self._opener.open(request, timeout=self._timeout) as response:
+                if date := parsedate_tz(response.headers.get("Date")):
+                    self.clock = ClockOffset.of_answer(asked, mktime_tz(date), time.time(), precision=DATE_SECONDS)
                 return json.load(response)
         except urllib.error.HTTPError as error:
             with error:

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, TypeVar
+from typing import Final, Self, TypeVar
 
 from pamqp.base import Frame
 from pamqp.commands import Exchange as ExchangeMethods
@@ -22,10 +22,11 @@ from delayer.amqp.connection import Connection
 from delayer.amqp.errors import AccessRefused, ChannelClosed, ReplyCode
 from delayer.amqp.framing import UncheckedMethod
 from delayer.amqp.properties import encode_headers, entry, int64
+from delayer.broker.addresses import CONNECT_SECONDS, addresses_of, of_first
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding, TopologyMismatch
 from delayer.core.delay_headers import OPT_TIME
 from delayer.core.message import Delivery, Outgoing
-from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
+from delayer.core.topology import Binding, Exchange, Queue, Topology, TopologyPart, arguments
 
 
 class ExchangeDeclare(UncheckedMethod, ExchangeMethods.Declare): ...
@@ -52,7 +53,7 @@ _ANSWERS: Final[dict[type[Frame], type[Frame]]] = {
 }
 
 
-def declaration(wanted: Exchange | Queue | Binding) -> Frame:
+def declaration(wanted: TopologyPart) -> Frame:
     """The method that declares a part of a topology.
 
     pamqp sends an integer argument in the smallest type that holds it: 64 bits for the TTLs from level 22 up. The
@@ -67,6 +68,11 @@ def declaration(wanted: Exchange | Queue | Binding) -> Frame:
     if wanted.destination_kind == "queue":
         return QueueBind(queue=wanted.destination, exchange=wanted.source, routing_key=wanted.key)
     return ExchangeBind(destination=wanted.destination, source=wanted.source, routing_key=wanted.key)
+
+
+def look(part: Exchange | Queue) -> Frame:
+    """The method that asks whether a part exists."""
+    return queue_look(part.name) if isinstance(part, Queue) else exchange_look(part.name)
 
 
 def exchange_look(name: str) -> ExchangeDeclare:
@@ -91,12 +97,22 @@ ignores its time delivers it at once, so the wait costs nothing there."""
 
 
 class PipelinedAdmin:
-    """One connection; see :func:`pipelined_admin`. Every method may raise BrokerLost."""
+    """One connection; see :func:`pipelined_admin`. Every method may raise BrokerLost.
+
+    ``async with`` closes its channel, on a connection that has other users too.
+    """
 
     def __init__(self, connection: Connection, patience: float) -> None:
         self._connection = connection
         self._patience = patience
         self._channel: Channel | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._channel is not None:
+            await self._channel.close()
 
     @property
     def may_delay(self) -> bool:
@@ -114,7 +130,7 @@ class PipelinedAdmin:
         if different := wrong or await self._different(wanted.bindings):
             raise TopologyMismatch(different)
 
-    async def _different(self, parts: Sequence[Exchange | Queue | Binding]) -> list[TopologyFinding]:
+    async def _different(self, parts: Sequence[TopologyPart]) -> list[TopologyFinding]:
         found = []
         for part, answer in zip(parts, await self._ask([declaration(one) for one in parts]), strict=True):
             if isinstance(answer, ChannelClosed):
@@ -123,6 +139,15 @@ class PipelinedAdmin:
                     raise BrokerRefused(f"{part.kind} {name!r}: {answer.text}") from answer
                 found.append(TopologyFinding(part.kind, name, str(part), answer.text))
         return found
+
+    async def missing(self, parts: Sequence[Exchange | Queue]) -> list[Exchange | Queue]:
+        """The parts that do not exist. A part that this user may not see is not among them."""
+        answers = await self._ask([look(one) for one in parts])
+        return [
+            part
+            for part, answer in zip(parts, answers, strict=True)
+            if isinstance(answer, ChannelClosed) and answer.code == ReplyCode.NOT_FOUND
+        ]
 
     async def exists(self, queue: str) -> bool:
         """Whether the queue exists and no other connection owns it. RabbitMQ 4.3 shows a queue only to users with the
@@ -224,16 +249,19 @@ def _now_ms() -> int:
 
 
 @asynccontextmanager
-async def pipelined_admin(url: str, name: str, *, patience: float = PATIENCE) -> AsyncIterator[PipelinedAdmin]:
-    """Connect; the URL's scheme and query configure TLS. ``patience``: seconds without any answer.
+async def pipelined_admin(urls: str, name: str, *, patience: float = PATIENCE) -> AsyncIterator[PipelinedAdmin]:
+    """Connect to one of these URLs; their schemes and queries configure TLS. ``patience``: seconds without any answer.
 
-    Raises BrokerLost, BrokerRefused (for login or vhost), and ValueError for an invalid URL.
+    Raises BrokerLost, BrokerRefused (for login or vhost).
     """
-    address = Address.parse(url)
-    try:
-        connection = await Connection.open(address, name=name, timeout=patience)
-    except AccessRefused as refused:
-        raise BrokerRefused(f"{address}: {refused}") from refused
+
+    async def attempt(address: Address) -> Connection:
+        try:
+            return await Connection.open(address, name=name, timeout=min(patience, CONNECT_SECONDS))
+        except AccessRefused as refused:
+            raise BrokerRefused(f"{address}: {refused}") from refused
+
+    connection = await of_first(addresses_of(urls), attempt)
     try:
         yield PipelinedAdmin(connection, patience)
     finally:

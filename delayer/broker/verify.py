@@ -16,7 +16,7 @@ from aiormq.exceptions import ChannelClosed, ChannelNotFoundEntity
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding, TopologySeverity
 from delayer.broker.management_api import Management
-from delayer.broker.pipelined_admin import DELAYS_FROM, declaration, exchange_look, queue_look
+from delayer.broker.pipelined_admin import DELAYS_FROM, declaration, look
 from delayer.core.cascade import LEVELS, bindable
 from delayer.core.topology import Binding, Exchange, Queue, Topology
 
@@ -50,11 +50,7 @@ async def policies_of(management: Management) -> list[BrokerPolicy]:
 
 async def bindings_from(management: Management, exchange: str) -> list[tuple[Binding, dict[str, Any]]]:
     """Every binding out of ``exchange``, which must exist, with its arguments."""
-    rows = await management.get(f"exchanges/{management.vhost}/{quote(exchange, safe='')}/bindings/source")
-    return [
-        (Binding(row["source"], row["destination"], row["destination_type"], row["routing_key"]), row["arguments"])
-        for row in rows
-    ]
+    return await management.bindings(f"exchanges/{management.vhost}/{quote(exchange, safe='')}/bindings/source")
 
 
 class Verifier:
@@ -77,11 +73,12 @@ class Verifier:
         if self._management is not None:
             try:
                 told = await self._told(self._management, missing) + await self._governed(self._management)
-                return found + told + await self._down(self._management)
+                told += await self._down(self._management)
+                return found + told + await self._alone(self._management)
             except (BrokerRefused, BrokerUnreachable) as error:
                 found.append(self._unseen(f"{error}"))
         else:
-            found.append(self._unseen("AMQP does not tell bindings, and no management_url is configured"))
+            found.append(self._unseen("no management_url is configured"))
         return found
 
     async def _thing(self, wanted: Exchange | Queue) -> TopologyFinding | None:
@@ -95,8 +92,7 @@ class Verifier:
 
     async def _ask(self, wanted: Exchange | Queue) -> ChannelClosed | None:
         """Declare passively first, because an active declaration would create a missing part."""
-        look = queue_look if isinstance(wanted, Queue) else exchange_look
-        answer = await self._connection.ask(look(wanted.name))
+        answer = await self._connection.ask(look(wanted))
         if not isinstance(answer, ChannelClosed):
             answer = await self._connection.ask(declaration(wanted))
         return answer if isinstance(answer, ChannelClosed) else None
@@ -137,6 +133,21 @@ class Verifier:
             if one.name in down
         ]
 
+    async def _alone(self, management: Management) -> list[TopologyFinding]:
+        """Findings about our queues that one node of a cluster has alone: its disk is their only copy."""
+        rows = await management.get(f"queues/{management.vhost}?columns=name,node,members,slave_nodes")
+        copies = {row["name"]: row.get("members") or [row.get("node"), *row.get("slave_nodes", ())] for row in rows}
+        alone = [one for one in self._topology.queues if not one.shared and len(copies.get(one.name, "ab")) == 1]
+        if not alone:
+            return []
+        try:
+            nodes = len(await management.get("nodes?columns=name"))
+        except BrokerRefused as refused:
+            found = f"whether the broker is a cluster cannot be seen: {refused}; give this user the tag `monitoring`"
+            return [TopologyFinding("queue", "*", "copies on several nodes of a cluster", found, "unknown")]
+        expected, found = f"copies on several of the cluster's {nodes} nodes", "one copy"
+        return [TopologyFinding("queue", one.name, expected, found, state="alone") for one in alone if nodes > 1]
+
     def _compared(
         self, source: str, present: set[Binding], everything: set[Binding], missing: set[str]
     ) -> list[TopologyFinding]:
@@ -156,7 +167,9 @@ class Verifier:
         return found
 
     def _unseen(self, reason: str) -> TopologyFinding:
-        return TopologyFinding("binding", "*", f"{len(self._topology.bindings)} bindings", reason, "unknown")
+        expected = f"{len(self._topology.bindings)} bindings, and no policy that drops messages"
+        found = f"bindings, policies and the copies of queues cannot be seen: {reason}"
+        return TopologyFinding("binding", "*", expected, found, "unknown")
 
 
 def covers(policy: BrokerPolicy, queue: Queue) -> bool:

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import math
-from contextlib import suppress
+from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple
 
 import click
 
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, TopologyFinding, mismatch_advice
-from delayer.cli.errors import STORE_RUNS, ExitCode, broker_advice
+from delayer.cli import status
+from delayer.cli.errors import BROKER_RIGHTS, SEEING, STORE_RUNS, ExitCode, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import note, print_json, print_table, quoted
 from delayer.config.model import Settings
 from delayer.config.texts import duration_text, is_loopback
 from delayer.config.topology import cascade_of, queues_at_work, topology_of, uses_cascade, without_effect
 from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade
+from delayer.core.clocks import FOLLOW_TIME, ClockOffset, differences
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.readable import duration
 from delayer.store import schema, servers
 from delayer.store.admin import setup, stats
 from delayer.store.errors import BadStoreUrl, SchemaOutdated, StoreUnfit, check_arrow
 
-_SEEING: Final = "set broker.management_url, or look at its host, port, user and password"
 CheckResult = Literal["ok", "note", "off", "refused", "out of reach"]
 
 
@@ -49,11 +50,12 @@ class CheckReport(list[Row]):
 @as_json
 @click.pass_context
 def check(context: click.Context, offline: bool, as_json: bool) -> None:
-    """Check configuration, broker, topology and store; change nothing.
+    """Check configuration, broker, topology and store; change nothing. Ask the daemon on this host too.
 
-    These are off: queues and exchanges that differ, missing destinations, a missing schema of the store, and overdue
-    messages without a daemon that releases them. These are notes: queues that the daemon will declare, queues without
-    a consumer, refused and held messages.
+    These are off: queues and exchanges that differ, missing destinations, a missing schema of the store, overdue
+    messages without a daemon that releases them, settings of the servers that lose messages (docs/operations.md),
+    clocks more than a second apart, and a daemon on this host that is not ready. These are notes: what could not be
+    seen, queues that the daemon will declare, queues without a consumer, refused and held messages.
 
     Offline, credentials that only the service may read (a unit's ExecReload may not) are left out, with a note.
 
@@ -127,25 +129,63 @@ def _configuration(report: CheckReport, settings: Settings) -> None:
 
 
 async def _servers(report: CheckReport, settings: Settings) -> None:
+    clocks: dict[str, ClockOffset | None] = {"this machine": ClockOffset()}
     try:
         async with await Admin.connect(settings.broker_url, management_url=settings.management_url) as admin:
             rows = CheckReport()  # Dropped if the connection is lost: half of these rows would look fine.
             await _broker(rows, admin, settings)
             await _bond(rows, admin, settings.store_url)
             report += rows
+            clocks |= {"the broker": admin.clock}
     except (BrokerLost, BrokerRefused) as error:
         result: CheckResult = "refused" if isinstance(error, BrokerRefused) else "out of reach"
         report.add("broker", result, error, broker_advice(error))
-    await _store(report, settings)
+    if settings.store_url is not None:
+        clocks |= {"the database": await _store(report, settings, settings.store_url)}
+    else:
+        cascade_ms = math.inf if settings.native.strategy == "queue" else 1000 * MAX_SECONDS
+        longest = duration_text(int(min(settings.intake.max_delay_ms, cascade_ms)))
+        report.add("store", "ok", f"none configured: delays up to {longest}, no keys, no cancels")
+    _clocks(report, clocks)
+    await _daemon(report, settings)
+
+
+def _clocks(report: CheckReport, clocks: Mapping[str, ClockOffset | None]) -> None:
+    """Check that all clocks agree. A message is due by the clock of the database or, in native mode, by the later of
+    broker and daemon; publishers use their own."""
+    seen = {name: clock for name, clock in clocks.items() if clock is not None}
+    for found in (different := differences(seen)):
+        report.add("clocks", "off", found, FOLLOW_TIME)
+    if unseen := [name for name in clocks if name not in seen]:
+        report.add("clocks", "note", f"could not be seen: the clock of {' and of '.join(unseen)}", SEEING)
+    elif not different:
+        report.add("clocks", "ok", f"{', '.join(seen)}: none more than a second apart, as far as their answers show")
+
+
+async def _daemon(report: CheckReport, settings: Settings) -> None:
+    """Check that the daemon on this host, if there is one, says the same."""
+    reasons = await status.not_ready(settings)
+    away = [row.what for row in report if row.result in ("refused", "out of reach")]
+    listen = settings.http.listen
+    if reasons and not away:
+        found = f"the daemon at {listen} is not ready: {'; '.join(reasons)}"
+        report.add("daemon", "off", found, "see its log; systemd shows it new credentials only after a restart")
+    elif reasons == [] and away:
+        found = f"the daemon at {listen} is ready: it reaches what this command does not ({', '.join(away)})"
+        report.add("daemon", "note", found, "run this as the daemon's user, with its configuration and environment")
 
 
 async def _bond(report: CheckReport, admin: Admin, store_url: str | None) -> None:
     """Check that the broker is the one that the store belongs to."""
-    with suppress(StoreLost, BadStoreUrl, SchemaOutdated):  # The store's rows report these.
+    try:
         store = None if store_url is None else await setup.identity(store_url)
-        if store is not None and store.has_broker and not await admin.exchange_exists(store.exchange.name):
-            wrong = store.wrong_broker()
-            report.add("broker", "off", wrong, wrong.advice)
+    except (StoreLost, BadStoreUrl, SchemaOutdated):
+        return  # The rows of the store say so.
+    try:
+        if store is not None:
+            await store.check_broker(admin.exchange_exists)
+    except StoreLost as wrong:
+        report.add("broker", "off", wrong, wrong.advice)
 
 
 async def _broker(report: CheckReport, admin: Admin, settings: Settings) -> None:
@@ -170,6 +210,10 @@ async def _broker(report: CheckReport, admin: Admin, settings: Settings) -> None
     await _set_aside(report, admin, settings)
 
 
+DECLARED: Final = (
+    "the daemon declares it at its start or reload, and within a minute if it was lost meanwhile; or `delayer topology "
+    'apply`. If it is lost again: docs/operations.md, "What the broker loses"'
+)
 _COPIES: Final = "nothing if it is yours; an earlier intake queue gets a copy of every message: unbind it, and empty it"
 
 
@@ -179,17 +223,24 @@ async def _topology(report: CheckReport, admin: Admin, settings: Settings) -> No
     missing = [f"{one.kind} {one.name}" for one in wrong if one.state == "missing"]
     if missing:
         names = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
-        advice = "nothing: the daemon declares it at its start or reload (or you: `delayer topology apply`)"
-        report.add("topology", "note", f"{len(missing)} missing: {names}", advice)
+        report.add("topology", "note", f"{len(missing)} missing: {names}", DECLARED)
     for one in wrong:
         if one.state != "missing":
             report.add("topology", "off", *(await _different(admin, one)))
-    if not wrong:
-        report.add("topology", "ok", "everything that could be seen is as it should be")
+    if not any(one.severity in ("error", "unknown") for one in findings):
+        report.add("topology", "ok", "everything is as it should be")
     for one in findings:
-        if one.severity != "error":
-            found, advice = (one.found, _SEEING) if one.name == "*" else (f"{one.name}: {one.found}", _COPIES)
-            report.add("topology", "note", found, advice)
+        if one.name == "*":
+            report.add("topology", "note", one.found, SEEING)
+        elif one.severity != "error":
+            advice = BROKER_RIGHTS if one.severity == "unknown" else _COPIES
+            report.add("topology", "note", f"{one.name}: {one.found}", advice)
+
+
+ALONE: Final = (
+    'quorum: `rabbitmq-queues grow NODE all` for further nodes; classic: set [intake] queue_type = "quorum" '
+    '(docs/operations.md, "An existing queue with other arguments")'
+)
 
 
 async def _different(admin: Admin, one: TopologyFinding) -> tuple[str, str]:
@@ -197,6 +248,8 @@ async def _different(admin: Admin, one: TopologyFinding) -> tuple[str, str]:
     found = f"{one.kind} {one.name}: expected {one.expected}, found {one.found}"
     if one.kind == "policy":
         return found, "give the policy a pattern that does not match this queue (docs/versions.md)"
+    if one.state == "alone":
+        return found, ALONE
     if one.state == "down":
         return found, "see the broker's log; docs/versions.md says which messages end a queue"
     if advice := mismatch_advice(one.found):
@@ -253,7 +306,7 @@ async def _delayed_by_the_broker(report: CheckReport, admin: Admin, settings: Se
     delayed = await admin.delayed(queues_at_work(settings), fresh=False)
     if None in delayed.values():
         found = "RabbitMQ 4.3 and later can delay messages in these queues, and only its management API shows them"
-        report.add("broker's delays", "note", found, _SEEING)
+        report.add("broker's delays", "note", found, SEEING)
         return
     own = delayed.pop(settings.native.due_queue) or 0
     for name, count in delayed.items():
@@ -292,15 +345,11 @@ UNOWNED_MS: Final = 30_000
 STUCK: Final = 'see the broker and that daemon\'s log; docs/operations.md, "A lane that does not advance"'
 
 
-async def _store(report: CheckReport, settings: Settings) -> None:
-    url = settings.store_url
-    if url is None:
-        cascade_ms = math.inf if settings.native.strategy == "queue" else 1000 * MAX_SECONDS
-        longest = duration_text(int(min(settings.intake.max_delay_ms, cascade_ms)))
-        report.add("store", "ok", f"none configured: delays up to {longest}, no keys, no cancels")
-        return
+async def _store(report: CheckReport, settings: Settings, url: str) -> ClockOffset | None:
+    """Returns the database's clock, if that was seen."""
     try:
         await servers.check(url)
+        server = await setup.server_state(url)
         seen = await stats.overview(url, settings.store.restore_ahead_ms)
         if (wrong := schema.outdated(seen.schema_found)) is None:
             wrong_owner = await setup.mistaken(url)
@@ -312,17 +361,20 @@ async def _store(report: CheckReport, settings: Settings) -> None:
             connections = connections._replace(limited=max(connections.limited, limited))
     except StoreUnfit as unfit:
         report.add("store", "off", unfit, unfit.advice)
-        return
+        return None
     except StoreLost as lost:
         report.add("store", "refused" if lost.advice else "out of reach", lost, lost.advice or STORE_RUNS)
-        return
+        return None
     except BadStoreUrl as bad:
         report.add("store", "off", str(bad), "write the URL as postgresql://user@host:port/database")
-        return
+        return None
     report.add("store", "ok", str(settings.store.url or url))
+    if server.unsafe:
+        found = f"off in Postgres: {', '.join(server.unsafe)}; a crash of its machine loses or damages messages"
+        report.add("durability", "off", found, server.advice)
     if wrong is not None:
         report.add("schema", "off", f"{wrong.found or 'missing'}; needed: {wrong.expected}", wrong.advice)
-        return
+        return server.clock
     report.add("schema", "ok", schema.HEAD)
     if wrong_owner is not None:
         found = f"its tables belong to {wrong_owner.tables}, and the database to {wrong_owner.database}"
@@ -345,6 +397,7 @@ async def _store(report: CheckReport, settings: Settings) -> None:
     if seen.segments.broken:
         found = f"{seen.segments.broken} do not read back, with {seen.segments.broken_messages} messages"
         report.add("segments", "off", found, "see docs/backlog.md; their bytes are kept")
+    return server.clock
 
 
 def _connections(report: CheckReport, need: setup.ConnectionNeed) -> None:

@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 import click
 from asyncpg import Connection
 
-from delayer.amqp.address import Address
 from delayer.amqp.edits import ROOM, Endpoints, into_cascade
+from delayer.broker.addresses import addresses_of
 from delayer.broker.admin import Admin
 from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.connection import ReconnectingConnection
@@ -36,7 +36,7 @@ from delayer.imports import state_machine
 from delayer.imports.brokers import Destinations
 from delayer.imports.cascade import CascadeLevels
 from delayer.store import waiting
-from delayer.store.admin import actions, audit_log, draining
+from delayer.store.admin import actions, audit_log, draining, setup
 from delayer.store.admin.importing import ImportStore
 from delayer.store.session import looking
 
@@ -187,7 +187,7 @@ async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> tu
     numbers of moved rows and of rows that must not be sent. Raises BrokerLost."""
     async with pipelined_admin(settings.broker_url, NAME) as broker:
         await broker.declare(native_of(settings))
-    reconnecting = ReconnectingConnection(Address.parse(settings.broker_url), NAME, heartbeat=20.0)
+    reconnecting = ReconnectingConnection(lambda: addresses_of(settings.broker_url), NAME, heartbeat=20.0)
     reconnecting.start()
     publisher = AmqpPublisher(reconnecting)
     asked = {"keys_too": True} if keys_too else {}
@@ -276,7 +276,10 @@ def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool,
 
 
 async def _planned(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, list[LeftBehind]]:
-    """Count the messages that would move, and list those that would stay."""
+    """Count the messages that would move, and list those that would stay. Raises StoreLost if the broker is not the
+    store's: messages would move from one broker to another."""
+    async with pipelined_admin(settings.broker_url, NAME) as broker:
+        await (await setup.identity(url)).check_broker(broker.exchange_exists)
     if settings.mode == "native":
         rows = await standing(url, keys_too=keys_too)
         count = rows.rows - rows.soon - (0 if keys_too else rows.keyed)

@@ -16,6 +16,7 @@ from delayer.core.readable import readable
 from delayer.store.errors import BadStoreUrl, SchemaOutdated, StoreUnfit
 
 BROKER_RUNS = "check broker.url, and that the broker runs"
+SEEING = "set broker.management_url, or look at its host, port, user and password"
 BROKER_RIGHTS = "check user, password, vhost and permissions"
 STORE_RUNS = "check store.url, and that Postgres runs"
 """Advice about an unreachable store."""

@@ -85,7 +85,7 @@ def _list(context: click.Context, /, source: SetAsideQueue, *, limit: int | None
     settings = request_of(context).settings()
     wanted = Selection(**given)
     # A message that an operator names may be anywhere in the queue.
-    limit = limit or (KEPT if wanted.ids else LISTED)
+    limit = limit or (None if wanted.ids else LISTED)
     seen = asyncio.run(set_aside.look(settings, source.name, wanted, limit))
     if as_json:
         print_json(seen.as_dict())
@@ -95,7 +95,7 @@ def _list(context: click.Context, /, source: SetAsideQueue, *, limit: int | None
     else:
         none = f"No {source.noun} are ready." if seen.hidden else f"There are no {source.noun}."
         click.echo(f"No {source.noun} match." if seen.depth else none)
-    for line in not_seen(source.name, seen, cut=seen.depth > seen.looked):
+    for line in not_seen(source.name, seen, cut=seen.depth > seen.looked and not (wanted.ids and not seen.missing)):
         note(line)
 
 
@@ -134,9 +134,7 @@ _MENDING: Final = joined(
 def _group(source: SetAsideQueue) -> click.Group:
     """Build the verbs of one queue."""
     limit = click.option(
-        "--limit",
-        type=click.IntRange(1, KEPT),
-        help=f"Messages to look at. By default {LISTED}, and with an ID {KEPT:,}.",
+        "--limit", type=click.IntRange(1, KEPT), help=f"Messages to look at. By default {LISTED}, and with an ID all."
     )
     retry = change_options(partial(_change, source=source, verb="retry"))
     verbs: dict[str, tuple[str, str, Any]] = {

@@ -147,7 +147,7 @@ def _jsonl(_settings: Settings, given: dict[str, Any], book: ImportStore) -> Imp
 def _delayed_exchange(settings: Settings, given: dict[str, Any], book: ImportStore) -> ImportSource:
     vhost = given["vhost"]
     if vhost is None:
-        vhost = Address.parse(settings.broker_url).vhost
+        vhost = Address.parse_all(settings.broker_url)[0].vhost
     by_route = {
         one.from_.encode(): Target(one.to.encode(), one.routing_key.encode()) for one in settings.routes if one.from_
     }

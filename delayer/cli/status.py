@@ -47,7 +47,7 @@ async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
         return {"error": "[http] listen is off", "last": {}}
     try:
         async with asyncio.timeout(patience):
-            status, body = await _ask(settings.http)
+            status, body = await _ask(settings.http, "/api/live")
     except OSError as error:
         return {"error": f"no daemon answers at {listen}: {_reason(error, patience)}", "last": {}}
     if status not in ("200", ""):
@@ -63,7 +63,23 @@ async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
         return {"error": f"the program at {listen} is no daemon of this version", "last": {}}
 
 
-async def _ask(http: HttpTable) -> tuple[str, bytes]:
+async def not_ready(settings: Settings) -> list[str] | None:
+    """Why the daemon at ``[http] listen`` is not ready; None if no daemon of this service answers there."""
+    if (await look(settings))["error"] is not None:
+        return None
+    reasons: list[str] = []
+    try:
+        for _ in range(3):  # A store query that takes longer than 3 s is in the next answer.
+            async with asyncio.timeout(10.0):
+                _, body = await _ask(settings.http, "/health/ready")
+            if not (reasons := list(map(str, json.loads(body)["reasons"]))):
+                break
+    except (OSError, ValueError, KeyError, TypeError):
+        return ["it does not answer /health/ready"]
+    return reasons
+
+
+async def _ask(http: HttpTable, path: str) -> tuple[str, bytes]:
     """Return the status (empty if the answer is not HTTP) and the body. HTTP/1.0 by hand, because an HTTP library takes
     longer to load than the daemon to answer. Raises OSError."""
     host, _, port = http.listen.rpartition(":")
@@ -72,7 +88,7 @@ async def _ask(http: HttpTable) -> tuple[str, bytes]:
     token = f"Authorization: Bearer {http.token.reveal()}\r\n" if asked and http.token else ""
     reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
     try:
-        writer.write(f"GET /api/live HTTP/1.0\r\nHost: {host}:{port}\r\n{token}\r\n".encode())
+        writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\n{token}\r\n".encode())
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
     finally:
         writer.close()

@@ -13,7 +13,7 @@ from delayer.broker.admin import Admin, Removal
 from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import mismatch_advice
 from delayer.broker.pipelined_admin import pipelined_admin
-from delayer.cli.errors import ExitCode
+from delayer.cli.errors import SEEING, ExitCode
 from delayer.cli.options import Request, as_json, request_of, store_url
 from delayer.cli.output import note, print_json, print_queues, print_table, quoted
 from delayer.config.model import Settings
@@ -90,7 +90,7 @@ def apply(request: Request, accept_broker: bool) -> None:
 def verify(context: click.Context, as_json: bool) -> None:
     """Compare the broker with the configured topology. Changes nothing. Exit code 1 if anything is wrong or missing.
 
-    Only the management API shows bindings and policies: set broker.management_url.
+    Only the management API shows bindings, policies and the copies of queues: set broker.management_url.
 
     \b
     Examples:
@@ -111,8 +111,12 @@ def verify(context: click.Context, as_json: bool) -> None:
             note(f"Next: {advice}.")
         note("Next: `delayer topology apply` declares missing ones; `delayer check` says what to do about others.")
         context.exit(ExitCode.FOUND)
-    if not as_json:
-        click.echo("Everything that could be seen is as it should be.")
+    unseen = [one for one in findings if one.severity == "unknown"]
+    if unseen and not as_json:
+        click.echo("What could be seen is as it should be. The rest is not known.")
+        note(f"Next: {SEEING}.")
+    elif not as_json:
+        click.echo("Everything is as it should be.")
 
 
 @topology.command()

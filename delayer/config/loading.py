@@ -76,7 +76,7 @@ def load(
             merged.note(("store", "url"), expected, found)
         try:  # The whole address: its parameters, certificates and keys.
             if not merged.problems:
-                Address.parse(settings.broker_url)
+                Address.parse_all(settings.broker_url)
         except ValueError as error:  # The error names the expected form and never shows the URL.
             expected, _, found = str(error).removeprefix("broker URL: ").removeprefix("expected ").partition(", found ")
             merged.note(("broker", "url"), expected, found or show(str(settings.broker.url)))

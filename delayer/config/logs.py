@@ -9,17 +9,20 @@ values, names, the broker's texts) may contain line ends and terminal codes, and
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import sys
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
 from typing import Any, Literal, TextIO
 
 import structlog
 
+from delayer.core.backoff import WINDOW_SECONDS, LineLimit
 from delayer.core.readable import readable
 
 _DEEPEST = 6
@@ -54,6 +57,35 @@ def clean_values(_logger: object, _method: str, event: Event) -> Event:
         elif not key.startswith("_"):
             event[key] = _clean(value)
     return event
+
+
+class _Limited:
+    """Processor: it bounds the lines about single messages, which have an ``id`` or a ``message_id``. A line for each
+    message of a flood would block the event loop. Those left out are counted, and reported when the window ends."""
+
+    def __init__(self) -> None:
+        self._limit = LineLimit()
+
+    def __call__(self, _logger: object, _method: str, event: Event) -> Event:
+        if "message_id" not in event and "id" not in event:
+            return event
+        now = time.monotonic()
+        if self._limit.over(now):
+            self.report(now)
+            with suppress(RuntimeError):  # Without an event loop, the first line of the next window reports.
+                asyncio.get_running_loop().call_later(WINDOW_SECONDS, self.report)
+        place, more = event.get("exchange", event.get("lane")), event.pop("more", 0)
+        if self._limit.passes(event["event"], place, more):
+            return event
+        raise structlog.DropEvent
+
+    def report(self, begin: float = -WINDOW_SECONDS) -> None:
+        """End the window, report the lines left out, and begin one if told when."""
+        for event, place, lines in self._limit.begin(begin):
+            log.warning("log lines left out", of=event, place=place, lines=lines, seconds=WINDOW_SECONDS)
+
+
+_limited = _Limited()
 
 
 def _stamp(_logger: object, _method: str, event: Event) -> Event:
@@ -111,6 +143,7 @@ def log_in_background(lines: int = 5_000) -> None:
 
 def finish(seconds: float = 0.3) -> None:
     """Wait until all lines are written, up to this long: the daemon has 10 s to stop, and needs up to 8.5 before."""
+    _limited.report()
     if _background is None:
         return
     until = time.monotonic() + seconds
@@ -161,7 +194,12 @@ def configure(
         logging.getLogger(library).setLevel(logging.CRITICAL)
     logging.captureWarnings(True)
     structlog.configure(
-        processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        processors=[
+            structlog.stdlib.filter_by_level,
+            _limited,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
         wrapper_class=structlog.stdlib.BoundLogger,
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=False,  # A cached logger would keep its old level after SIGHUP.

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
@@ -11,6 +15,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     StrictBool,
     StrictFloat,
     StrictInt,
@@ -21,8 +26,9 @@ from pydantic import (
 from delayer.config import values
 from delayer.config.errors import Expected, show
 from delayer.core.cascade import Cascade
+from delayer.core.counters import MOST_ROUTES
 from delayer.core.delay_sources import DEFAULT_FORMS, FORMS, source_of
-from delayer.core.secret import SecretUrl
+from delayer.core.secret import SecretUrl, SecretUrls
 
 # pydantic's search for plugins reads every package's metadata, and a plugin would see URLs with passwords.
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
@@ -37,9 +43,32 @@ class Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, hide_input_in_errors=True)
 
 
-class BrokerTable(Table):
-    url: values.BrokerUrl = SecretUrl(DEFAULT_BROKER_URL)
+def within(url: SecretUrl) -> str:
+    """The virtual host or the database of a URL, or of the first of several."""
+    found = re.search("://[^/]*/?([^?,]*)", url.reveal())
+    return found[1] if found else ""
+
+
+class UrlTable(Table):
+    """A table with ``url``, or with the file that holds it."""
+
+    url: SecretUrl | None = None
     url_file: values.Path | None = None
+    _last: SecretUrl | None = PrivateAttr(default=None)
+
+    def current(self, read: Callable[[object], SecretUrl]) -> SecretUrl | None:
+        """``url``, or what ``url_file`` holds now, because its password may have changed. While the file is away, or
+        holds no URL of this virtual host or database, the last one that it held."""
+        if self.url_file is not None:
+            with suppress(OSError, ValueError):
+                found = read(Path(self.url_file).read_text("utf-8").strip())
+                if self.url is None or within(found) == within(self.url):
+                    self._last = found
+        return self._last or self.url
+
+
+class BrokerTable(UrlTable):
+    url: values.BrokerUrls = SecretUrls(DEFAULT_BROKER_URL)
     ca_file: values.Path | None = None
     cert_file: values.Path | None = None
     key_file: values.Path | None = None
@@ -180,11 +209,10 @@ class NativeTable(Table):
     strategy: Literal["auto", "cascade", "queue"] = "auto"
 
 
-class StoreTable(Table):
+class StoreTable(UrlTable):
     """``url`` is None if no store is configured; see :attr:`Settings.store_url`."""
 
     url: values.StoreUrl | None = None
-    url_file: values.Path | None = None
     park_beyond_ms: values.DurationMs = Field(default=0, alias="park_beyond")
     lanes: Annotated[StrictInt, Field(ge=1, le=64)] = 4
     restore_ahead_ms: values.RestoreAheadMs = Field(default=86_400_000, alias="restore_ahead")
@@ -201,6 +229,7 @@ class HttpTable(Table):
 
     listen: values.Listen = "127.0.0.1:9419"
     metrics_listen: values.Listen = ""
+    metrics_routes: Annotated[StrictInt, Field(ge=0, le=10_000)] = MOST_ROUTES
     label: values.Label = ""
     open: StrictBool = False
     token: values.HttpToken = None
@@ -250,9 +279,14 @@ class Settings(Table):
 
     @property
     def broker_url(self) -> str:
-        """The broker's URL with ``[broker]``'s TLS files and heartbeat as parameters, which those in the URL override.
-        It contains the password, so connect with it but never print it."""
-        parts = urlsplit(self.broker.url.reveal())
+        """The broker's URLs, separated by commas, with ``[broker]``'s TLS files and heartbeat as parameters, which
+        those in a URL override. Use them for one attempt to connect, because ``url_file`` is read each time. They
+        contain the password, so never print them."""
+        urls = self.broker.current(values.broker_urls) or self.broker.url
+        return ",".join(map(self._completed, urls.reveal().split(",")))
+
+    def _completed(self, url: str) -> str:
+        parts = urlsplit(url)
         ours = {"heartbeat": str(self.broker.heartbeat_ms // 1000)}
         if parts.scheme == "amqps":
             files = {"cafile": self.broker.ca_file, "certfile": self.broker.cert_file, "keyfile": self.broker.key_file}
@@ -264,9 +298,11 @@ class Settings(Table):
 
     @property
     def store_url(self) -> str | None:
-        """The store's URL with its password; None without a store. Native mode has a store only if a URL is set."""
-        if self.store.url is not None:
-            return self.store.url.reveal()
+        """The store's URL with its password, for one attempt to connect; None without a store. Native mode has a store
+        only if a URL is set."""
+        url = self.store.current(values.store_url)
+        if url is not None:
+            return url.reveal()
         return DEFAULT_STORE_URL if self.mode == "store" else None
 
     @property

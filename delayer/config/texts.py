@@ -134,10 +134,10 @@ def service_of(settings: Settings) -> str:
 
 def names_of(settings: Settings) -> dict[str, str]:
     """The names that distinguish systems, for every page and ``delayer status``. They never contain a login."""
-    url = urlsplit(settings.broker_url)
-    port = url.port or (5671 if url.scheme == "amqps" else 5672)
+    urls = [urlsplit(url) for url in settings.broker_url.split(",")]
+    places = sorted({f"{url.hostname}:{url.port or (5671 if url.scheme == 'amqps' else 5672)}" for url in urls})
     found = {"label": settings.http.label} if settings.http.label else {}
-    found |= {"broker": f"{url.hostname}:{port}", "virtual_host": unquote(url.path[1:]) or "/"}
+    found |= {"broker": ", ".join(places), "virtual_host": unquote(urls[0].path[1:]) or "/"}
     if settings.store_url is not None:
         store = urlsplit(settings.store_url)
         host = store.netloc.rpartition("@")[2] or dict(parse_qsl(store.query)).get("host", "localhost")

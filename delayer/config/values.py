@@ -14,7 +14,7 @@ from delayer.config.errors import Expected
 from delayer.core.cascade import ADDRESS_BYTES, NAME_BYTES, Cascade, bindable
 from delayer.core.delay_sources import HEADER
 from delayer.core.message import SHORT_STRING
-from delayer.core.secret import Secret, SecretUrl
+from delayer.core.secret import Secret, SecretUrl, SecretUrls
 
 UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _ESCAPES = "characters like / @ : # in a password are written %2F %40 %3A %23"
@@ -185,11 +185,28 @@ def _url(value: object, schemes: tuple[str, ...], example: str) -> SecretUrl:
 
 
 def broker_url(value: object) -> SecretUrl:
-    """Check a broker URL. Raises Expected, as do the next two functions."""
+    """Check a broker URL. Raises Expected, as do the next three functions."""
     url = _url(value, ("amqp", "amqps"), "amqp://user:password@host:5672/vhost, or amqps:// for TLS")
     if "/" in urlsplit(url.reveal()).path[1:]:
         raise Expected('a URL with one virtual host at its end; a "/" in its name, or in the password, is written %2F')
     return url
+
+
+def broker_urls(value: object) -> SecretUrl:
+    """One URL, or those of several addresses of one broker, in a list or separated by commas."""
+    if isinstance(value, SecretUrl):
+        return value
+    given = value if isinstance(value, list | tuple) else value.split(",") if isinstance(value, str) else [value]
+    comma = "; a comma in a URL is written %2C" if isinstance(value, str) and len(given) > 1 else ""
+    try:
+        urls = [broker_url(one.strip() if isinstance(one, str) else one).reveal() for one in given]
+    except Expected as wrong:
+        raise Expected(f"{wrong}{comma}") from None
+    if not urls or any("," in url for url in urls):
+        raise Expected("a URL, or a list of URLs, in which a comma is written %2C")
+    if len({urlsplit(url).path for url in urls}) > 1:
+        raise Expected("URLs of one broker, with the same virtual host")
+    return SecretUrls(",".join(urls))
 
 
 def store_url(value: object) -> SecretUrl:
@@ -220,7 +237,7 @@ RuleName = Annotated[str, _matching("[a-z0-9][a-z0-9-]{0,59}", "a name of at mos
 RuleSql = Annotated[str, _matching(r"(?s).*\S.*", "a SELECT of Spark SQL with the columns subject, id and due_ms")]
 Label = Annotated[str, _named("a label")]
 Listen = Annotated[str, BeforeValidator(listen_address)]
-BrokerUrl = Annotated[SecretUrl, BeforeValidator(broker_url)]
+BrokerUrls = Annotated[SecretUrl, BeforeValidator(broker_urls)]
 HttpToken = Annotated[Secret | None, BeforeValidator(_token)]
 StoreUrl = Annotated[SecretUrl, BeforeValidator(store_url)]
 ManagementUrl = Annotated[SecretUrl | None, BeforeValidator(management_url)]

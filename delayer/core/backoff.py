@@ -1,8 +1,12 @@
-"""Pauses between attempts, and a throttle of repeated log lines. Pure: the caller passes time and random numbers."""
+"""Pauses between attempts, and limits of repeated log lines. Pure: the caller passes time and random numbers."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, TypeVar
+
+T = TypeVar("T")
 
 
 def pause(attempt: int, random: float) -> float:
@@ -35,6 +39,61 @@ class LogThrottle:
     def reset(self) -> None:
         """Reset after a success, so that the next failure is logged."""
         self._said = None
+
+
+LINES: Final = 10
+"""The lines of one kind that are logged in one window."""
+MOST_KINDS: Final = 100
+"""The kinds that a window counts by themselves; the rest share the place ELSEWHERE."""
+ELSEWHERE: Final = "(others)"
+WINDOW_SECONDS: Final = 10.0
+
+
+class LineLimit:
+    """A limit of log lines by kind: an event, and the exchange or lane of its message. In a window of WINDOW_SECONDS it
+    passes the first LINES of a kind, and counts the rest."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+        self._passed: Counter[tuple[str, object]] = Counter()
+        self._left_out: Counter[tuple[str, object]] = Counter()
+
+    def over(self, now: float) -> bool:
+        """Whether no window is open."""
+        return now >= self._until
+
+    def passes(self, event: str, place: object, more: int = 0) -> bool:
+        """Whether to log this line. ``more``: how many lines behind it were not even made (:func:`first_of_each`)."""
+        kind = event, place
+        if kind not in self._passed and len(self._passed) >= MOST_KINDS:
+            kind = event, ELSEWHERE
+        passes = self._passed[kind] < LINES
+        self._passed[kind] += passes
+        self._left_out[kind] += more + (not passes)
+        return passes
+
+    def begin(self, now: float) -> list[tuple[str, object, int]]:
+        """Begin a window. Returns the event, the place and the number of the lines that the last one left out."""
+        left_out = [(*kind, lines) for kind, lines in self._left_out.items() if lines]
+        self._until = now + WINDOW_SECONDS
+        self._passed.clear()
+        self._left_out.clear()
+        return left_out
+
+
+def first_of_each(messages: Iterable[T], place: Callable[[T], object]) -> Iterator[tuple[T, int]]:
+    """The messages of a batch that may be logged: the first LINES of each place. The last of these comes with the
+    number of those behind it. To make a line costs more than to refuse a message.
+
+    >>> [more for _, more in first_of_each(range(2 * LINES), lambda n: n < 2)]
+    [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 8]
+    """
+    by_place: dict[object, list[T]] = {}
+    for one in messages:
+        by_place.setdefault(place(one), []).append(one)
+    for some in by_place.values():
+        for at, one in enumerate(some[:LINES], 1):
+            yield one, len(some) - LINES if at == LINES else 0
 
 
 FIRST_MS: Final = 10_000

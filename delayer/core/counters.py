@@ -12,8 +12,9 @@ from delayer.core.hold import Hold, HoldKind, Outcome
 from delayer.core.message import Schedule
 
 ROUTE_KINDS: Final = ("parked", "released", "cascaded", "refused", "held", "returned", "nacked", "undelayed")
-MOST_ROUTES: Final = 200
-"""Limit of routes with their own counters. Any publisher to the refused exchange could invent route names."""
+MOST_ROUTES: Final = 15
+"""Limit of routes with their own counters, unless configured. Any publisher to the refused exchange could invent route
+names."""
 OTHERS: Final = b"(others)"
 MOST_DESTINATIONS: Final = 1_000
 """Limit of destinations with their own counters: the first that this process released to."""
@@ -69,9 +70,13 @@ class Tally:
 
 
 class Counters:
-    """Counts of messages by kind and route. Raises KeyError for a name outside the tables above."""
+    """Counts of messages by kind and route. Raises KeyError for a name outside the tables above.
 
-    def __init__(self) -> None:
+    The first ``most_routes`` routes have counters of their own, and all further ones share those of OTHERS.
+    """
+
+    def __init__(self, most_routes: int = MOST_ROUTES) -> None:
+        self._most_routes = most_routes
         self.routes: dict[str, Counter[bytes]] = {kind: Counter() for kind in ROUTE_KINDS}
         self.lateness: dict[bytes, Tally] = {}
         self.seconds: Mapping[str, Tally] = {name: Tally(SECONDS) for name in DURATIONS}
@@ -86,7 +91,7 @@ class Counters:
         """Add one message for each entry of ``routes``."""
         ours = self.routes[kind]
         for route, count in Counter(routes).items():
-            ours[self._told_apart(route)] += count
+            ours[self.name_of(route)] += count
 
     def settled(
         self, messages: Iterable[Counted], outcomes: Iterable[Outcome | None], schedule: Schedule, now_ms: float
@@ -119,7 +124,7 @@ class Counters:
         for late_ms, route in messages:
             by_route.setdefault(route, []).append(late_ms)
         for route, all_late_ms in by_route.items():
-            route = self._told_apart(route)  # noqa: PLW2901
+            route = self.name_of(route)  # noqa: PLW2901
             if route not in self.lateness:
                 self.lateness[route] = Tally(LATENESS)
             self.lateness[route].add_lateness(all_late_ms)
@@ -137,9 +142,10 @@ class Counters:
         totals = {kind: routes.total() for kind, routes in self.routes.items()}
         return totals | {"restored": self.restored, "broken_segments": self.broken_segments}
 
-    def _told_apart(self, route: bytes) -> bytes:
+    def name_of(self, route: bytes) -> bytes:
+        """The name that the route is counted under: its own, which it keeps, or OTHERS."""
         if route not in self._known:
-            if len(self._known) >= MOST_ROUTES:
+            if len(self._known) >= self._most_routes:
                 return OTHERS
             self._known.add(route)
         return route

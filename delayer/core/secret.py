@@ -69,3 +69,12 @@ class SecretUrl(Secret):
 
     def __str__(self) -> str:
         return concealed(self._text)
+
+
+class SecretUrls(SecretUrl):
+    """URLs that are separated by commas. A comma within one of them is written %2C."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return ", ".join(map(concealed, self._text.split(",")))

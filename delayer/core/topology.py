@@ -62,6 +62,9 @@ class Binding:
         return f"{self.source} -> {self.destination_kind} {self.destination} with key {self.key!r}"
 
 
+TopologyPart = Exchange | Queue | Binding
+
+
 def _described(kind: str, table: Arguments) -> str:
     """Describe without the name: ``durable queue (x-message-ttl=1000)``."""
     shown = ", ".join(f"{name}={value}" for name, value in table)

@@ -6,25 +6,26 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import structlog
 import uvloop
 
 from delayer import __version__
-from delayer.broker.errors import TopologyMismatch
+from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.publisher import AmqpPublisher
 from delayer.config import logs
 from delayer.config.errors import ConfigError, Problem
-from delayer.config.model import Settings, Table
+from delayer.config.model import Settings, Table, UrlTable, within
 from delayer.config.topology import without_effect
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.daemon.live_settings import rates_of
 from delayer.daemon.systemd import Notifier
 from delayer.daemon.wiring import Daemon
 from delayer.retry import first_set
-from delayer.store.errors import BadStoreUrl, SchemaOutdated, StoreUnfit
+from delayer.store.errors import SchemaOutdated, StoreUnfit
 from delayer.store.postgres import PostgresStore
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ class Reload:
         try:
             new = self._load()
             wanted = live_part(old, new)
-            await self._make_ready(wanted)
-        except (ConfigError, BrokerLost, StoreLost, TopologyMismatch, BadStoreUrl, SchemaOutdated, StoreUnfit) as wrong:
+            away = await self._make_ready(wanted)
+        except (ConfigError, BrokerRefused, TopologyMismatch, SchemaOutdated, StoreUnfit) as wrong:
             log.error("reload refused", reason=str(wrong))
             return str(wrong) or type(wrong).__name__
         logs.configure(wanted.log.format, wanted.log.level)
@@ -77,30 +78,48 @@ class Reload:
             log.info("mode switched", before=old.mode, now=wanted.mode)
         unpaced = without_effect(wanted)
         if keys or not restart:  # Otherwise nothing was applied, and "reloaded" would suggest it was.
-            log.info("reloaded", keys=keys, **({"max_rate_without_effect": unpaced} if unpaced else {}))
+            more = {"max_rate_without_effect": unpaced, "out_of_reach": away}
+            log.info("reloaded", keys=keys, **{name: found for name, found in more.items() if found})
         return ""
 
-    async def _make_ready(self, wanted: Settings) -> None:
-        """Prepare the queues, exchanges and the store for new settings, before they apply."""
-        await self._daemon.declare(wanted)
-        if wanted.store_url is not None and not self._daemon.store.configured:
+    async def _make_ready(self, wanted: Settings) -> list[str]:
+        """Prepare the queues, exchanges and the store for new settings, before they apply. Returns why some could not
+        be reached: the daemon's loops keep trying. Raises the errors that refuse a reload."""
+        store = self._daemon.store
+        is_new = wanted.store_url is not None and not store.configured
+        steps: list[Callable[[], Awaitable[None]]] = [partial(self._daemon.declare, wanted)]
+        if is_new:
             # Try it first: lanes that meet an outdated schema stop the daemon, and a reload must not.
-            store = await PostgresStore.connect(wanted.store_url)
-            await store.close()
-            self._daemon.start_store(wanted)
+            steps.append(partial(_try_store, wanted))
         elif wanted.mode == "store":
-            await self._daemon.store.wait_usable(10.0)
-            await self._daemon.store.limit(rates_of(wanted))
+            steps += [partial(store.wait_usable, 10.0), partial(store.limit, rates_of(wanted))]
+        away = []
+        for step in steps:
+            try:
+                await step()
+            except (BrokerLost, StoreLost) as lost:
+                away.append(str(lost))
+        if is_new:
+            self._daemon.start_store(wanted)
+        return away
+
+
+async def _try_store(settings: Settings) -> None:
+    store = await PostgresStore.connect(lambda: settings.store_url or "")
+    await store.close()
 
 
 def live_part(old: Settings, new: Settings) -> Settings:
     """Return ``old`` with everything from ``new`` that may change while the daemon runs. All of ``[store]`` may change
     while no store is in use. A store in use holds messages, so a change needs a restart."""
+    live: dict[str, object]
     live = {"park_beyond_ms": new.store.park_beyond_ms, "restore_ahead_ms": new.store.restore_ahead_ms}
+    live |= _url_of_file(old.store, new.store)
     store = new.store if old.store_url is None else old.store.model_copy(update=live)
     return old.model_copy(
         update={
             "mode": new.mode,
+            "broker": old.broker.model_copy(update=_url_of_file(old.broker, new.broker)),
             "routes": new.routes,
             "destinations": new.destinations,
             "log": new.log,
@@ -109,6 +128,12 @@ def live_part(old: Settings, new: Settings) -> Settings:
             "http": old.http.model_copy(update={"token": new.http.token, "open": new.http.open}),
         }
     )
+
+
+def _url_of_file(old: UrlTable, new: UrlTable) -> dict[str, object]:
+    """The URL, if both have it of the same file, for the same place: every new connection goes by it already."""
+    same = old.url and new.url and old.url_file == new.url_file and within(old.url) == within(new.url)
+    return {"url": new.url} if same and old.url_file else {}
 
 
 def changed(old: Settings, new: Settings) -> list[str]:
@@ -146,8 +171,8 @@ def spans_of(environ: Mapping[str, str]) -> Spans | None:
 def run_daemon(load: Callable[[], Settings]) -> NoReturn:
     """Run until SIGTERM or SIGINT. On SIGHUP, reread the configuration through ``load``.
 
-    Exits with code 0 after an order to stop, 1 or 2 if an operator has to act first (the log has the reason), 1 after a
-    bug. Raises ConfigError if the first ``load`` does, or an extra is missing.
+    Exits with code 0 after an order to stop, 1 if an operator has to act first (the log has the reason), 1 after a bug.
+    Raises ConfigError if the first ``load`` does, or an extra is missing.
     """
     settings, spans = load(), spans_of(os.environ)
     logs.log_in_background()
@@ -168,9 +193,6 @@ def _run(settings: Settings, load: Callable[[], Settings], spans: Spans | None) 
     except TopologyMismatch as wrong:
         log.error("start refused", reason=str(wrong), next_step=wrong.advice or "delayer topology verify")
         return 1
-    except BadStoreUrl as wrong:
-        log.error("start refused", reason=str(wrong), next_step="correct store.url")
-        return 2
     except (SchemaOutdated, StoreUnfit) as wrong:
         log.error("start refused", reason=str(wrong), next_step=wrong.advice)
         return 1

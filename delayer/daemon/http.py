@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from delayer.amqp.reading import raw
 from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import BrokerRefused, QueueMissing, TopologyMismatch
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.errors import BrokerLost
+from delayer.core.message import as_text
 from delayer.daemon import set_aside
 from delayer.daemon.set_aside import SetAsideChange
 from delayer.daemon.wiring import Daemon
@@ -28,6 +30,12 @@ class DaemonInside:
         self._daemon = daemon
         self.recent = Recent(daemon.counters, host_ms())
         self._started_ms = host_ms()
+        self._route_names()  # Before any message: configured routes have priority over invented ones.
+
+    def _route_names(self) -> list[str]:
+        """The names that metrics count the configured routes under."""
+        name_of = self._daemon.counters.name_of
+        return list(dict.fromkeys(as_text(name_of(raw(route.from_))) for route in self.settings.routes))
 
     @property
     def settings(self) -> Settings:
@@ -37,7 +45,7 @@ class DaemonInside:
         daemon, store = self._daemon, self._daemon.store
         return {
             "mode": daemon.settings.mode,
-            "routes": [route.from_ for route in daemon.settings.routes],
+            "routes": self._route_names(),
             "started_ms": self._started_ms,
             "consuming": daemon.consuming(),
             "intake": daemon.intake,
@@ -46,6 +54,7 @@ class DaemonInside:
             "lanes": store.numbers,
             "usable": store.usable,
             "stalled": daemon.watchdog.stalled(),
+            "topology": daemon.topology.reason,
             "recent": list(self.recent.steps),
             "counters": daemon.counters,
         }

@@ -18,6 +18,7 @@ from delayer.intake.refusals import AS_IT_IS, EntryPoints, Mend
 from delayer.intake.set_aside import (
     ANY,
     SETTLED,
+    Add,
     Result,
     Selection,
     SetAside,
@@ -77,8 +78,11 @@ class SetAsideChange:
 
     async def count(self) -> ChangeResult:
         """Count the messages that would change."""
+        seen = await look(self.settings, self.name, limit=0)
+        if self.wanted == ANY and not seen.may_delay:  # The broker's count needs no reading.
+            return ChangeResult(MATCHED, seen.depth, seen.depth)
         seen = await look(self.settings, self.name, self.wanted)
-        return self._result(MATCHED, seen)._replace(of=seen.depth)
+        return self._result(MATCHED, seen, seen.matched)._replace(of=seen.depth)
 
     async def carry_out(
         self, who: str, counted: ChangeResult | None = None, say: Callable[[int], None] = lambda _done: None
@@ -86,10 +90,17 @@ class SetAsideChange:
         """Change the messages, but not those that came after ``counted``. ``say`` gets the number changed. With a
         store, a change of refused messages gets an audit-log entry; any other change is logged."""
         queue = queue_of(self.settings, self.name, self.mend)
-        limit = None if counted is None else counted.of
+        limit, changed = None if counted is None else counted.of, 0
         past = _RETRIED[self.name] if self.verb == "retry" else PAST[self.verb]
         if self.name == "strays" and not (seen := await look(self.settings, self.name, limit=1)).depth:
-            return self._result(past, seen)
+            return self._result(past, seen, 0)
+
+        async def add(record: Add, messages: int) -> None:
+            nonlocal changed
+            await record(messages)
+            changed += messages
+            say(changed)
+
         if self.name == "strays" and self.verb == "retry":
             # It publishes through an exchange of native mode to the due queue, so both must exist.
             async with pipelined_admin(self.settings.broker_url, "delayer strays") as broker:
@@ -97,12 +108,15 @@ class SetAsideChange:
         if self.name == "refused" and (url := self.settings.store_url) is not None:
             asked = {**self.wanted.as_dict(), **self.mend.asked}
             async with actions.recorded(url, who, f"refused {self.verb}", asked) as (connection, log_id):
-                done = await queue.change(self.verb, self.wanted, partial(audit_log.add, connection, log_id), limit)
+                record = partial(audit_log.add, connection, log_id)
+                done = await queue.change(self.verb, self.wanted, partial(add, record), limit)
         else:
-            done = await queue.change(self.verb, self.wanted, partial(self._log, who), limit)
-        say(len(done.found))
-        result = self._result(past, done)
-        if self.name == "strays" or self.verb != "retry" or not done.found:
+            done = await queue.change(self.verb, self.wanted, partial(add, partial(self._log, who)), limit)
+        result = self._result(past, done, done.changed)
+        if counted is not None and not self.wanted.ids and (gone := counted.messages - done.matched) > 0:
+            lines = [*result.lines, f"{gone:,} were no longer in the queue."]
+            result = result._replace(of=counted.messages, lines=lines)
+        if self.name == "strays" or self.verb != "retry" or not done.changed:
             return result
         again = await queue.returned(done)
         lines = [*result.lines, f"Refused again within {SETTLED:.0f} s: {again:,}."]
@@ -113,14 +127,16 @@ class SetAsideChange:
             ids = sorted(self.wanted.ids)
             log.warning("set aside acted on", queue=self.name, verb=self.verb, messages=messages, ids=ids, who=who)
 
-    def _result(self, past: str, done: Result) -> ChangeResult:
-        lines = not_seen(self.name, done, cut=done.cut)
+    def _result(self, past: str, done: Result, messages: int) -> ChangeResult:
+        lines = not_seen(self.name, done, cut=False)
         for one, why in done.left:
             lines.append(f"{min(one.names, default='a message without an id')} {_STAYS[self.name]}: {why}.")
-        met = [*done.found, *(one for one, _ in done.left)]
-        missing = sorted(self.wanted.ids.difference(*(one.names for one in met)))
-        if not done.cut:
-            lines += [f"{name} is not in the queue.{naming_advice(name)}" for name in missing]
-        of = len(self.wanted.ids) or None
-        complete = not (done.cut or done.left or missing)
-        return ChangeResult(past, len(done.found), of, lines, complete=complete)
+        stay = done.matched - done.changed if past != MATCHED else 0
+        if stay > len(done.left):
+            lines.append(f"{stay - len(done.left):,} more stay there.")
+        lines += [f"{name} is not in the queue.{naming_advice(name)}" for name in sorted(done.missing)]
+        unread = 0 if done.may_delay else done.unread
+        if unread:
+            lines.append(f"{unread:,} messages were not read: another consumer has them. Next: run the command again.")
+        complete = not (stay or done.missing or unread)
+        return ChangeResult(past, messages, len(self.wanted.ids) or None, lines, complete=complete)

@@ -45,14 +45,15 @@ class StoreBond:
         """Raises StoreLost, BrokerLost."""
         with suppress(StoreLost):  # The daemon also works without its store, and the id seldom changes.
             await store.read_identity()
-        admin, exchange = PipelinedAdmin(connection, PATIENCE), store.identity.exchange
+        exchange = store.identity.exchange
 
         async def declare() -> None:
             await admin.declare(Topology((exchange,), (), ()))
 
         try:
-            if not await store.give_broker(declare) and not await admin.exchange_exists(exchange.name):
-                raise store.identity.wrong_broker()
+            async with PipelinedAdmin(connection, PATIENCE) as admin:
+                if not await store.give_broker(declare):
+                    await store.identity.check_broker(admin.exchange_exists)
         except (BrokerRefused, TopologyMismatch) as refused:
             raise StoreLost(f"the mark of the store's broker is missing: {refused}", RIGHTS) from refused
 

@@ -149,11 +149,14 @@ class Watchdog:
             await first_set(stopping, seconds=interval)
 
 
-def condition(*, connected: bool, blocked: bool, no_lane: str, stuck: Sequence[int], intake: str) -> str:
+def condition(
+    *, connected: bool, blocked: bool, no_lane: str, stuck: Sequence[int], intake: str, topology: str = ""
+) -> str:
     """Describe the daemon's role at the intake queue, and why it cannot work. Pure.
 
     ``blocked``: by a resource alarm of the broker. ``no_lane``: why the store gives this process no lane, or empty.
     ``stuck``: the lanes that do not advance. ``intake``: "active", "standby", or empty if it does not consume.
+    ``topology``: why it is not in place, or empty.
 
     >>> condition(connected=True, blocked=False, no_lane="", stuck=[], intake="standby")
     'intake standby'
@@ -167,6 +170,8 @@ def condition(*, connected: bool, blocked: bool, no_lane: str, stuck: Sequence[i
         found.append("the broker takes no publishes (a resource alarm)")
     if no_lane:
         found.append(no_lane)
+    if topology:
+        found.append(topology)
     found += [f"lane {number} does not advance" for number in stuck]
     if not found:
         found.append("nothing is consumed yet")

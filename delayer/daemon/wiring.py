@@ -9,23 +9,24 @@ from typing import Final, Literal
 
 import structlog
 
-from delayer.amqp.address import Address
 from delayer.amqp.connection import Connection
+from delayer.broker.addresses import addresses_of
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import BUFFER_BYTES, AdaptivePrefetch, AmqpConsumer, FlowControl
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.isolation import Isolation
-from delayer.broker.pipelined_admin import PipelinedAdmin, pipelined_admin
+from delayer.broker.pipelined_admin import PATIENCE, PipelinedAdmin, pipelined_admin
 from delayer.broker.publisher import CONFIRM_TIMEOUT, AmqpPublisher
 from delayer.config.model import Settings
-from delayer.config.topology import cascade_of, topology_of, uses_cascade
+from delayer.config.topology import cascade_of, uses_cascade
 from delayer.core.backoff import LogThrottle
 from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost
+from delayer.daemon import drift
 from delayer.daemon.live_settings import LiveSettings, rates_of
 from delayer.daemon.services import ServiceGroup
-from delayer.daemon.store_bond import StoreBond
+from delayer.daemon.store_bond import StoreBond, WrongBroker
 from delayer.daemon.systemd import Notifier, Watchdog, condition
 from delayer.intake.consume import Dispatch, Handler, Intake, QueueConsumer, new_id
 from delayer.intake.handle import DueHandler, IntakeHandler
@@ -47,9 +48,9 @@ class Connections:
 
     def __init__(self, settings: Settings, accept: Callable[[Connection], Awaitable[None]]) -> None:
         """``accept``: see ReconnectingConnection."""
-        address = Address.parse(settings.broker_url)
         heartbeat, throttle = settings.broker.heartbeat_ms / 1000, LogThrottle()
-        reconnecting = partial(ReconnectingConnection, address, heartbeat=heartbeat, throttle=throttle, accept=accept)
+        addresses = lambda: addresses_of(settings.broker_url)  # noqa: E731
+        reconnecting = partial(ReconnectingConnection, addresses, heartbeat=heartbeat, throttle=throttle, accept=accept)
         self._connections = {
             use: reconnecting(f"delayer {use}")
             for use in ("intake", "due", "publish", *(["takeover"] if settings.takeovers else []))
@@ -62,6 +63,12 @@ class Connections:
     def start(self) -> None:
         for connection in self._connections.values():
             connection.start()
+
+    def drop(self, reason: str) -> None:
+        """End the open connections. New ones are accepted or not, as at the start."""
+        for one in self._connections.values():
+            if one.current is not None:
+                one.current.drop(reason)
 
     def closings(self) -> list[Coroutine[None, None, None]]:
         """Return the coroutines that close them. Await these together, because a hanging broker answers no close."""
@@ -86,11 +93,12 @@ class Daemon:
     def __init__(
         self, settings: Settings, notifier: Notifier, publisher: Callable[..., AmqpPublisher] = AmqpPublisher
     ) -> None:
-        self.counters = Counters()
+        self.counters = Counters(settings.http.metrics_routes)
         self._notifier = notifier
         self.services = ServiceGroup()
         self.watchdog = Watchdog(notifier)
         self._bond = StoreBond()
+        self.topology = drift.DeclaredTopology()
         self.connections = Connections(settings, self._bond.check)
         self._cascade = cascade_of(settings)
         self._new_publisher = partial(publisher, self.connections["publish"], isolation=self.connections.isolation)
@@ -120,6 +128,7 @@ class Daemon:
         self.services.add("intake", self._intake.run)
         for part in self._takeovers():
             self.services.add(part.queue, part.run)
+        self.services.add("drift", self._watch_broker)
         self.services.add("watchdog", self.watchdog.feed)
         self.services.add("readiness", self._announce)
         self._notifier.status("starting")
@@ -141,10 +150,11 @@ class Daemon:
     def start_store(self, settings: Settings) -> None:
         """Start acquiring lanes of the store, unless the daemon already does."""
         if not self.store.configured:
-            url = settings.store_url or ""
 
             async def connect() -> PostgresStore:
-                store = await PostgresStore.connect(url, history_days=settings.store.history_days)
+                store = await PostgresStore.connect(
+                    lambda: settings.store_url or "", history_days=settings.store.history_days
+                )
                 try:
                     await self._bond.attach(store, self.connections["publish"].current)
                 except BaseException:
@@ -177,23 +187,35 @@ class Daemon:
             no_lane=self.store.reason,
             stuck=self.store.stuck,
             intake=self.intake,
+            topology=self.topology.reason,
         )
 
+    async def _watch_broker(self, stopping: asyncio.Event) -> None:
+        """Once a minute, look whether the broker is still the store's, and declare the topology again."""
+        while not await first_set(stopping, seconds=drift.ROUND_SECONDS):
+            if (connection := self.connections["intake"].current) is None:
+                continue  # Then it is not consumed.
+            try:
+                await self._bond.check(connection)
+                async with PipelinedAdmin(connection, PATIENCE) as broker:
+                    await self.topology.keep(broker, self.settings)
+            except WrongBroker as wrong:
+                self.connections.drop(str(wrong))
+            except (BrokerLost, BrokerRefused, TopologyMismatch):
+                continue  # It is noted, or the connection is lost.
+
     async def declare(self, settings: Settings | None = None) -> None:
-        """Declare the topology. Raises BrokerLost, TopologyMismatch."""
+        """Declare the topology. Raises BrokerLost, BrokerRefused, TopologyMismatch."""
         wanted = settings or self.settings
-        try:
-            async with pipelined_admin(self.settings.broker_url, "delayer admin") as broker:
-                await broker.declare(topology_of(wanted))
-                # Earlier messages may still be in the cascade, although new messages do not use it.
-                if self._due is None and (uses_cascade(wanted) or await broker.exists(wanted.native.due_queue)):
-                    handler = DueHandler(self.live, self._dispatch)
-                    self._due = self._session("due", wanted.native.due_queue, handler)
-                    self.services.add("due", self._due.run)
-                if uses_cascade(wanted) and wanted.native.strategy != "cascade":
-                    await self._choose(broker, wanted.native.strategy)
-        except BrokerRefused as refused:
-            raise BrokerLost(str(refused)) from refused
+        async with pipelined_admin(self.settings.broker_url, "delayer admin") as broker:
+            await (self.topology.keep if settings is None else self.topology.declare)(broker, wanted)
+            # Earlier messages may still be in the cascade, although new messages do not use it.
+            if self._due is None and (uses_cascade(wanted) or await broker.exists(wanted.native.due_queue)):
+                handler = DueHandler(self.live, self._dispatch)
+                self._due = self._session("due", wanted.native.due_queue, handler)
+                self.services.add("due", self._due.run)
+            if uses_cascade(wanted) and wanted.native.strategy != "cascade":
+                await self._choose(broker, wanted.native.strategy)
 
     async def _choose(self, broker: PipelinedAdmin, strategy: str) -> None:
         """Probe whether the broker delays messages on time, once per connection, or until it does if ``strategy`` is
@@ -215,6 +237,8 @@ class Daemon:
         retries until an operator fixes the mismatch. Raises BrokerLost; TopologyMismatch at the start."""
         try:
             await self.declare()
+        except BrokerRefused as refused:
+            raise BrokerLost(str(refused)) from refused
         except TopologyMismatch as wrong:
             if not self._begun:
                 raise
@@ -255,7 +279,11 @@ class Daemon:
         consumer = AmqpConsumer(
             self.connections[use], adaptive_prefetch=AdaptivePrefetch(BUFFER_BYTES), one_active=one_active
         )
-        return QueueConsumer(intake, consumer, handler, prepare=prepare, heartbeat=self.watchdog)
+        return QueueConsumer(intake, consumer, handler, prepare=prepare, heartbeat=self.watchdog, reached=self._reached)
+
+    def _reached(self) -> tuple[int, bool]:
+        """Changes when a connection to the broker is open again, or the store is usable again."""
+        return sum(one["connects"] for one in self.connections.as_dict().values()), self.store.usable
 
     def _takeovers(self) -> list[LevelTakeover]:
         """Build a takeover for each level, longest first. They share a dedicated connection and 16 MiB of prefetch. A
@@ -279,6 +307,7 @@ class Daemon:
                 clock=self.live,
                 heartbeat=self.watchdog,
                 counters=self.counters,
+                reached=self._reached,
             )
             for cascade, level in levels
         ]

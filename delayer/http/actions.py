@@ -30,7 +30,7 @@ from delayer.http.view import STORE_ERRORS
 from delayer.intake.refusals import AS_IT_IS
 from delayer.intake.set_aside import Result, SetAsideName
 from delayer.store import held_messages, waiting
-from delayer.store.admin.changes import OF_HELD, ChangeResult, StoredChange
+from delayer.store.admin.changes import MATCHED, OF_HELD, ChangeResult, StoredChange
 from delayer.store.session import looking
 from delayer.store.waiting import Entry
 
@@ -108,7 +108,8 @@ class Actions:
         search = forms.meant(form, host_ms(), fields)
         change = StoredChange(url, verb, search.wanted, reading.properties_test(search.wanted), when=when)
         if _confirmed(request, form):
-            return await change.carry_out(who)
+            shown = form.get("counted", [""])[0].strip()
+            return await change.carry_out(who, ChangeResult(MATCHED, int(shown)) if shown.isdecimal() else None)
         return await self._ask_about_all(request, form, search, change)
 
     async def set_aside(self, request: Request, who: str, form: Form, *, name: SetAsideName) -> ChangeResult | Response:

@@ -3,6 +3,7 @@ the complete list; a test compares docs/metrics.md with it."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ from delayer.core import horizon
 from delayer.core.counters import ROUTE_KINDS, Counters
 from delayer.core.message import as_text
 from delayer.http.view import Depths, Snapshot, State
-from delayer.store.admin.stats import Census, StoreOverview
+from delayer.store.admin.stats import COMPACTED, Census, StoreOverview
 
 PREFIX: Final = "delayer_"
 
@@ -140,7 +141,7 @@ def _all(sight: MetricSources) -> Iterator[MetricSample]:
         yield from _of_store(sight.store)
         ages["store"] = sight.store.age
     if sight.census is not None:
-        yield from _of_census(sight.census)
+        yield from _of_census(sight.census, sight.state["counters"])
         ages["backlog"] = sight.census.age
     yield from (("look_age_seconds", [part], age) for part, age in ages.items() if age is not None)
 
@@ -200,12 +201,15 @@ def _of_store(seen: Snapshot[StoreOverview]) -> Iterator[MetricSample]:
         yield "segment_messages", [state], messages
 
 
-def _of_census(seen: Snapshot[Census]) -> Iterator[MetricSample]:
+def _of_census(seen: Snapshot[Census], counters: Counters) -> Iterator[MetricSample]:
     if seen.fresh is None:
         return
+    found: defaultdict[tuple[bytes, str], float] = defaultdict(float)
     for route, counts in seen.fresh.by_route().items():
+        name = route if route == COMPACTED else counters.name_of(route)
         for due, count in horizon.by_class(counts).items():
-            yield "backlog_messages", [as_text(route), due], round(count)
+            found[name, due] += count
+    yield from (("backlog_messages", [as_text(name), due], round(count)) for (name, due), count in found.items())
 
 
 def _of_broker(seen: Snapshot[Depths], of: Mapping[str, str]) -> Iterator[MetricSample]:

@@ -28,7 +28,7 @@ State = Mapping[str, Any]
 """The state of this process:
 
     mode         "native" or "store"
-    routes       the exchanges of the configured routes
+    routes       the names that metrics count the configured routes under
     started_ms   its start, epoch milliseconds
     consuming    queue -> whether the daemon consumes it
     intake       "active", or "standby" if another daemon is known to get the messages; "" if it does not consume
@@ -37,6 +37,7 @@ State = Mapping[str, Any]
     lanes        numbers of the lanes that it releases
     usable       whether there is a lane to park into
     stalled      names of the loops without progress
+    topology     why the topology is not in place, or ""
     recent       http.recent.Recent.steps
     counters     core.counters.Counters of this process
 """

@@ -34,9 +34,9 @@ async def admin_of(url: str, management_url: str | None = None) -> Admin:
 
 
 def address_of(url: str) -> Address:
-    """Parse the address of a source's broker. Raises BadSource, never showing the URL."""
+    """Parse the (first) address of a source's broker. Raises BadSource, never showing the URL."""
     try:
-        return Address.parse(url)
+        return Address.parse_all(url)[0]
     except ValueError as error:
         raise BadSource(f"the source's {error}") from None
 

@@ -8,10 +8,12 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Final, Protocol
 
 from delayer.amqp.edits import COUNTED, DEATHS
 from delayer.amqp.properties import Properties, parsed
+from delayer.broker.addresses import addresses_of
 from delayer.broker.admin import Admin
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
@@ -339,7 +341,7 @@ class Queues(ABC):
                 return None
         try:
             if self._reconnecting is None:
-                self._reconnecting = ReconnectingConnection(address_of(self.url), NAME, heartbeat=HEARTBEAT)
+                self._reconnecting = ReconnectingConnection(partial(addresses_of, self.url), NAME, heartbeat=HEARTBEAT)
                 self._reconnecting.start()
             prefetch = self.prefetch + (self.most_unacknowledged if self.meant.cutoff_ms is not None else 0)
             self._subscription = await AmqpConsumer(self._reconnecting).subscribe(self._reader.queue, prefetch)

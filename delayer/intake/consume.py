@@ -4,7 +4,7 @@ begins again after a loss."""
 from __future__ import annotations
 
 import asyncio
-import uuid
+import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -17,8 +17,9 @@ import structlog
 
 from delayer.amqp import edits
 from delayer.amqp.edits import Endpoints, HoldNote
+from delayer.amqp.properties import Properties
 from delayer.amqp.reading import message_id
-from delayer.core.backoff import LogThrottle, pause
+from delayer.core.backoff import LogThrottle, first_of_each, pause
 from delayer.core.counters import Counted, Counters
 from delayer.core.errors import BrokerLost, NotTaken, Rejected, Unconfirmed
 from delayer.core.faultpoint import reach
@@ -191,7 +192,7 @@ class Session:
 
 def new_id() -> bytes:
     """An ``x-delayer-id`` for a message that no store has numbered."""
-    return uuid.uuid4().hex.encode()
+    return os.urandom(16).hex().encode()
 
 
 class Publication(NamedTuple):
@@ -217,9 +218,11 @@ class Publication(NamedTuple):
         return "released", self.parcel.route, self.parcel.due_ms if delayed else None
 
 
-def to_refused(delivery: Delivery, reason: str, names: Endpoints, token: bytes) -> Publication:
-    """The publication that puts a delivery into the refused queue."""
-    properties, carried = edits.refused(delivery, reason, token, names.max_properties)
+def to_refused(
+    delivery: Delivery, reason: str, names: Endpoints, token: bytes, parsed: Properties | None = None
+) -> Publication:
+    """The publication that puts a delivery into the refused queue. ``parsed``: its properties, if they are known."""
+    properties, carried = edits.refused(delivery, reason, token, names.max_properties, parsed)
     outgoing = Outgoing(names.refused_exchange, delivery.routing_key, properties, delivery.body, carried)
     return Publication(delivery, outgoing, refusal=reason)
 
@@ -314,15 +317,16 @@ class Dispatch:
         acks.accept(publication.delivery.tag for publication in through)
         self._counters.settled([one.counted for one in publications], outcomes, schedule, now_ms)
         self._counters.sent(one.parcel.target for one in through if one.parcel is not None)
-        for publication in through:
-            if publication.refusal:
-                log.warning(
-                    "message refused",
-                    reason=publication.refusal,
-                    exchange=publication.delivery.exchange,
-                    routing_key=publication.delivery.routing_key,
-                    message_id=message_id(publication.delivery.properties),
-                )
+        refused = (one for one in through if one.refusal)
+        for one, more in first_of_each(refused, lambda one: one.delivery.exchange):
+            log.warning(
+                "message refused",
+                reason=one.refusal,
+                exchange=one.delivery.exchange,
+                routing_key=one.delivery.routing_key,
+                message_id=message_id(one.delivery.properties),
+                more=more,
+            )
         await self.hold(objections, acks)
         return stuck
 
@@ -393,11 +397,14 @@ class QueueConsumer:
         *,
         prepare: Callable[[], Awaitable[None]],
         heartbeat: Heartbeat,
+        reached: Callable[[], object] = lambda: None,
     ) -> None:
+        """``reached`` changes when broker or store are reached again: a pause after a loss ends then."""
         self._intake = intake
         self._consumer = consumer
         self._handler = handler
         self._prepare = prepare
+        self._reached = reached
         self._beat = partial(heartbeat.beat, intake.queue)
         self._forget = partial(heartbeat.forget, intake.queue)
         self.consuming = asyncio.Event()
@@ -411,7 +418,7 @@ class QueueConsumer:
         """Consume; after a loss, sleep for a ``pause`` and begin again. Returns when stopping is set."""
         retry, throttle = Backoff(self._beat, stopping, pause=pause), LogThrottle()
         while not (stopping.is_set() or self._handler.over):
-            interrupted = False
+            interrupted, reached = False, self._reached()
             try:
                 await self._prepare()
                 subscription = await self._consumer.subscribe(self._intake.queue, self._intake.prefetch)
@@ -431,8 +438,11 @@ class QueueConsumer:
             finally:
                 self.consuming.clear()
             if interrupted:
-                await retry.pause()
+                await retry.pause(partial(self._reached_since, reached))
         self._forget()
+
+    def _reached_since(self, before: object) -> bool:
+        return self._reached() != before
 
     async def _consume(self, subscription: Subscription, stopping: asyncio.Event, retry: Backoff) -> None:
         session = Session(subscription, self._beat, self._intake.in_flight)

@@ -115,7 +115,7 @@ def batch_plan(batch: Sequence[Classified], names: Endpoints, new_id: Callable[[
             case TooLate():
                 work.late.append(Objection(delivery, parcel(delivery, plan.due_ms, plan.target), plan.hold))
             case Refuse():
-                work.publications.append(to_refused(delivery, plan.reason, names, new_id()))
+                work.publications.append(to_refused(delivery, plan.reason, names, new_id(), properties))
             case AtOnce() | Soon() if properties is not None:
                 token, (exchange, routing_key) = new_id(), plan.target
                 released = edits.released(properties, token, plan.due_ms)

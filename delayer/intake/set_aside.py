@@ -2,6 +2,9 @@
 
 A look consumes the queue and acknowledges the messages that it published again or dropped. When it ends, the broker
 returns the other messages to their places.
+
+Messages that stay are not acknowledged, and fill the prefetch of their consumer. Then another consumer continues behind
+them. So a look reaches every message, and each is delivered once: a quorum queue counts the deliveries.
 """
 
 from __future__ import annotations
@@ -11,22 +14,23 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 from delayer.amqp import reading
-from delayer.amqp.address import Address
 from delayer.amqp.edits import Envelope, HoldNote, InvalidEnvelope, enveloped, opened
 from delayer.amqp.errors import ChannelClosed, MalformedProperties, MalformedTable, ReplyCode
 from delayer.amqp.properties import Properties
+from delayer.broker.addresses import addresses_of
 from delayer.broker.connection import ReconnectingConnection
-from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
+from delayer.broker.consumer import AmqpConsumer, AmqpSubscription, FlowControl
 from delayer.broker.errors import BrokerRefused, QueueMissing
 from delayer.broker.management_api import Management, delayed_in, delayed_reason
 from delayer.broker.pipelined_admin import PipelinedAdmin, pipelined_admin
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.cascade import Cascade, leads_to, routing_key
 from delayer.core.errors import BrokerLost
-from delayer.core.filters import names_of, own_name
+from delayer.core.filters import OWN, names_of, own_name
 from delayer.core.hold import Confirmed, Hold, HoldKind
 from delayer.core.message import Delivery, Outgoing, Target, as_text
 from delayer.core.readable import COUNTS_AGE
@@ -34,14 +38,16 @@ from delayer.intake.refusals import EntryPoints, Mend, Refusal, again, refusal_o
 
 SETTLED: Final = 2.0
 """Seconds that the daemon has to refuse retried messages again. It needs milliseconds."""
-AT_ONCE: Final = 100
+AT_ONCE: Final = 500
 """Messages that are published together; each is acknowledged when it is confirmed."""
 BACK: Final = 2.0
 """Seconds that a look waits for its messages to be back in the queue. Another consumer may have taken them."""
 SetAsideName = Literal["refused", "strays"]
 """One of the two queues."""
 KEPT: Final = 10_000
-"""Most messages that one look holds unacknowledged: it ends there."""
+"""The most messages of a list, and the prefetch of one consumer."""
+NAMED: Final = 20
+"""Messages that stay and are named; the rest are counted."""
 UNKNOWN: Final = Hold(HoldKind.RETURNED, "the broker found no queue for it at the end of the cascade")
 
 
@@ -151,22 +157,36 @@ ANY: Final = Selection()
 
 @dataclass(slots=True)
 class Result:
-    """The messages that match; of a change those that it changed, and those that stay with the reason. ``looked``:
-    how many of ``depth`` messages were looked at. ``delayed``: how many the broker itself delays, so that no look finds
-    them; None: unknown. ``may_delay``: whether it delays any."""
+    """The outcome of a look or a change. ``matched`` messages match, and ``found`` has the first KEPT of a list. A
+    change took ``changed`` of them out of the queue; ``left`` has the first NAMED of the others, with the reason.
+    ``missing``: ids without a message. ``looked``: how many of ``depth`` messages were read; ``unread`` ones did not
+    come. ``delayed``: how many the broker itself delays, so that no look finds them; None: unknown. ``may_delay``:
+    whether it delays any."""
 
     depth: int
     delayed: int | None = 0
     looked: int = 0
+    unread: int = 0
+    matched: int = 0
+    changed: int = 0
+    missing: set[str] = field(default_factory=set)
     found: list[SetAsideMessage] = field(default_factory=list)
     left: list[tuple[SetAsideMessage, str]] = field(default_factory=list)
     may_delay: bool = False
+
+    def meets(self, wanted: Selection, one: SetAsideMessage) -> bool:
+        """Whether this message matches; then count it."""
+        if not wanted.matches(one):
+            return False
+        self.matched += 1
+        self.missing -= one.names
+        return True
 
     @property
     def hidden(self) -> str:
         """For people: what no look finds; "" if nothing. Messages that came since the broker counted are not known, so
         a look that found nothing says how old the count is."""
-        if self.may_delay and self.delayed == 0 and not self.found:
+        if self.may_delay and self.delayed == 0 and not self.matched:
             return f"The broker itself delayed none there up to {COUNTS_AGE:.0f} s ago; later ones are not counted yet."
         why = delayed_reason(self.delayed)
         return f"The queue {why}." if why else ""
@@ -175,11 +195,6 @@ class Result:
         """For programs."""
         messages = [one.as_dict() for one in self.found]
         return {"depth": self.depth, "delayed": self.delayed, "hidden": self.hidden, "messages": messages}
-
-    @property
-    def cut(self) -> bool:
-        """Whether the look ended before the last message."""
-        return self.depth > self.looked >= KEPT
 
 
 Add = Callable[[int], Awaitable[None]]
@@ -199,40 +214,41 @@ class SetAside:
     _again: Publish
 
     async def look(self, wanted: Selection = ANY, limit: int | None = None) -> Result:
-        """The messages that match among the first ``limit``, or among the first KEPT. They stay in the queue."""
-        most = min(limit or KEPT, KEPT)
-        async with self._consuming(most) as (subscription, publisher, result):
-            async for some in _portions(subscription, min(most, result.depth), result):
-                read = (self._read(delivery, publisher.max_properties) for delivery in some)
-                result.found += filter(wanted.matches, read)
+        """The messages that match among the first ``limit``, or among all. They stay in the queue."""
+        async with self._reading(wanted, limit) as (reader, publisher, result):
+            async for some in reader:
+                for delivery in some:
+                    one = self._read(delivery, publisher.max_properties)
+                    if result.meets(wanted, one) and len(result.found) < KEPT:
+                        result.found.append(one)
         return result
 
     async def change(self, verb: str, wanted: Selection, add: Add, limit: int | None = None) -> Result:
-        """Publish again ("retry") or "drop" the messages that match among the first ``limit``, or the first KEPT. Each
-        is added to the audit log before it leaves the queue."""
-        async with self._consuming(KEPT, changing=True) as (subscription, publisher, result):
-            async for some in _portions(subscription, min(limit or KEPT, KEPT, result.depth), result):
-                read = [(one, self._read(one, publisher.max_properties)) for one in some]
-                matching = [(delivery, one) for delivery, one in read if wanted.matches(one)]
+        """Publish again ("retry") or "drop" the messages that match among the first ``limit``, or among all that are
+        there now. Each is added to the audit log before it leaves the queue."""
+        async with self._reading(wanted, limit) as (reader, publisher, result):
+            async for some in reader:
+                read = [(delivery, self._read(delivery, publisher.max_properties)) for delivery in some]
+                matching = [(delivery, one) for delivery, one in read if result.meets(wanted, one)]
                 whys = [""] * len(matching)
                 if verb == "retry":
                     whys = await self._publish(publisher, [delivery for delivery, _ in matching])
                 await add(whys.count(""))
                 for (delivery, one), why in zip(matching, whys, strict=True):
-                    if why:
+                    if not why:
+                        reader.ack(delivery)
+                        result.changed += 1
+                    elif len(result.left) < NAMED:
                         result.left.append((one, why))
-                    else:
-                        subscription.ack(delivery.tag, multiple=False)
-                        result.found.append(one)
         return result
 
     async def returned(self, retried: Result) -> int:
         """How many of the retried messages are here again after SETTLED seconds. Others that came meanwhile count
         too."""
-        if not retried.found:
+        if not retried.changed:
             return 0
         await asyncio.sleep(SETTLED)
-        return max((await self.look(limit=1)).depth + len(retried.found) - retried.depth, 0)
+        return max((await self.look(limit=0)).depth + retried.changed - retried.depth, 0)
 
     async def _publish(self, publisher: AmqpPublisher, some: Sequence[Delivery]) -> list[str]:
         """For each "" when it is confirmed, else the reason why it stays."""
@@ -245,10 +261,10 @@ class SetAside:
         ]
 
     @asynccontextmanager
-    async def _consuming(
-        self, prefetch: int, *, changing: bool = False
-    ) -> AsyncIterator[tuple[AmqpSubscription, AmqpPublisher, Result]]:
-        """``changing``: the messages that are found leave the queue."""
+    async def _reading(
+        self, wanted: Selection, limit: int | None
+    ) -> AsyncIterator[tuple[QueueReader, AmqpPublisher, Result]]:
+        """Read the first ``limit`` messages, or all."""
         async with pipelined_admin(self.url, f"delayer {self.queue}") as admin:
             depth, may_delay = (await admin.depths([self.queue]))[self.queue], admin.may_delay
         if isinstance(depth, ChannelClosed):
@@ -259,19 +275,20 @@ class SetAside:
         delayed = (await delayed_in([self.queue], management))[self.queue] if may_delay else 0
         # Two connections: a paused consumer must not delay the confirms.
         connections = [
-            ReconnectingConnection(Address.parse(self.url), f"delayer {self.queue} {n}", heartbeat=20.0) for n in (1, 2)
+            ReconnectingConnection(partial(addresses_of, self.url), f"delayer {self.queue} {n}", heartbeat=20.0)
+            for n in (1, 2)
         ]
         for connection in connections:
             connection.start()
         publisher = AmqpPublisher(connections[1])
-        result = Result(depth, delayed, may_delay=may_delay)
+        result = Result(depth, delayed, missing=set(wanted.ids), may_delay=may_delay)
+        reader = QueueReader(connections[0], self.queue, depth if limit is None else min(limit, depth), result)
         try:
-            subscription = await AmqpConsumer(connections[0]).subscribe(self.queue, prefetch)
             try:
-                yield subscription, publisher, result
+                yield reader, publisher, result
             finally:
-                await subscription.close()  # It returns the rest to its place.
-            await _until_back(connections[0], self.queue, depth - (len(result.found) if changing else 0))
+                await reader.close()
+            await _until_back(connections[0], self.queue, depth - result.changed)
         finally:
             await publisher.close()
             for connection in connections:
@@ -291,15 +308,46 @@ async def _until_back(reconnecting: ReconnectingConnection, queue: str, count: i
                 await asyncio.sleep(0.01)
 
 
-async def _portions(subscription: AmqpSubscription, count: int, result: Result) -> AsyncIterator[list[Delivery]]:
-    """The next ``count`` messages, without those that arrive later (a retried message may be refused again)."""
-    empty = 0
-    while result.looked < count and empty < 3:  # Three seconds; after that, another consumer has the rest.
-        some = await subscription.next_batch(min(count - result.looked, AT_ONCE), 0.02)
-        empty = 0 if some else empty + 1
-        result.looked += len(some)
-        if some:
-            yield some
+class QueueReader:
+    """Reads the next ``count`` messages of a queue in portions, but none that arrive later: a retried message may be
+    refused again. It stops when it has met every message that is named by an id of ours."""
+
+    def __init__(self, connection: ReconnectingConnection, queue: str, count: int, result: Result) -> None:
+        self._queue = queue
+        self._count = count
+        self._result = result
+        self._unique = bool(result.missing) and all(name.startswith(OWN) for name in result.missing)
+        self._kept = 0
+        self._consumer = AmqpConsumer(connection, flow_control=FlowControl())
+        self._subscriptions: list[AmqpSubscription] = []
+
+    async def __aiter__(self) -> AsyncIterator[list[Delivery]]:
+        empty = 0
+        while (left := self._count - self._result.looked) > 0 and not (self._unique and not self._result.missing):
+            if not self._subscriptions or self._kept == KEPT:
+                self._subscriptions.append(await self._consumer.subscribe(self._queue, min(left, KEPT)))
+                self._kept = 0
+            some = await self._subscriptions[-1].next_batch(min(left, AT_ONCE), 0.02)
+            empty = 0 if some else empty + 1
+            if empty == 3:  # Three seconds; after that, another consumer has the rest.
+                self._result.unread = left
+                return
+            self._result.looked += len(some)
+            self._kept += len(some)
+            if some:
+                yield some
+
+    def ack(self, delivery: Delivery) -> None:
+        """Acknowledge a message of the last portion."""
+        self._subscriptions[-1].ack(delivery.tag, multiple=False)
+        self._kept -= 1
+
+    async def close(self) -> None:
+        """Return the rest to the queue, when no consumer would take it again."""
+        for subscription in self._subscriptions:
+            await subscription.cancel()
+        for subscription in self._subscriptions:
+            await subscription.close()
 
 
 def refused_queue(url: str, management_url: str | None, queue: str, entries: EntryPoints, mend: Mend) -> SetAside:

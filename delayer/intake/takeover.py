@@ -54,8 +54,10 @@ class LevelTakeover(Handler):
         clock: Clock,
         heartbeat: Heartbeat,
         counters: Counters,
+        reached: Callable[[], object] = lambda: None,
     ) -> None:
-        """``prepare`` returns when there is something to park into, and raises StoreLost while there is not."""
+        """``prepare`` returns when there is something to park into, and raises StoreLost while there is not.
+        ``reached``: see QueueConsumer."""
         self._cascade = cascade
         self._level = level
         self._backlog = backlog
@@ -65,7 +67,7 @@ class LevelTakeover(Handler):
         intake = Intake(
             self.queue, PREFETCH, give_back_after=GIVE_BACK_AFTER, batch=PREFETCH, gather=GATHER, in_flight=IN_FLIGHT
         )
-        self._consumer = QueueConsumer(intake, consumer, self, prepare=prepare, heartbeat=heartbeat)
+        self._consumer = QueueConsumer(intake, consumer, self, prepare=prepare, heartbeat=heartbeat, reached=reached)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Until stopping is set, or a message of this level has been delivered too often."""

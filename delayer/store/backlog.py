@@ -207,10 +207,10 @@ class PostgresBacklog:
         return await store.restore(store.now_upper_ms() + ahead_ms)
 
     async def limit(self, routes: Collection[bytes]) -> None:
-        """Create a lane for each of these limited routes. Raises StoreLost."""
-        if self._store is not None:
-            await self._ownership.routed(self._store, routes)
+        """Create a lane for each of these limited routes, now or at a later look. Raises StoreLost."""
         self._ownership.routes = routes
+        if self._store is not None and self.usable:
+            await self._ownership.routed(self._store, routes)
 
     def lanes(self) -> AsyncIterator[PostgresLane]:
         """Yield each lane once this process has taken it: see release.ports.Releases."""

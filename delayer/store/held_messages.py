@@ -86,15 +86,13 @@ def dues_of(messages: Sequence[HeldEntry]) -> dict[int, int]:
     return {one.entry.place.id: one.entry.place.due_ms for one in messages}
 
 
-async def matching(connection: Connection, wanted: Filter, test: Test | None) -> dict[int, int]:
-    """All held messages of ``wanted``, each with its due time. Raises the driver's errors."""
-    dues: dict[int, int] = {}
+async def pages(connection: Connection, wanted: Filter, test: Test | None) -> AsyncIterator[dict[int, int]]:
+    """All held messages of ``wanted``, page by page, each with its due time. Raises the driver's errors."""
     after: int | None = 0
     while after is not None:
         page = await find(connection, wanted, test, AT_ONCE, after)
-        dues |= dues_of(page.messages)
+        yield dues_of(page.messages)
         after = page.after
-    return dues
 
 
 _GROUPS: Final = (

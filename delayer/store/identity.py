@@ -30,8 +30,13 @@ class StoreIdentity(NamedTuple):
     def exchange(self) -> Exchange:
         return Exchange(f"delayer.store.{self.id}", "fanout")
 
-    def wrong_broker(self) -> StoreLost:
-        """The error for a broker without the exchange, while the store has another broker."""
+    async def check_broker(self, exists: Callable[[str], Awaitable[bool]]) -> None:
+        """Ask a broker by ``exists``, which takes an exchange's name. Raises StoreLost if the store belongs to another
+        broker, and what ``exists`` raises."""
+        if self.has_broker and not await exists(self.exchange.name):
+            raise self._wrong_broker()
+
+    def _wrong_broker(self) -> StoreLost:
         text = f"this broker has no exchange {self.exchange.name}, so the store belongs to another broker"
         if self.daemons:
             daemons = "1 other daemon works" if self.daemons == 1 else f"{self.daemons} other daemons work"

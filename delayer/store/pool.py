@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from decimal import Decimal
+from typing import Any, Final
 
 import asyncpg
 from asyncpg import Connection
 
+from delayer.core.errors import StoreLost
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, BadStoreUrl, lost
 
@@ -112,8 +114,26 @@ def opening() -> Iterator[None]:
         raise BadStoreUrl(unread) from None
 
 
-async def open_pool(url: str, application: str, size: int, more: Mapping[str, str]) -> asyncpg.Pool:
-    """A pool of up to ``size`` connections. Raises StoreLost, BadStoreUrl."""
+FILES: Final = "see that the files are there that store.url names (sslrootcert, sslcert, sslkey), or correct it"
+
+
+@contextmanager
+def reopening() -> Iterator[None]:
+    """Turn these errors into StoreLost. The configuration's check has read the URL, so a file that it names is missing
+    at this moment, or half written."""
+    try:
+        with opening():
+            yield
+    except BadStoreUrl as bad:
+        raise StoreLost(str(bad), FILES) from bad
+
+
+async def open_pool(url: Callable[[], str], application: str, size: int, more: Mapping[str, str]) -> asyncpg.Pool:
+    """A pool of up to ``size`` connections, each to the ``url`` of its time. Raises StoreLost."""
+
+    async def connect(*_: object, **how: Any) -> Connection:
+        with reopening():
+            return await asyncpg.connect(url(), **how)
 
     async def prepared(connection: Connection) -> None:
         await connection.execute(_settings(more))
@@ -121,7 +141,7 @@ async def open_pool(url: str, application: str, size: int, more: Mapping[str, st
 
     with opening():
         return await asyncpg.create_pool(
-            url,
+            connect=connect,
             min_size=1,
             max_size=size,
             timeout=CONNECT_SECONDS,

@@ -73,7 +73,7 @@ class PostgresStore:
     @classmethod
     async def connect(
         cls,
-        url: str,
+        url: Callable[[], str],
         *,
         owner: str | None = None,
         idle_timeout: float = IDLE_SECONDS,
@@ -83,13 +83,14 @@ class PostgresStore:
     ) -> Self:
         """Check the kind of server, connect, compare the schema, and read the store's time and partitions.
 
-        ``owner`` names this process in the table of lanes (default: host and process id). After ``idle_timeout``
-        seconds the server frees the lanes of a hanging process. After ``transaction_timeout`` seconds, longer than any
-        publish, it ends a release and rolls back a silent park. ``parkers``: parallel parks and restores.
-        ``history_days``: age limit of the history, 0 for none. Raises StoreUnfit, StoreLost, BadStoreUrl,
-        SchemaOutdated.
+        ``url`` is asked for every connection, because its password may change. ``owner`` names this process in the
+        table of lanes (default: host and process id). After ``idle_timeout`` seconds the server frees the lanes of a
+        hanging process. After ``transaction_timeout`` seconds, longer than any publish, it ends a release and rolls
+        back a silent park. ``parkers``: parallel parks and restores. ``history_days``: age limit of the history, 0 for
+        none. Raises StoreUnfit, StoreLost, SchemaOutdated.
         """
-        await servers.check(url)
+        with pool.reopening():
+            await servers.check(url())
         owner = owner or f"{socket.gethostname()}:{os.getpid()}"
         timeout = f"{transaction_timeout * 1000:.0f}ms"
         parking = await pool.open_pool(url, "delayer park", parkers, {"idle_in_transaction_session_timeout": timeout})
@@ -99,6 +100,7 @@ class PostgresStore:
                 async with pool.borrowed(parking) as connection:
                     await schema.check(connection)
                     identity = await read_identity(connection)
+                    servers.warn(await servers.state(connection))
                     await pool.sample(connection, clock)
                     days = Days(await existing(connection))
                     if history_days:  # Before the first row, which would block its day's partition.

@@ -8,18 +8,24 @@ YugabyteDB has no LOCK TABLE; its newest releases, with advisory locks, were not
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 import asyncpg
+import structlog
 from asyncpg import Connection
 
+from delayer.core.clocks import FOLLOW_TIME, ClockOffset, differences
 from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl
 from delayer.store import pool
 from delayer.store.errors import StoreUnfit, translated
 
+log = structlog.get_logger(__name__)
+
+RELOAD: Final = "as Postgres's superuser: ALTER SYSTEM SET {} = on, and SELECT pg_reload_conf()"
 _OTHER_DATABASES: Final = {"CockroachDB": "CockroachDB", "-YB-": "YugabyteDB"}
 """Other databases that speak PostgreSQL's protocol, by a part of their version's text."""
 _IDENTITY: Final = "SELECT pg_backend_pid(), version(), pg_is_in_recovery(), current_setting('server_encoding')"
@@ -57,6 +63,39 @@ async def _check_pooler(url: str, pid: str, first: Connection, second: Connectio
 
 def _unfit(url: str, expected: str, found: str, advice: str) -> StoreUnfit:
     return StoreUnfit(f"{SecretUrl(url)}: expected {expected}, found {found}", advice)
+
+
+class ServerState(NamedTuple):
+    """``unsafe``: settings that are off, so that a crash of the machine loses or damages what was committed. Our
+    sessions set ``synchronous_commit`` themselves (pool.py)."""
+
+    unsafe: list[str]
+    clock: ClockOffset
+
+    @property
+    def advice(self) -> str:
+        return "; ".join(map(RELOAD.format, self.unsafe))
+
+
+_STATE: Final = """
+SELECT extract(epoch FROM clock_timestamp())::float8,
+       ARRAY(SELECT name FROM pg_settings WHERE name IN ('fsync', 'full_page_writes') AND setting = 'off')
+"""
+
+
+async def state(connection: Connection) -> ServerState:
+    """Raises the driver's errors."""
+    asked = time.time()
+    stated, unsafe = await connection.fetchrow(_STATE)
+    return ServerState(unsafe, ClockOffset.of_answer(asked, stated, time.time()))
+
+
+def warn(state: ServerState) -> None:
+    """Log what a daemon must not work with for long."""
+    if state.unsafe:
+        log.warning("store not durable", off=state.unsafe, next_step=state.advice)
+    for different in differences({"this machine": ClockOffset(), "the database": state.clock}):
+        log.warning("clocks differ", reason=different, next_step=FOLLOW_TIME)
 
 
 @asynccontextmanager

@@ -80,8 +80,11 @@ async def test_health(place: OwnVhost, store: str) -> None:
         # Without its queue the daemon is not ready: the queue is gone, and the daemon may not declare another one.
         place.rabbitmq.add_user(USER, BROKER_SECRET, vhost=place.vhost, configure="^$", read=".*", write=".*")
         place.things._call("DELETE", "queues", "delays")
-        answer = await eventually(lambda: web.get("/health/ready"), lambda answer: answer.status == 503)
-        assert answer.json["reasons"] == ["queue 'delays' is not consumed"]
+        answer = await eventually(lambda: web.get("/health/ready"), lambda answer: len(answer.json["reasons"]) == 2)
+        assert answer.status == 503
+        consumed, declared = answer.json["reasons"]
+        assert consumed == "queue 'delays' is not consumed"
+        assert declared.startswith("the topology is not in place: exchange 'in': ACCESS_REFUSED")
         for secret in (BROKER_SECRET, STORE_SECRET):
             assert secret not in answer.text + (await web.get("/metrics")).text
         place.rabbitmq.add_user(USER, BROKER_SECRET, vhost=place.vhost, configure=".*", read=".*", write=".*")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -30,6 +31,12 @@ async def refusal(daemon: DaemonProcess) -> str:
     return (await eventually(refusals))[0]
 
 
+def destinations(place: OwnVhost) -> set[str]:
+    """The queues and exchanges that exchanges of this place lead to."""
+    bindings = place.rabbitmq.api("GET", f"/api/bindings/{quote(place.vhost, safe='')}")
+    return {one["destination"] for one in bindings if one["source"]}
+
+
 async def test_a_second_broker_gets_none_of_the_messages(
     place: OwnVhost, other: OwnVhost, store: str, tmp_path: Path
 ) -> None:
@@ -40,6 +47,7 @@ async def test_a_second_broker_gets_none_of_the_messages(
         async with DaemonProcess(other.environ("store", store)) as second, await other.raw() as their_raw:
             assert "give each broker" in await refusal(second)
             theirs = await their_raw.inbox("inbox")
+            await eventually(lambda: "delays" in destinations(other))
             await their_raw.publish(delayed("theirs", 100))
             with pytest.raises(RuntimeError, match="the store belongs to another broker, for which 1 other daemon"):
                 await command(config, "check")
@@ -48,6 +56,19 @@ async def test_a_second_broker_gets_none_of_the_messages(
             await inbox.got([b"ours"])
             assert not theirs.arrivals
             await eventually(lambda: other.things.depth("delays") == 1)
+
+
+async def test_a_drain_between_two_brokers_is_refused(
+    place: OwnVhost, other: OwnVhost, store: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "delayer.toml"
+    async with place.working(place.environ("store", store)) as (_, raw, _):
+        await raw.publish(delayed("ours", 3_600_000))
+        for mode in ("native", "store"):
+            other.write(config, mode, {"store": {"url": store}})
+            with pytest.raises(RuntimeError, match="the store belongs to another broker, for which 1 other daemon"):
+                await command(config, "drain", "--to", mode, "--yes")
+        assert destinations(other) == {"inbox"}
 
 
 async def test_a_rebuilt_broker_is_accepted_by_a_command(

@@ -103,7 +103,7 @@ class AdminHand:
 
 @asynccontextmanager
 async def relay_to(address: Address) -> AsyncIterator[ReconnectingConnection]:
-    reconnecting = ReconnectingConnection(address, "reconnecting test", heartbeat=20, timeout=BOUND)
+    reconnecting = ReconnectingConnection(lambda: [address], "reconnecting test", heartbeat=20, timeout=BOUND)
     reconnecting.start()
     try:
         yield reconnecting

@@ -162,7 +162,7 @@ class PostgresStores:
             await admin.execute("DELETE FROM lane WHERE number > $1 AND route IS NULL", self._lanes)
         link = SimpleNamespace(current=True, connects=1)
         backlog = PostgresBacklog(link, heartbeat=Heartbeat(), counters=Counters(), poll_seconds=POLL_SECONDS)
-        backlog.configure(lambda: PostgresStore.connect(self.url, history_days=1), routes)
+        backlog.configure(lambda: PostgresStore.connect(lambda: self.url, history_days=1), routes)
         daemon = Daemon(backlog)  # type: ignore[arg-type]
         async with daemon.running():
             yield daemon

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import struct
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -16,8 +18,12 @@ from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
 from delayer.amqp.edits import ID
 from delayer.amqp.properties import encode_headers, entry, long_string
+from delayer.broker import addresses
+from delayer.broker import connection as connection_module
+from delayer.broker.admin import Admin
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.isolation import NOT_TRIED, Isolation
+from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.broker.publisher import MAX_BATCH, AmqpPublisher
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost
@@ -214,8 +220,8 @@ async def test_an_interrupted_publish_leaves_no_channels_behind(place: Place) ->
 
 
 async def test_a_relay_closes_before_its_first_connection() -> None:
-    reconnecting = ReconnectingConnection(Address.parse("amqp://localhost/"), "reconnecting test", heartbeat=20)
-    with pytest.raises(BrokerLost, match="no connection to amqp://guest@localhost"):
+    reconnecting = ReconnectingConnection(lambda: [], "reconnecting test", heartbeat=20)
+    with pytest.raises(BrokerLost, match="no connection to the broker"):
         await reconnecting.connection(0.01)
     await reconnecting.close()
     await reconnecting.close()
@@ -230,8 +236,76 @@ async def test_the_end_of_the_keeper_is_heard() -> None:
             await reconnecting.connection(0.05)
 
 
+async def test_connections_that_are_cut_soon_do_not_make_the_pause_grow(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them was opened at once, so the next one may be too."""
+    attempts: list[int] = []
+
+    def noted(attempt: int, _random: float) -> float:
+        attempts.append(attempt)
+        return 0.0
+
+    monkeypatch.setattr(connection_module, "pause", noted)
+    async with Proxy(place.broker.port) as proxy, relay_to(place.behind(proxy)) as reconnecting:
+        for _ in range(8):
+            connection = await reconnecting.connection(10)
+            proxy.cut()
+            await asyncio.wait({connection.closed})
+            await asyncio.sleep(0)
+        await reconnecting.connection(10)
+    assert attempts == [0, 1, 2, 2, 2, 2, 2, 2]
+
+
+async def test_each_address_behind_a_name_is_tried(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by the connections for administration. Nothing listens at the second address."""
+
+    async def look_up(_host: str, _port: int) -> list[str]:
+        return ["127.0.0.1", "127.0.0.2"]
+
+    monkeypatch.setattr(addresses, "look_up", look_up)
+    url = place.url.replace("127.0.0.1", "cluster.example")
+    [address] = Address.parse_all(url)
+    for seed in range(4):
+        random.seed(seed)
+        async with relay_to(address) as reconnecting:
+            await reconnecting.connection(10)
+            await (await reconnecting.another(10)).close()
+        async with pipelined_admin(url, "test") as pipelined:
+            assert not await pipelined.exists("nowhere")
+        async with await Admin.connect(url) as admin:
+            assert not await admin.queue_exists("nowhere")
+
+
+async def test_a_lost_connection_is_opened_elsewhere(place: Place) -> None:
+    """With the login of now, also for the connections of the isolation."""
+    async with Proxy(place.broker.port) as one, Proxy(place.broker.port) as two:
+        user = "to be renamed"
+        place.broker.add_user(user, "first", vhost=place.address.vhost, configure="", write="", read="")
+        password = ["first"]
+
+        def both() -> list[Address]:
+            return [replace(place.behind(proxy), user=user, password=password[0]) for proxy in (one, two)]
+
+        reconnecting = ReconnectingConnection(both, "reconnecting test", heartbeat=20)
+        reconnecting.start()
+        first = await reconnecting.connection(10)
+        used, other = (one, two) if one.accepted else (two, one)
+        used.stall()
+        used.cut()
+        await asyncio.wait({first.closed})
+        await asyncio.sleep(0)
+        await reconnecting.connection(10)
+        assert (used.accepted, other.accepted) == (1, 1)
+        place.broker.add_user(user, "second", vhost=place.address.vhost, configure="", write="", read="")
+        password[0] = "second"
+        await (await reconnecting.another(10)).close()
+        assert (used.accepted, other.accepted) == (1, 2)
+        await reconnecting.close()
+
+
 async def test_a_broker_that_closes_each_connection_is_asked_after_a_pause(place: Place) -> None:
-    """After each connection that ends at once the next one waits, longer each time."""
+    """After each connection that ends at once the next one waits, longer each time up to a bound."""
     async with Proxy(place.broker.port) as proxy, relay_to(place.behind(proxy)) as reconnecting:
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -241,4 +315,4 @@ async def test_a_broker_that_closes_each_connection_is_asked_after_a_pause(place
             await asyncio.wait({connection.closed})
             await asyncio.sleep(0)
         await reconnecting.connection(10)
-        assert loop.time() - began >= 0.1 + 0.2 + 0.4 + 0.8
+        assert loop.time() - began >= 0.1 + 0.2 + 0.4 + 0.4

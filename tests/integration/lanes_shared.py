@@ -68,7 +68,7 @@ class Process:
             parts.create_task(ReleaseService(self.backlog, self._release).run(stopping))
 
     async def _connect(self) -> PostgresStore:
-        self.store = await PostgresStore.connect(self._url, owner=self._name)
+        self.store = await PostgresStore.connect(lambda: self._url, owner=self._name)
         return self.store
 
     def _release(self, lane: Lane) -> LaneRelease:

@@ -22,8 +22,9 @@ from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.readable import instant
 from delayer.core.units import DAY_MS
-from delayer.daemon.set_aside import queue_of
+from delayer.daemon.set_aside import SetAsideChange, queue_of
 from delayer.intake import set_aside
+from delayer.intake.set_aside import Selection
 from tests.integration.cli import Run, channel_to, ids, said, take
 from tests.support.place import counted
 from tests.support.raw import Message, Props, Raw, number, text
@@ -235,29 +236,96 @@ def envelope(number: int, reason: str, body: bytes = b"body") -> tuple[Parcel, b
     return parcel, edits.enveloped(parcel, b"%032x" % number, held)
 
 
-@pytest.mark.words
-async def test_messages_beyond_the_look_are_reported(delayer: Run, vhost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A consumer reads 6 messages ahead, in portions of 4."""
     import_module("delayer.cli.set_aside")  # It bounds --limit by KEPT when it is loaded.
     monkeypatch.setattr(set_aside, "KEPT", 6)
+    monkeypatch.setattr(set_aside, "AT_ONCE", 4)
+    monkeypatch.setattr(set_aside, "NAMED", 3)
+
+
+async def put_strays(raw: Raw, count: int) -> None:
+    reasons = {n: "312" if n % 2 else "late: by 9 s" for n in range(count)}
+    await raw.publish(*(Message("", QUEUE, envelope(n, why)[1], b"body") for n, why in reasons.items()))
+
+
+@pytest.mark.words
+@pytest.mark.usefixtures("few")
+async def test_a_change_reaches_every_message(delayer: Run, vhost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The consumer of the first six is full of messages that stay."""
+    delayer("--mode", "native", "topology", "apply")
+
+    def left() -> list[str]:
+        return ids(delayer, "strays", "list", "--limit", "6")
+
+    async with await Raw.connect(vhost) as raw:
+        await put_strays(raw, 30)
+        assert len(left()) == 6
+        listed = delayer("strays", "list", "--limit", "6")
+        assert "The queue has 30 strays; only the first 6 were looked at" in listed.stderr
+        (far,) = ids(delayer, "strays", "list", f"id:{29:032x}")
+        assert "Dropped: 1 of 1." in delayer("strays", "drop", far).stdout
+        assert "Matched: 15 of 29." in delayer("strays", "drop", "--reason", "late", "--dry-run").stdout
+        assert "Dropped: 15." in delayer("strays", "drop", "--reason", "late", "--yes").stdout
+        unknown = delayer("strays", "drop", "id:0", expect=1)
+        assert "0 of 1" in unknown.stdout and "id:0 is not in the queue" in unknown.stderr
+        monkeypatch.setattr(set_aside, "KEPT", 100)
+        assert set(ids(delayer, "strays", "list")) == {f"id:{n:032x}" for n in range(1, 29, 2)}
+        assert "Dropped: 14." in delayer("strays", "drop", "--all", "--yes").stdout
+        assert left() == []
+
+
+@pytest.mark.parametrize("wanted", [Selection(), Selection(reason="312")])
+async def test_the_figures_of_two_commands_at_once_add_up(delayer: Run, vhost: str, wanted: Selection) -> None:
     delayer("--mode", "native", "topology", "apply")
     async with await Raw.connect(vhost) as raw:
+        await put_strays(raw, 20)
+    settings = load(None, {}, {"broker.url": vhost, "mode": "native"})
+    change = SetAsideChange(settings, "strays", "drop", wanted)
+    counted = await change.count()
+    await SetAsideChange(settings, "strays", "drop", Selection(frozenset({f"id:{1:032x}"}))).carry_out("me")
+    result = await change.carry_out("me", counted)
+    met = counted.messages - 1
+    assert result.heading == f"Dropped: {met} of {counted.messages}"
+    assert list(result.lines) == ["1 were no longer in the queue."]
 
-        async def stand(numbers: range) -> None:
-            reasons = {n: "312" if n % 2 else "late: by 9 s" for n in numbers}
-            await raw.publish(*(Message("", QUEUE, envelope(n, why)[1], b"body") for n, why in reasons.items()))
 
-        await stand(range(6))
-        assert "looked at" not in delayer("strays", "list").stderr
-        await stand(range(6, 10))
-        listed = delayer("strays", "list", "--json")
-        assert (json.loads(listed.stdout)["depth"], len(json.loads(listed.stdout)["messages"])) == (10, 6)
-        assert "The queue has 10 strays; only the first 6 were looked at" in delayer("strays", "list").stderr
-        some = delayer("strays", "drop", "--reason", "late", "--yes", expect=1)
-        assert "Dropped: 3." in some.stdout and "10 strays" in some.stderr
-        far = delayer("strays", "drop", f"id:{9:032x}", expect=1)  # behind the messages of the look
-        assert "0 of" in far.stdout and "were looked at" in far.stderr
-        assert "Dropped: 6." in delayer("strays", "drop", "--all", "--yes", expect=1).stdout
-        assert "Dropped: 1." in delayer("strays", "drop", "--all", "--yes").stdout
+@pytest.mark.usefixtures("few")
+async def test_no_message_is_retried_twice(delayer: Run, vhost: str) -> None:
+    """A retried message that is refused again is at the end of the queue."""
+    delayer("topology", "apply")
+    note = (b"x-delayer-refused", text("no delay")), (b"x-delayer-exchange", text("delayer.in"))
+    note = (*note, (b"x-delayer-routing-key", text("k")))
+    told: list[int] = []
+    async with await Raw.connect(vhost) as raw:
+
+        async def refuse(numbers: range) -> None:
+            props = [
+                Props(headers=(*note, (b"x-delayer-routing-key", text("k"))), message_id=b"%d" % n) for n in numbers
+            ]
+            await raw.publish(*(Message("", b"delays.refused", one, b"body") for one in props))
+
+        async def add(messages: int) -> None:
+            await refuse(range(100 + sum(told), 100 + sum(told) + messages))
+            told.append(messages)
+
+        await refuse(range(20))
+        done = await queue_of(load(None, {}, {"broker.url": vhost}), "refused").change("retry", set_aside.ANY, add)
+    assert (done.matched, done.changed, done.left) == (20, 20, [])
+    assert sum(told) == 20 and max(told) <= 4, "in portions"
+    assert len(await take(vhost, "delays")) == 20
+
+
+@pytest.mark.words
+@pytest.mark.usefixtures("few")
+async def test_messages_that_stay_are_counted_and_the_first_ones_named(delayer: Run, vhost: str) -> None:
+    delayer("topology", "apply")
+    async with await Raw.connect(vhost) as raw:
+        await raw.publish(*(Message("", b"delays.refused", Props(message_id=b"%d" % n), b"body") for n in range(20)))
+    done = delayer("refused", "retry", "--all", "--yes", expect=1)
+    assert "Published again: 0." in done.stdout
+    assert done.stderr.count("stays refused") == 3 and "17 more stay there." in done.stderr
 
 
 @pytest.mark.words

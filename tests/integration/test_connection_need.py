@@ -60,5 +60,5 @@ async def test_a_server_without_connections_names_the_limit(crowded: Postgres) -
                 connection = await asyncpg.connect(url)
                 stack.push_async_callback(connection.close)
         with pytest.raises(StoreLost) as lost:
-            await PostgresStore.connect(url)
+            await PostgresStore.connect(lambda: url)
         assert "raise max_connections" in lost.value.advice

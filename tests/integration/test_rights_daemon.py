@@ -7,7 +7,7 @@ import json
 import random
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -280,14 +280,17 @@ async def test_each_right_of_a_mode_is_needed(
         await use_in(mode, url)
 
 
-async def test_the_management_api_answers_a_monitoring_user(rabbitmq: RabbitMQ, vhost_name: str) -> None:
-    """The user has the tag ``management``, and no right in the virtual host."""
+@pytest.mark.parametrize("tag", ["monitoring", "management"])
+async def test_the_management_api_answers_a_monitoring_user(rabbitmq: RabbitMQ, vhost_name: str, tag: str) -> None:
+    """The user has this tag, and no right in the virtual host. Only ``monitoring`` shows the nodes."""
     user = "delayer-monitor"
     rabbitmq.add_user(user, user, vhost=vhost_name)
-    rabbitmq.api("PUT", f"/api/users/{user}", {"password": user, "tags": "management"})
+    rabbitmq.api("PUT", f"/api/users/{user}", {"password": user, "tags": tag})
     management = Management(rabbitmq.management_url.replace("guest:guest", f"{user}:{user}"), vhost_name)
     await bindings_from(management, "delayer.out")
     await policies_of(management)
+    with pytest.raises(BrokerRefused) if tag == "management" else nullcontext():
+        await management.get("nodes?columns=name")
 
 
 # A whole daemon with the rights that the page grants, in broker and store.

@@ -17,6 +17,7 @@ from delayer.core.units import DAY_MS
 from delayer.store import waiting as read_model
 from delayer.store.admin import actions, audit_log, detail, draining
 from delayer.store.admin.actions import NewDue, cancel, reschedule
+from delayer.store.admin.changes import StoredChange
 from delayer.store.admin.detail import FoundIn
 from delayer.store.segments import catalog, restore
 from tests.integration.segments_store import START_MS, restore_all, store
@@ -131,6 +132,28 @@ async def test_messages_released_meanwhile_do_not_count_as_cancelled(database: s
         done = await actions.every(other, do, Filter(), None, log_id=act, say=lambda _: None)
         assert done == {FoundIn.WAITING: 7, FoundIn.NOWHERE: 3}
         assert actions.met(done) == 7 == await admin.fetchval("SELECT messages FROM audit_log")
+
+
+@pytest.mark.parametrize("change", ["cancel", "reschedule", "held retry", "held drop"])
+async def test_the_figures_of_a_change_that_races_with_the_release_add_up(database: str, change: str) -> None:
+    """Of 20 messages 15 are released between the count and the change. Then the count is too small."""
+    verb, held = change.rpartition(" ")[2], change.startswith("held")
+    when = NewDue(by_ms=5) if verb == "reschedule" else None
+    async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
+        parcels = [parcel(place.now_upper_ms() + DAY_MS, b"%d" % n) for n in range(20)]
+        await (place.hold(lane, [(one, WHY) for one in parcels]) if held else place.park(lane, parcels, []))
+        acted = StoredChange(database, verb, Filter(), when=when)
+        counted = await acted.count()
+        assert counted.heading == "Matched: 20"
+        table = "held" if held else "message"
+        await admin.execute(f"DELETE FROM {table} WHERE id IN (SELECT id FROM {table} ORDER BY id OFFSET 5)")
+        said: list[int] = []
+        result = await acted.carry_out("me", counted, said.append)
+        assert (result.number, said[-1]) == ("5 of 20", 5)
+        assert list(result.lines) == ["15 were delivered or moved meanwhile."]
+        if verb in ("reschedule", "retry"):
+            result = await acted.carry_out("me", counted._replace(messages=3))
+            assert (result.number, list(result.lines)) == ("5", ["2 of these came after the count."])
 
 
 async def test_a_hung_command_keeps_its_locks_for_ten_seconds(database: str) -> None:

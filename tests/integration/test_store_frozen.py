@@ -26,7 +26,7 @@ import asyncio, sys
 from delayer.store.postgres import PostgresStore
 
 async def main(url):
-    store = await PostgresStore.connect(url)
+    store = await PostgresStore.connect(lambda: url)
     lane = await store.take(1)
     print("ready", flush=True)
     sys.stdin.readline()
@@ -149,7 +149,7 @@ async def test_a_park_that_froze_in_its_copy_is_ended(database: str) -> None:
         "SELECT wait_event FROM pg_stat_activity"
         " WHERE datname = current_database() AND query LIKE 'COPY%' AND state = 'active'"
     )
-    locks = LaneLocks(database, None, StoreClock(), owner="test", idle=4.0, releasing=10.0)
+    locks = LaneLocks(lambda: database, None, StoreClock(), owner="test", idle=4.0, releasing=10.0)
     async with sql(database) as admin, child(COPYING, database, "park") as parking:
         await eventually(lambda: admin.fetchval(copies), lambda found: found == "ClientRead")
         os.kill(parking.pid, signal.SIGSTOP)

@@ -75,7 +75,7 @@ class RoughClock(StoreClock):
 
 async def test_the_next_owner_begins_no_later_than_the_stores_clock(database: str) -> None:
     """A cursor at the later bound of the store's time would hide rows due until then."""
-    locks = LaneLocks(database, None, RoughClock(), owner="test", idle=4.0, releasing=10.0)
+    locks = LaneLocks(lambda: database, None, RoughClock(), owner="test", idle=4.0, releasing=10.0)
     async with opened(database) as store, sql(database) as admin:
         lane = await locks.take(1)
         assert lane is not None

@@ -105,7 +105,7 @@ def bodies(rows: Sequence[Due]) -> list[bytes]:
 async def opened(url: str, **options: Any) -> AsyncIterator[Store]:
     if await setup.schema_of(url) != schema.HEAD:
         await upgrades.upgrade(url)
-    store = await Store.connect(url, **options)
+    store = await Store.connect(lambda: url, **options)
     try:
         yield store
     finally:

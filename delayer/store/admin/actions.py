@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
@@ -59,13 +59,21 @@ PAST: Final = {
 """The first words of the answer to a change, by verb."""
 
 
-def unmet(found: Counter[FoundIn]) -> list[str]:
-    """Describe the messages that a filter matched but that were not changed, in sentences. Pure."""
-    said = {
-        FoundIn.NOWHERE: "were delivered or moved meanwhile",
-        FoundIn.UNREADABLE: "were delivered, or are in a segment that does not read back",
-    }
-    return [f"{found[where]:,} {why}." for where, why in said.items() if found[where]]
+def unmet(found: Counter[FoundIn], counted: int | None = None) -> tuple[int, list[str]]:
+    """The number of messages that matched, and those that were not changed, in sentences. ``counted``: how many matched
+    before the change. Then others may have gone since, and more may have come. Pure.
+
+    >>> unmet(Counter({FoundIn.WAITING: 2, FoundIn.NOWHERE: 1}), 10)
+    (10, ['8 were delivered or moved meanwhile.'])
+    """
+    left = found[FoundIn.UNREADABLE]
+    matched = max(counted or 0, found.total())
+    said = (
+        (matched - met(found) - left, "were delivered or moved meanwhile"),
+        (left, "were delivered, or are in a segment that does not read back"),
+        (0 if counted is None else matched - counted, "of these came after the count"),
+    )
+    return matched, [f"{messages:,} {why}." for messages, why in said if messages]
 
 
 async def cancel(
@@ -357,11 +365,20 @@ async def retry_held(connection: Connection, ids: Collection[int], log_id: int) 
 
 
 async def change_held(connection: Connection, verb: str, dues: Dues, log_id: int) -> int:
-    """Retry or drop those of these messages that are still held, in portions. Returns their number."""
-    done, items = 0, list(dues.items())
+    """Retry or drop those of these messages that are still held. Returns their number. Raises the driver's errors."""
     change = retry_held if verb == "retry" else drop_held
-    for start in range(0, len(items), PORTION):
-        done += await patiently(partial(change, connection, dict(items[start : start + PORTION]), log_id))
+    return await patiently(partial(change, connection, dues, log_id)) if dues else 0
+
+
+async def every_held(
+    connection: Connection, verb: str, pages: AsyncIterable[Dues], *, log_id: int, say: Callable[[int], None]
+) -> Counter[FoundIn]:
+    """Retry or drop the held messages of all ``pages``. ``say`` as in :func:`every`. Raises the driver's errors."""
+    done: Counter[FoundIn] = Counter()
+    async for dues in pages:
+        changed = await change_held(connection, verb, dues, log_id)
+        done.update({FoundIn.HELD: changed, FoundIn.NOWHERE: len(dues) - changed})
+        say(met(done))
     return done
 
 

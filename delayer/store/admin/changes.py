@@ -64,8 +64,11 @@ class StoredChange:
 
     async def count(self) -> ChangeResult:
         async with actions.acting(self.url, f"count for {self.verb}") as connection:
+            if self.verb in OF_HELD and self.names is not None:
+                return self._result(MATCHED, dict.fromkeys(await self._named_held(connection), FoundIn.HELD))
             if self.verb in OF_HELD:
-                return self._result(MATCHED, dict.fromkeys(await self._held(connection), FoundIn.HELD))
+                pages = held_messages.pages(connection, self.wanted, self.test)
+                return ChangeResult(MATCHED, sum([len(dues) async for dues in pages]))
             if self.names is not None:
                 return self._result(MATCHED, await actions.whereabouts(connection, self._tokens))
             messages, broken = await waiting.count(connection, self.wanted, self.test)
@@ -73,13 +76,14 @@ class StoredChange:
         return ChangeResult(MATCHED, messages, lines=[more] if broken else [])
 
     async def carry_out(
-        self, who: str, _counted: ChangeResult | None = None, say: Callable[[int], None] = lambda _done: None
+        self, who: str, counted: ChangeResult | None = None, say: Callable[[int], None] = lambda _done: None
     ) -> ChangeResult:
-        """Change the messages and record it in the audit log. Reapplies a filter. ``say`` gets the running total."""
+        """Change the messages and record it in the audit log. Reapplies a filter, and accounts for the messages
+        ``counted`` before. ``say`` gets the running total."""
         past, verb = PAST[self.verb], f"held {self.verb}" if self.verb in OF_HELD else self.verb
         async with actions.recorded(self.url, who, verb, self._asked) as (connection, log_id):
-            if self.verb in OF_HELD:
-                dues = await self._held(connection)
+            if self.verb in OF_HELD and self.names is not None:
+                dues = await self._named_held(connection)
                 done = await actions.change_held(connection, self.verb, dues, log_id)
                 result = self._result(past, dict.fromkeys(dues, FoundIn.HELD))
                 gone = [f"{len(dues) - done:,} were delivered or moved meanwhile."] if done < len(dues) else []
@@ -88,8 +92,14 @@ class StoredChange:
             do = actions.cancel if self.when is None else partial(actions.reschedule, when=self.when)
             if self.names is not None:
                 return self._result(past, await actions.named(connection, do, self._tokens, log_id))
-            found = await actions.every(connection, do, self.wanted, self.test, log_id=log_id, say=say)
-        return ChangeResult(past, actions.met(found), lines=actions.unmet(found))
+            if self.verb in OF_HELD:
+                pages = held_messages.pages(connection, self.wanted, self.test)
+                found = await actions.every_held(connection, self.verb, pages, log_id=log_id, say=say)
+            else:
+                found = await actions.every(connection, do, self.wanted, self.test, log_id=log_id, say=say)
+        changed = actions.met(found)
+        matched, lines = actions.unmet(found, counted and counted.messages)
+        return ChangeResult(past, changed, None if changed == matched else matched, lines)
 
     @property
     def _tokens(self) -> list[Token]:
@@ -108,18 +118,14 @@ class StoredChange:
             asked |= {"by_ms": self.when.by_ms} if self.when.at_ms is None else {"at_ms": self.when.at_ms}
         return asked
 
-    async def _held(self, connection: Connection) -> dict[int, int]:
-        """The held messages, each with its due time."""
-        if self.names is None:
-            return await held_messages.matching(connection, self.wanted, self.test)
+    async def _named_held(self, connection: Connection) -> dict[int, int]:
+        """The held messages with these names, each with its due time."""
         return held_messages.dues_of(await held_messages.named(connection, [token.id for token in self._tokens]))
 
     def _result(self, past: str, there: Mapping[int, FoundIn]) -> ChangeResult:
-        if self.names is None:
-            return ChangeResult(past, len(there))
         found = {
             name: FoundIn.NOWHERE if token is None else there.get(token.id, FoundIn.NOWHERE)
-            for name, token in self.names.items()
+            for name, token in (self.names or {}).items()
         }
         lines = [self._missing(name, where) for name, where in found.items() if where in ABSENT]
         met = len(found) - len(lines)

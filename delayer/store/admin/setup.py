@@ -17,7 +17,7 @@ import asyncpg
 from asyncpg import Connection
 
 from delayer.core.errors import StoreLost
-from delayer.store import pool
+from delayer.store import pool, servers
 from delayer.store.errors import WORTH_REPEATING
 from delayer.store.identity import StoreIdentity, give_new_broker, read_identity
 from delayer.store.lanes.locks import ADD, LIMITED_SESSIONS
@@ -162,6 +162,12 @@ async def lock_need(url: str, history_days: int = 0) -> LockNeed:
     """Query the size of the lock table, and what it needs, given ``history_days``. Raises StoreLost, BadStoreUrl."""
     async with opened(url, "delayer check", "look at the locks") as connection:
         return LockNeed(*await connection.fetchrow(_LOCK_TABLE))._replace(history_days=history_days)
+
+
+async def server_state(url: str) -> servers.ServerState:
+    """See ServerState. Raises StoreLost, BadStoreUrl."""
+    async with opened(url, "delayer check", "look at the server") as connection:
+        return await servers.state(connection)
 
 
 _CONNECTIONS: Final = """

@@ -72,7 +72,7 @@ class LaneLocks:
 
     def __init__(
         self,
-        url: str,
+        url: Callable[[], str],
         pool: asyncpg.Pool,
         clock: StoreClock,
         *,
@@ -109,7 +109,7 @@ class LaneLocks:
         """Query lanes and live processes, ending sessions of parks that were silent for ``frozen_seconds``. The first
         call makes this process present. Raises StoreLost."""
         if self._presence is None or self._presence.is_closed():
-            self._presence, self._pid = await pool.connect(self._url, "delayer presence", self._idle), 0
+            self._presence, self._pid = await self._connect("delayer presence", self._idle), 0
         try:
             async with self._turn:
                 with translated("look at lanes"):
@@ -222,9 +222,14 @@ class LaneLocks:
 
     async def _open_session(self, application: str, sessions: list[LaneSession]) -> Connection:
         """Open a session and add it to ``sessions``. Raises StoreLost."""
-        connection = await pool.connect(self._url, application, self._lane_settings)
+        connection = await self._connect(application, self._lane_settings)
         sessions.append(LaneSession(connection, self._clock, application))
         return connection
+
+    async def _connect(self, application: str, more: Mapping[str, str]) -> Connection:
+        """Raises StoreLost."""
+        with pool.reopening():
+            return await pool.connect(self._url(), application, more)
 
     async def _unlock(self, presence: Connection, number: int, forget: Unlock) -> None:
         """Free the lane of a limited route, and ``forget`` its notifications."""

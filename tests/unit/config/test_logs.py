@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import io
 import json
 import logging
@@ -10,6 +11,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import structlog
 import delayer
 from delayer.config import logs
 from delayer.config.logs import configure
+from delayer.core.backoff import ELSEWHERE, LINES, MOST_KINDS, LineLimit
 from delayer.core.readable import readable
 from tests.support.logged import logging_as_it_was
 
@@ -138,6 +141,51 @@ def test_no_secret_and_no_forged_line(form: Any, foreign: bool, stream: io.Strin
 )  # fmt: skip
 def test_readable(value: str | bytes, expected: str) -> None:
     assert readable(value) == expected
+
+
+def test_a_flood_of_messages_logs_the_first_lines_of_each_kind_and_counts_the_rest(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    configure("json", "info", stream)
+    log = structlog.get_logger("delayer.x")
+    for n in range(1_000):
+        log.warning("message refused", message_id=b"%d" % n, exchange=b"a")
+        log.warning("message held", id=n, exchange=b"b", more=2)
+        log.info("ready")
+    now = 110.0
+    log.warning("row rejected", id=7, lane=3)
+    logs._limited.report()
+    log.warning("message held", id=7, exchange=b"b")
+    found = lines(stream)
+    counted = Counter((one["event"], one.get("exchange")) for one in found)
+    assert counted["message refused", "a"] == LINES
+    assert counted["message held", "b"] == LINES + 1, "a new window"
+    assert counted["ready", None] == 1_000, "only lines about messages"
+    left_out = {(one["of"], one["place"], one["lines"]) for one in found if one["event"] == "log lines left out"}
+    assert left_out == {("message refused", "a", 1_000 - LINES), ("message held", "b", 3_000 - LINES)}
+
+
+async def test_the_end_of_a_flood_is_reported_without_another_line(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "_limited", logs._Limited())
+    monkeypatch.setattr(logs, "WINDOW_SECONDS", 0.0)
+    configure("json", "info", stream)
+    for n in range(LINES + 5):
+        structlog.get_logger("delayer.x").warning("message held", id=n)
+    reported = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_later(0.0, reported.set_result, None)
+    await reported
+    assert lines(stream)[-1]["lines"] == 5
+
+
+def test_a_flood_from_many_exchanges_is_bounded(stream: io.StringIO) -> None:
+    limit = LineLimit()
+    passed = sum(limit.passes("message held", n % 5_000) for n in range(50_000))
+    assert passed == LINES * (MOST_KINDS + 1)
+    assert limit.begin(0.0) == [("message held", ELSEWHERE, 50_000 - 10 * MOST_KINDS - LINES)]
 
 
 def events_used() -> Iterator[tuple[str, int, ast.Call]]:

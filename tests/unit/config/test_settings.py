@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from delayer.amqp.address import Address
 from delayer.cli.options import Request
 from delayer.config.errors import ConfigError
 from delayer.config.loading import SYSTEM_FILE, config_file, load
 from delayer.config.model import AuditRuleTable, DestinationTable, RetryTable, RouteTable, Settings, TakeoverTable
 from delayer.config.sources import env_name, keys_of, known_keys
-from delayer.config.texts import duration_text
+from delayer.config.texts import duration_text, names_of
 from delayer.config.values import duration_ms
 from delayer.daemon.app import changed
 
@@ -79,7 +80,8 @@ def test_every_key_can_be_set_by_environment_and_flag(key: tuple[str, ...], tmp_
         ("native", "strategy"): "queue", ("store", "url"): "postgres://h/d", ("store", "park_beyond"): "9s",
         ("store", "lanes"): "9", ("store", "restore_ahead"): "9d", ("store", "history_days"): "9",
         ("http", "listen"): "[::1]:80",
-        ("http", "metrics_listen"): "[::1]:81", ("http", "open"): "true", ("http", "token"): "open-sesame-open",
+        ("http", "metrics_listen"): "[::1]:81", ("http", "metrics_routes"): "3", ("http", "open"): "true",
+        ("http", "token"): "open-sesame-open",
         ("intake", "give_back_after"): "9m", ("intake", "queue_type"): "classic",
         ("intake", "consumers"): "shared", ("log", "format"): "console", ("log", "level"): "debug",
         ("audit", "rule"): '[{"name": "a", "sql": "SELECT 1"}]',
@@ -168,6 +170,66 @@ def test_a_url_in_a_later_layer_beats_a_url_file_in_an_earlier_one(tmp_path: Pat
     assert load(file, {"DELAYER_BROKER__URL": "amqp://later"}, {}).broker.url.reveal() == "amqp://later"
     file = write(tmp_path / "f.toml", '[broker]\nurl = "amqp://earlier"\n')
     assert load(file, {"DELAYER_BROKER__URL_FILE": str(secret)}, {}).broker.url.reveal() == "amqp://of-the-file"
+
+
+def test_a_changed_url_file_is_read_at_every_access(tmp_path: Path) -> None:
+    broker, store = tmp_path / "broker", tmp_path / "store"
+    write(broker, "amqp://u:one@h/v\n")
+    write(store, "postgresql://u:one@h,i/d")
+    file = write(tmp_path / "f.toml", f'[broker]\nurl_file = "{broker}"\n[store]\nurl_file = "{store}"\n')
+    settings = load(file, {}, {})
+
+    def password() -> tuple[bool, bool]:
+        return ":two@" in settings.broker_url, ":two@" in (settings.store_url or "")
+
+    assert password() == (False, False)
+    for path in broker, store:
+        write(path, path.read_text().replace("one", "two"))
+    assert password() == (True, True)
+    for content in ("", "half a", b"\xff", "amqp://u:three@h/other", "postgresql://u:three@h/other"):
+        for path in broker, store:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        assert password() == (True, True), "the last good one, and never another virtual host or database"
+    for path in broker, store:
+        path.unlink()
+    assert password() == (True, True)
+    write(broker, "amqp://u:two@i/v,amqp://u:two@j/v")
+    assert settings.broker_url == "amqp://u:two@i/v?heartbeat=10,amqp://u:two@j/v?heartbeat=10"
+
+
+@pytest.mark.parametrize(
+    ("text", "environ"),
+    [
+        ('[broker]\nurl = ["amqp://u:p%2Cw@a/v", "amqps://b:1/v?heartbeat=3"]', {}),
+        ("", {"DELAYER_BROKER__URL": "amqp://u:p%2Cw@a/v, amqps://b:1/v?heartbeat=3"}),
+    ],
+)
+def test_several_urls_of_one_broker(text: str, environ: dict[str, str], tmp_path: Path) -> None:
+    settings = load(write(tmp_path / "f.toml", text), environ, {})
+    assert settings.broker_url == "amqp://u:p%2Cw@a/v?heartbeat=10,amqps://b:1/v?heartbeat=3"
+    assert str(settings.broker.url) == "amqp://u:***@a/v, amqps://b:1/v?***"
+    assert [one.password for one in Address.parse_all(settings.broker_url)] == ["p,w", "guest"]
+    assert names_of(settings)["broker"] == "a:5672, b:1"
+    assert names_of(settings)["virtual_host"] == "v"
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ('["amqp://a/v", "amqp://b/w"]', "same virtual host"),
+        ('["amqp://u:hunter,2@a/v"]', "%2C"),
+        ('"amqp://u:hunter,2@a/v"', "a comma in a URL is written %2C"),
+        ('"amqp://u:12,34@a/v"', "a comma in a URL is written %2C"),
+        ("[]", "a list of URLs"),
+        ("7", "a URL"),
+        ('["amqp://a/v", 7]', "a URL"),
+        ('["amqp://a/v", "http://b/v"]', "a URL like amqp://"),
+    ],
+)
+def test_wrong_lists_of_urls(url: str, expected: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=expected) as caught:
+        load(write(tmp_path / "f.toml", f"[broker]\nurl = {url}"), {}, {})
+    assert not any(piece in str(caught.value) for piece in ("hunter", "12", "34"))
 
 
 def test_broker_url_carries_tls_and_heartbeat() -> None:

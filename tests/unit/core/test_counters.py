@@ -34,3 +34,12 @@ def test_invented_route_names_do_not_fill_the_memory() -> None:
     assert len(counters.routes["refused"]) == MOST_ROUTES + 1
     assert counters.routes["refused"][OTHERS] == 50
     assert list(counters.lateness) == [OTHERS]
+
+
+def test_a_route_keeps_its_name() -> None:
+    counters = Counters(2)
+    counters.add("refused", [b"a", b"b", b"c"])
+    assert [counters.name_of(route) for route in (b"c", b"a", b"b")] == [OTHERS, b"a", b"b"]
+    nothing = Counters(0)
+    nothing.add("parked", [b"a"])
+    assert nothing.routes["parked"] == {OTHERS: 1}

@@ -6,12 +6,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from structlog.testing import capture_logs
 
-from delayer.broker.errors import TopologyMismatch
+from delayer.broker.errors import BrokerRefused, TopologyMismatch
+from delayer.config.loading import load
 from delayer.config.model import Settings
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.daemon.app import Reload, changed, live_part
@@ -86,10 +88,45 @@ def reloading(daemon: StubDaemon, load: Callable[[], Settings]) -> tuple[Reload,
 
 
 @pytest.mark.parametrize(
-    "failures",
-    [{"broker": BrokerLost("no answer")}, {"broker": TopologyMismatch([])}, {"lanes": StoreLost("no lane")}],
+    ("failures", "away"),
+    [({"broker": BrokerLost("no answer")}, ["no answer"]), ({"lanes": StoreLost("no lane")}, ["no lane", "no lane"])],
     ids=str,
 )
+async def test_a_reload_is_in_force_although_something_is_out_of_reach(
+    failures: dict[str, Exception], away: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon, stopping = StubDaemon(settings(mode="native", store=STORE), **failures), asyncio.Event()
+    reload, line = reloading(daemon, lambda: settings(mode="store", store=STORE))
+    reload.request()
+    running = asyncio.create_task(reload.run(stopping))
+    await until(lambda: len(line.said) == 2)
+    stopping.set()
+    await running
+    told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [one["out_of_reach"] for one in told if one["event"] == "reloaded"] == [away]
+    assert daemon.settings.mode == "store"
+    assert line.said == ["reloading", "reloaded mode store"]
+
+
+def test_the_url_of_a_file_needs_no_restart(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+
+    def loaded(file: Path, content: str) -> Settings:
+        file.write_text(content)
+        path = tmp_path / "delayer.toml"
+        path.write_text(f"[store]\nurl_file = {json.dumps(str(file))}\n")
+        return load(path, {}, {})
+
+    old = loaded(one, "postgresql://u:1@h/d")
+    for new, keys in (
+        (loaded(one, "postgresql://u:2@h/d"), []),
+        (loaded(one, "postgresql://u:2@h/other"), ["store.url"]),
+        (loaded(other, "postgresql://u:2@h/d"), ["store.url", "store.url_file"]),
+    ):
+        assert changed(live_part(old, new), new) == keys
+
+
+@pytest.mark.parametrize("failures", [{"broker": BrokerRefused("no right")}, {"broker": TopologyMismatch([])}], ids=str)
 async def test_a_refused_reload_does_not_change_the_settings(failures: dict[str, Exception]) -> None:
     daemon, stopping = StubDaemon(settings(mode="native", store=STORE), **failures), asyncio.Event()
     reload, line = reloading(daemon, lambda: settings(mode="store", store=STORE))

@@ -26,6 +26,7 @@ def state(counters: Counters | None = None, **more: Any) -> dict[str, Any]:
         "lanes": [1, 2, 7],
         "usable": True,
         "stalled": [],
+        "topology": "",
         "counters": counters or Counters(),
         **more,
     }

@@ -16,10 +16,11 @@ from prometheus_client.exposition import generate_latest
 
 from delayer.config.model import Settings
 from delayer.core import horizon
-from delayer.core.counters import Counters
+from delayer.core.counters import MOST_ROUTES, OTHERS, ROUTE_KINDS, Counters
+from delayer.core.message import as_text
 from delayer.http.metrics import METRICS, PREFIX, MetricSources, roles
 from delayer.http.view import Depths, Snapshot
-from delayer.store.admin.stats import LANE_KINDS, Census, LaneOverview, OverdueSegments
+from delayer.store.admin.stats import COMPACTED, LANE_KINDS, Census, LaneOverview, OverdueSegments
 from delayer.store.segments import catalog
 from tests.support.web import samples
 from tests.unit.http.states import overview, state
@@ -122,6 +123,40 @@ def test_every_metric_is_served() -> None:
 )
 def test_figures(sample: tuple[str, ...], value: float) -> None:
     assert shown(sight())[sample] == value
+
+
+def test_many_routes_share_the_series_of_the_others() -> None:
+    """A daemon with 2,000 routes, all of them in use, with every queue of the cascade and of a takeover."""
+    routes = [b"in%d" % n for n in range(2_000)]
+    counters = Counters()
+    names = list(dict.fromkeys(as_text(counters.name_of(one)) for one in routes))
+    late = OTHERS.decode()
+    assert names == [*(f"in{n}" for n in range(MOST_ROUTES)), late]
+    for kind in ROUTE_KINDS:
+        counters.add(kind, [b"invented", *routes[7:]])
+    counters.delivered([(40, one) for one in routes])
+    for tally in (*counters.seconds.values(), *counters.sizes.values()):
+        tally.add(0.003)
+    census = {(one, at): 1.0 for one in (*routes, COMPACTED) for at in range(len(horizon.OFFSETS) + 1)}
+    levels = dict.fromkeys(range(28), 1)
+    queues = {f"level-{n}": 1 for n in range(32)}
+    found = shown(
+        sight(
+            state=state(counters, routes=names, consuming=dict.fromkeys(queues, True)),
+            census=Snapshot(Census(0, census, exact=True), "", 3.0),
+            depths=Snapshot(Depths(dict.fromkeys(["delays", "delays.due", "strays"], 1), levels, queues), "", 1.0),
+        )
+    )
+    assert len(found) <= 1_000
+    assert found["delayer_parked_total", "route=in6"] == 0
+    assert found["delayer_parked_total", "route=in7"] == 1
+    assert ("delayer_parked_total", f"route=in{MOST_ROUTES}") not in found
+    assert found["delayer_parked_total", f"route={late}"] == 2_000 - MOST_ROUTES + 1
+    assert found["delayer_backlog_messages", "due=overdue", "route=in0"] == 1
+    assert found["delayer_backlog_messages", "due=overdue", f"route={late}"] == 2_000 - MOST_ROUTES
+    assert found["delayer_backlog_messages", "due=overdue", f"route={COMPACTED.decode()}"] == 1
+    every = [value for (name, *_), value in found.items() if name == "delayer_parked_total"]
+    assert sum(every) == 1_994
 
 
 def test_a_counter_of_the_store_never_goes_down() -> None:

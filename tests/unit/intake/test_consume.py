@@ -38,18 +38,24 @@ class Scene:
         self.heartbeat = Heartbeat()
         self.stopping = asyncio.Event()
         self.attempts: list[int] = []
+        self.pause_seconds, self.connects = 0.001, 0
         intake = Intake("delays", 100, in_flight=in_flight)
         self.session = QueueConsumer(
-            intake, self.consumer, self.carrier, prepare=prepare or ready, heartbeat=self.heartbeat
+            intake,
+            self.consumer,
+            self.carrier,
+            prepare=prepare or ready,
+            heartbeat=self.heartbeat,
+            reached=lambda: self.connects,
         )
 
     def start(self) -> asyncio.Task[None]:
         return asyncio.create_task(self.session.run(self.stopping, self.pause))
 
     def pause(self, attempt: int, _random: float) -> float:
-        """A pause of a millisecond. The list has the attempt number of each."""
+        """A pause, by default of a millisecond. The list has the attempt number of each."""
         self.attempts.append(attempt)
-        return 0.001
+        return self.pause_seconds
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[asyncio.Task[None]]:
@@ -193,6 +199,26 @@ async def test_pauses_grow_until_a_batch_is_accepted() -> None:
         it.carrier.failures.clear()
         await last.read.wait()
     assert it.attempts == [0, 1, 2, 3, 0]
+
+
+@pytest.mark.parametrize("when", ["during the attempt", "during the pause"])
+async def test_a_pause_ends_when_a_server_is_reached_again(when: str) -> None:
+    """Every attempt fails while the connection waits for its own pause, so this pause has grown."""
+    last = ScriptedSubscription([])
+
+    async def prepare() -> None:
+        if when == "during the attempt":
+            it.connects += not it.attempts
+
+    it = Scene(BrokerLost("cut"), last, prepare=prepare)
+    it.pause_seconds = 10_000
+    async with it.running():
+        await until(lambda: bool(it.attempts))
+        if when == "during the pause":
+            await asyncio.sleep(0)
+            it.connects += 1
+        await last.read.wait()
+    assert it.attempts == [0]
 
 
 async def test_messages_without_room_do_not_lengthen_the_pause() -> None:

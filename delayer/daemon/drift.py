@@ -1,0 +1,99 @@
+"""The topology in force: what the broker has lost is restored and logged; what cannot be restored is a reason."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from typing import Final
+from urllib.parse import quote
+
+import structlog
+
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyMismatch
+from delayer.broker.management_api import Management
+from delayer.broker.pipelined_admin import PipelinedAdmin
+from delayer.config.model import Settings
+from delayer.config.topology import topology_of
+from delayer.core.topology import Binding, Topology, TopologyPart
+
+log = structlog.get_logger(__name__)
+
+ROUND_SECONDS: Final = 60.0
+"""Seconds between two rounds."""
+SHOWN: Final = 5
+"""The most parts that a line names."""
+DELETED: Final = "find out what deletes them: an operator, or a policy with `expires` (rabbitmqctl list_policies)"
+
+
+class DeclaredTopology:
+    """The topology of the settings in force, as the daemon keeps it on the broker."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        """Why the topology is not in place; empty if it is, as far as this is known."""
+        self._declared: frozenset[TopologyPart] = frozenset()
+        self._lost: dict[TopologyPart, None] = {}  # By the last look.
+        self._unlogged: dict[TopologyPart, None] = {}  # Lost, and not all restored yet.
+        self._lock = asyncio.Lock()
+
+    async def keep(self, broker: PipelinedAdmin, settings: Settings) -> None:
+        """Declare what the settings in force need, and note whether that succeeds. Raises as :meth:`declare` does."""
+        began = bool(self._declared)
+        try:
+            again = await self.declare(broker, settings)
+        except TopologyMismatch as wrong:
+            more = f", and {len(wrong.findings) - 1} more" if len(wrong.findings) > 1 else ""
+            self._note(f"{wrong.findings[0]}{more}", wrong.advice or "delayer topology verify", began=began)
+            raise
+        except BrokerRefused as refused:
+            self._note(str(refused), "delayer check", began=began)
+            raise
+        self._note(f"lost again after the daemon restored it: {_named(again)}" if again else "", DELETED, began=began)
+
+    def _note(self, reason: str, advice: str, *, began: bool) -> None:
+        """``began``: the topology was in place before. Otherwise the start logs the reason itself."""
+        reason = reason and f"the topology is not in place: {reason}"
+        if reason and reason != self.reason and began:
+            log.error("topology not in place", reason=reason, next_step=advice)
+        elif self.reason and not reason:
+            log.info("topology in place")
+        self.reason = reason
+
+    async def declare(self, broker: PipelinedAdmin, settings: Settings) -> list[TopologyPart]:
+        """Declare what these settings need. Log the parts that were there before and were lost; return those of them
+        that the last call restored already. Raises BrokerLost, BrokerRefused, TopologyMismatch."""
+        wanted = topology_of(settings)
+        async with self._lock:
+            missing = await _missing(broker, settings, wanted) if self._declared else []
+            lost = dict.fromkeys(one for one in missing if one in self._declared)
+            self._unlogged |= lost
+            await broker.declare(wanted)
+            if self._unlogged:
+                log.warning("topology restored", parts=_named(self._unlogged), next_step=DELETED)
+            again = [one for one in lost if one in self._lost]
+            self._lost, self._unlogged = lost, {}
+            self._declared = frozenset((*wanted.exchanges, *wanted.queues, *wanted.bindings))
+            return again
+
+
+async def _missing(broker: PipelinedAdmin, settings: Settings, wanted: Topology) -> list[TopologyPart]:
+    """The missing exchanges and queues. With a management URL also the missing bindings of the intake queue, whose
+    loss would lose messages; AMQP does not show them."""
+    missing: list[TopologyPart] = [*await broker.missing([*wanted.exchanges, *wanted.queues])]
+    management = Management.beside(settings.broker_url, settings.management_url)
+    ends = {one.name for one in missing if not isinstance(one, Binding)}
+    ours = [one for one in wanted.bindings if one.destination == settings.intake.queue]
+    if management is not None and settings.intake.queue not in ends:
+        try:
+            path = f"queues/{management.vhost}/{quote(settings.intake.queue, safe='')}/bindings"
+            present = [binding for binding, _ in await management.bindings(path)]
+        except (BrokerRefused, BrokerUnreachable):
+            return missing  # `delayer check` reports it. They are declared again in any case.
+        missing += [one for one in ours if one not in present and one.source not in ends]
+    return missing
+
+
+def _named(parts: Collection[TopologyPart]) -> str:
+    names = [f"{one.kind} {one if isinstance(one, Binding) else one.name}" for one in parts]
+    more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

@@ -1,0 +1,143 @@
+"""What the broker loses while the daemon runs is restored and logged. What cannot be restored makes it unready."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from tests.acceptance.conftest import Notices
+from tests.acceptance.own_vhost import OwnVhost, delayed
+from tests.acceptance.test_http import ANY_PORT
+from tests.acceptance.test_store_bond import other, refusal
+from tests.acceptance.world import BROKER_SECRET, USER
+from tests.support.daemon import DaemonProcess, command
+from tests.support.place import eventually
+from tests.support.web import Web
+
+__all__ = ["other"]
+
+PROGRAM = (
+    sys.executable,
+    "-c",
+    "from delayer.daemon import drift; drift.ROUND_SECONDS = 0.3\nfrom delayer.cli.main import main; main()",
+)
+"""The daemon with three rounds a second instead of one a minute."""
+GONE = 503
+
+
+@asynccontextmanager
+async def watched(place: OwnVhost, environ: dict[str, str]) -> AsyncIterator[tuple[DaemonProcess, Web]]:
+    """A ready daemon with many rounds, and its health."""
+    async with DaemonProcess(environ | ANY_PORT, program=PROGRAM) as daemon:
+        web = await Web.of(await daemon.ready())
+        assert await reasons(web, 200) == []
+        yield daemon, web
+
+
+async def reasons(web: Web, status: int) -> Any:
+    """Why the daemon is not ready, as soon as /health/ready answers with this status."""
+    answer = await eventually(lambda: web.get("/health/ready"), lambda answer: answer.status == status)
+    return answer.json["reasons"]
+
+
+def rights(place: OwnVhost, configure: str) -> None:
+    place.rabbitmq.add_user(USER, BROKER_SECRET, vhost=place.vhost, configure=configure, read=".*", write=".*")
+
+
+async def restored(daemon: DaemonProcess, part: str) -> dict[str, Any]:
+    return await daemon.event("topology restored", where=lambda event: part in event["parts"])
+
+
+async def test_lost_exchanges_and_queues_come_back(place: OwnVhost) -> None:
+    async with watched(place, place.environ("native")) as (daemon, web), await place.raw() as raw:
+        inbox = await raw.inbox("inbox")
+        for kind, name in (
+            ("exchange", "in"), ("queue", "delays.refused"), ("queue", "delays"),
+            ("queue", "delayer.delay-level-05"), ("exchange", "delayer.delay-level-05"),
+        ):  # fmt: skip
+            place.things._call("DELETE", f"{kind}s", name)
+            told = await restored(daemon, f"{kind} {name}")
+            assert "a policy with `expires`" in told["next_step"]
+        assert await reasons(web, 200) == []
+        await raw.publish(delayed("through", 1_000))
+        await inbox.got([b"through"])
+        assert await daemon.stop() == 0
+
+
+@pytest.mark.parametrize("managed", [True, False])
+async def test_a_lost_binding_comes_back(place: OwnVhost, store: str, managed: bool) -> None:
+    """AMQP does not show that it was lost."""
+    environ = place.environ("store", store)
+    if managed:
+        environ["BROKER__MANAGEMENT_URL"] = place.rabbitmq.management_url
+    async with watched(place, environ) as (daemon, _), await place.raw() as raw:
+        inbox = await raw.inbox("inbox")
+        at = f"/api/bindings/{quote(place.vhost, safe='')}/e/in/q/delays"
+        (binding,) = place.rabbitmq.api("GET", at)
+        place.rabbitmq.api("DELETE", f"{at}/{binding['properties_key']}")
+        if managed:
+            await restored(daemon, "binding in -> queue delays with key '#'")
+        await eventually(lambda: place.rabbitmq.api("GET", at))
+        await raw.publish(delayed("through", 100))
+        await inbox.got([b"through"])
+        assert await daemon.stop() == 0
+        assert managed or not [event for event in daemon.events if event["event"] == "topology restored"]
+
+
+async def test_what_cannot_be_restored_makes_the_daemon_unready(place: OwnVhost, store: str, notices: Notices) -> None:
+    async with watched(place, place.environ("store", store)) as (daemon, web):
+        rights(place, r"^(?!delays\.refused$).*")
+        place.things._call("DELETE", "queues", "delays.refused")
+        place.things._call("DELETE", "exchanges", "in")
+        (reason,) = await reasons(web, GONE)
+        assert reason.startswith("the topology is not in place: ")
+        assert "'delays.refused': ACCESS_REFUSED" in reason
+        assert "delayer check" in (await daemon.event("topology not in place"))["next_step"]
+        await eventually(lambda: notices.said("STATUS=", "the topology is not in place"))
+        assert (await web.metrics())["delayer_ready",] == 0
+        place.things.queue("delays.refused", "classic")
+        rights(place, ".*")
+        told = await daemon.event("topology not in place", where=lambda event: "x-queue-type" in event["reason"])
+        assert told["next_step"] == "delayer topology verify"
+        (reason,) = await reasons(web, GONE)
+        assert "error: queue delays.refused: expected" in reason
+        place.things._call("DELETE", "queues", "delays.refused")
+        await restored(daemon, "exchange in, queue delays.refused")
+        await daemon.event("topology in place")
+        assert await reasons(web, 200) == []
+        assert await daemon.stop() == 0
+
+
+async def test_what_is_lost_again_and_again_makes_the_daemon_unready(place: OwnVhost) -> None:
+    """As by a policy with a short ``expires``."""
+    again = "the topology is not in place: lost again after the daemon restored it: queue delays.refused"
+    async with watched(place, place.environ("native")) as (daemon, web):
+
+        async def delete() -> bool:
+            with suppress(RuntimeError):  # The queue is gone.
+                place.things._call("DELETE", "queues", "delays.refused")
+            return (await web.get("/health/ready")).json["reasons"] == [again]
+
+        await eventually(delete)
+        told = await daemon.event("topology not in place", where=lambda event: event["reason"] == again)
+        assert "a policy with `expires`" in told["next_step"]
+        assert await reasons(web, 200) == []
+        assert await daemon.stop() == 0
+
+
+async def test_a_daemon_leaves_a_store_that_was_given_to_another_broker(
+    place: OwnVhost, other: OwnVhost, store: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "delayer.toml"
+    other.write(config, "store", {"store": {"url": store}})
+    async with watched(place, place.environ("store", store)) as (daemon, web):
+        await command(config, "topology", "apply", "--accept-broker")
+        assert await refusal(daemon)
+        assert "nothing is delivered: no connection to publish by" in await reasons(web, GONE)
+        await daemon.event("lane dropped")
