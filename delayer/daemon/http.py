@@ -53,6 +53,7 @@ class DaemonInside:
             "store": store.configured,
             "lanes": store.numbers,
             "usable": store.usable,
+            "refusal": store.refusal,
             "stalled": daemon.watchdog.stalled(),
             "topology": daemon.topology.reason,
             "recent": list(self.recent.steps),

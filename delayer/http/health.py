@@ -36,6 +36,8 @@ def not_ready(state: State, intake: str, store: StoreOverview | None, error: str
         found.append("nothing is delivered: the broker takes no publishes (a resource alarm)")
     if state["mode"] == "store" and not state["usable"]:
         found.append("no lane of the store is owned")
+    if state["refusal"]:
+        found.append(f"nothing leaves the store: {state['refusal']}")
     if state["topology"]:
         found.append(state["topology"])
     found += not_alive(state)

@@ -36,6 +36,7 @@ State = Mapping[str, Any]
     store        whether a store is configured
     lanes        numbers of the lanes that it releases
     usable       whether there is a lane to park into
+    refusal      why the store refuses this daemon until an operator acts, or ""
     stalled      names of the loops without progress
     topology     why the topology is not in place, or ""
     recent       http.recent.Recent.steps

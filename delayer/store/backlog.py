@@ -62,6 +62,8 @@ class PostgresBacklog:
         self.configured = False
         self.out_of_reach = asyncio.Event()
         """Set while the last poll of the store failed."""
+        self.refusal = ""
+        """Why the store refuses this daemon until an operator acts. Empty if it does not, as far as known."""
         self._link = link
         self._ownership = LaneOwnership(link, away_seconds)
         self._term = Term(0)
@@ -250,6 +252,7 @@ class PostgresBacklog:
                 await self._look(number, stopping)
             except StoreLost as lost:
                 self.out_of_reach.set()
+                self.refusal = str(lost) if lost.advice else ""
                 told = throttle.should_log(str(lost), time.monotonic())
                 if told and lost.advice:
                     log.error("store refused", reason=str(lost), next_step=lost.advice)
@@ -257,6 +260,7 @@ class PostgresBacklog:
                     log.warning("store unreachable", reason=str(lost))
             else:
                 self.out_of_reach.clear()
+                self.refusal = ""
                 retry.succeeded()
                 throttle.reset()
             if self.out_of_reach.is_set():

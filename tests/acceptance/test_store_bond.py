@@ -9,9 +9,11 @@ from urllib.parse import quote
 import pytest
 
 from tests.acceptance.own_vhost import OwnVhost, delayed
+from tests.acceptance.test_http import ANY_PORT
 from tests.support.daemon import DaemonProcess, command
 from tests.support.place import eventually
 from tests.support.servers import RabbitMQ
+from tests.support.web import Web
 
 
 @pytest.fixture
@@ -56,6 +58,20 @@ async def test_a_second_broker_gets_none_of_the_messages(
             await inbox.got([b"ours"])
             assert not theirs.arrivals
             await eventually(lambda: other.things.depth("delays") == 1)
+
+
+@pytest.mark.parametrize("mode", ["store", "native"])
+async def test_the_daemon_of_a_second_broker_is_not_ready(
+    place: OwnVhost, other: OwnVhost, store: str, mode: str
+) -> None:
+    async with DaemonProcess(place.environ(mode, store)) as first:
+        await first.ready()
+        await first.event("lane taken")
+        async with DaemonProcess(other.environ(mode, store) | ANY_PORT) as second:
+            await second.event("store refused")
+            web = await Web.of(second)
+            answer = await eventually(lambda: web.get("/health/ready"), lambda answer: answer.status == 503)
+            assert any("the store belongs to another broker" in reason for reason in answer.json["reasons"])
 
 
 async def test_a_drain_between_two_brokers_is_refused(

@@ -25,6 +25,7 @@ def state(counters: Counters | None = None, **more: Any) -> dict[str, Any]:
         "store": True,
         "lanes": [1, 2, 7],
         "usable": True,
+        "refusal": "",
         "stalled": [],
         "topology": "",
         "counters": counters or Counters(),

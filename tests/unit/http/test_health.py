@@ -36,12 +36,17 @@ AWAY: dict[str, Any] = {"consuming": {"delays": False}}
         (state(stalled=["lane 3"]), GOOD, ["loop 'lane 3' stands still"]),
         # Native mode is ready without the store: the messages in it are released when the store is back.
         (state(mode="native", usable=False), None, []),
+        (
+            state(mode="native", refusal="the broker is not this store's"),
+            None,
+            ["nothing leaves the store: the broker is not this store's"],
+        ),
         (state(mode="native", **AWAY), None, ["queue 'delays' is not consumed"]),
         (state(consuming=DUE), GOOD, ["queue 'delays.due' is not consumed"]),
         (state(connections=BLOCKED), GOOD, [f"{STUCK}the broker takes no publishes (a resource alarm)"]),
         (state(connections=CUT), GOOD, [f"{STUCK}no connection to publish by"]),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_ready(seen: dict[str, Any], store: StoreOverview | None, reasons: list[str]) -> None:
     assert not_ready(seen, "delays", store, "connect: refused") == reasons
