@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Final
+from weakref import WeakKeyDictionary
+
+import structlog
 
 from delayer.amqp.connection import Connection
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.pipelined_admin import PipelinedAdmin
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.topology import Topology
+from delayer.daemon.drift import DELETED
 from delayer.store.postgres import PostgresStore
+
+log = structlog.get_logger(__name__)
 
 PATIENCE: Final = 10.0
 RIGHTS: Final = "give the broker's user *configure* on delayer.store.* (docs/security.md)"
@@ -21,11 +28,12 @@ class StoreBond:
 
     def __init__(self) -> None:
         self._store: PostgresStore | None = None
+        self._passed: WeakKeyDictionary[Connection, str] = WeakKeyDictionary()  # And the store's id at the time.
 
-    async def attach(self, store: PostgresStore, connection: Connection | None) -> None:
-        """Check ``connection``, if open yet, and every later connection. Raises StoreLost if its broker is another
-        store's, or cannot be asked."""
-        if connection is not None:
+    async def attach(self, store: PostgresStore, connections: Iterable[Connection]) -> None:
+        """Check the open connections, and every later one. Raises StoreLost if a broker is another store's, or cannot
+        be asked."""
+        for connection in connections:
             try:
                 await self._check(store, connection)
             except BrokerLost as lost:
@@ -33,7 +41,8 @@ class StoreBond:
         self._store = store
 
     async def check(self, connection: Connection) -> None:
-        """Check a new connection. Raises BrokerLost if its broker is not the store's, or cannot be asked."""
+        """Check a connection. If it passed before, restore an exchange that was deleted since. Raises BrokerLost if its
+        broker is not the store's, or cannot be asked."""
         if self._store is None:
             return
         try:
@@ -52,8 +61,13 @@ class StoreBond:
 
         try:
             async with PipelinedAdmin(connection, PATIENCE) as admin:
-                if not await store.give_broker(declare):
+                if self._passed.get(connection) == store.identity.id:
+                    if not await admin.exchange_exists(exchange.name):
+                        await declare()
+                        log.warning("topology restored", parts=f"exchange {exchange.name}", next_step=DELETED)
+                elif not await store.give_broker(declare):
                     await store.identity.check_broker(admin.exchange_exists)
+                self._passed[connection] = store.identity.id
         except (BrokerRefused, TopologyMismatch) as refused:
             raise StoreLost(f"the mark of the store's broker is missing: {refused}", RIGHTS) from refused
 

@@ -64,11 +64,13 @@ class Connections:
         for connection in self._connections.values():
             connection.start()
 
+    def open(self) -> list[Connection]:
+        return [one.current for one in self._connections.values() if one.current is not None]
+
     def drop(self, reason: str) -> None:
         """End the open connections. New ones are accepted or not, as at the start."""
-        for one in self._connections.values():
-            if one.current is not None:
-                one.current.drop(reason)
+        for one in self.open():
+            one.drop(reason)
 
     def closings(self) -> list[Coroutine[None, None, None]]:
         """Return the coroutines that close them. Await these together, because a hanging broker answers no close."""
@@ -156,7 +158,7 @@ class Daemon:
                     lambda: settings.store_url or "", history_days=settings.store.history_days
                 )
                 try:
-                    await self._bond.attach(store, self.connections["publish"].current)
+                    await self._bond.attach(store, self.connections.open())
                 except BaseException:
                     await store.close()
                     raise

@@ -317,8 +317,8 @@ class Dispatch:
         acks.accept(publication.delivery.tag for publication in through)
         self._counters.settled([one.counted for one in publications], outcomes, schedule, now_ms)
         self._counters.sent(one.parcel.target for one in through if one.parcel is not None)
-        refused = (one for one in through if one.refusal)
-        for one, more in first_of_each(refused, lambda one: one.delivery.exchange):
+        refused = [one for one in through if one.refusal]
+        for one, more in first_of_each(refused, lambda one: one.delivery.exchange) if refused else ():
             log.warning(
                 "message refused",
                 reason=one.refusal,

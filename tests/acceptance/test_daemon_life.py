@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import re
@@ -333,6 +334,7 @@ async def bound(place: OwnVhost) -> bool:
 
 async def test_an_unread_log_stops_no_message(place: OwnVhost) -> None:
     outlet, inlet = os.pipe()
+    fcntl.fcntl(inlet, fcntl.F_SETPIPE_SZ, 4096)  # A flood logs few lines.
     environ = {"HTTP__LISTEN": "", "LOG__FORMAT": "json"} | place.environ("native")
     daemon = await asyncio.create_subprocess_exec(
         str(EXECUTABLE), "run", stdin=asyncio.subprocess.DEVNULL, stderr=inlet,

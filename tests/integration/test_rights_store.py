@@ -83,7 +83,7 @@ async def retry(url: str, lane: Lane) -> None:
 
 async def work(url: str) -> None:
     """Do everything that a daemon does with its store. Fails without a right for it."""
-    store = await Store.connect(url)
+    store = await Store.connect(lambda: url)
     try:
         async with owned(store, 2) as lanes:
             assert len(lanes) == 2
@@ -164,7 +164,7 @@ async def test_the_store_needs_each_of_them(store: str, postgres: Postgres, righ
 
 async def press(url: str) -> None:
     """Do everything that the page's buttons do. Fails without a right for it."""
-    store = await Store.connect(url)
+    store = await Store.connect(lambda: url)
     try:
         async with owned(store) as [lane]:
             due_ms = store.now_upper_ms() + 3 * DAY_MS
@@ -233,7 +233,7 @@ async def test_limits_of_the_daemon_s_role(store: str, statement: str) -> None:
 async def test_the_owner_can_go_on_upgrading_beside_the_daemon_s_partitions(store: str, postgres: Postgres) -> None:
     """A later upgrade may need the right to alter the daemon's partitions."""
     await asyncio.to_thread(clear, postgres)
-    daemon = await Store.connect(store)
+    daemon = await Store.connect(lambda: store)
     try:
         await daemon.maintain()
     finally:
@@ -246,7 +246,7 @@ async def test_the_owner_can_go_on_upgrading_beside_the_daemon_s_partitions(stor
 async def test_the_daemon_looks_after_days_that_its_owner_made(store: str, postgres: Postgres) -> None:
     """An import or a bulk restore parks as the owner of the schema."""
     await asyncio.to_thread(clear, postgres)
-    owner = await Store.connect(postgres.url(DATABASE, user=OWNER))
+    owner = await Store.connect(lambda: postgres.url(DATABASE, user=OWNER))
     try:
         today = owner.now_upper_ms() // DAY_MS
         async with owned(owner) as [lane]:

@@ -163,7 +163,7 @@ async def test_a_reader_delays_a_drop_and_no_release(database: str) -> None:
 
 async def test_two_daemons_make_the_same_days_at_once(database: str) -> None:
     async with opened(database):
-        stores = await asyncio.gather(*(Store.connect(database, history_days=3) for _ in range(3)))
+        stores = await asyncio.gather(*(Store.connect(lambda: database, history_days=3) for _ in range(3)))
         async with sql(database) as admin:
             today = stores[0].now_lower_ms() // DAY_MS
             assert await partitions(admin) == days(today, 3)
@@ -174,11 +174,11 @@ async def test_two_daemons_make_the_same_days_at_once(database: str) -> None:
 @pytest.mark.deadline(120)
 async def test_the_rights_of_the_page_are_enough(store: str) -> None:
     """The daemon's role keeps a history with block 4 of docs/security.md, and needs nothing of it without one."""
-    without = await Store.connect(store)
+    without = await Store.connect(lambda: store)
     await without.maintain()
     await without.close()
     await as_owner(store.replace("//delayer@", "//delayer_owner@"), statements_of(4))
-    daemon = await Store.connect(store, history_days=2)
+    daemon = await Store.connect(lambda: store, history_days=2)
     try:
         async with owned(daemon, 1) as [lane]:
             await daemon.park(lane, [parcel(daemon.now_lower_ms() + 5)], [])

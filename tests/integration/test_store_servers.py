@@ -70,6 +70,6 @@ async def test_pgbouncer_in_session_mode_holds_lanes(url: str) -> None:
         assert len(await release_all(lane)) == 1
         async with lane.claimers[0].locked_connection("test") as connection:
             assert await connection.fetchval("SHOW idle_session_timeout") == "7s"
-        other = await Store.connect(url)
+        other = await Store.connect(lambda: url)
         assert await other.take(lane.number) is None
         await other.close()
