@@ -72,6 +72,9 @@ class Address:
             raise ValueError("broker URL: expected a host name after // (and @)")
         if parts.fragment or "/" in parts.path[1:]:
             raise ValueError("broker URL: expected / and # in user, password and vhost to be written %2F and %23")
+        vhost = unquote(parts.path[1:]) or "/"
+        if (size := len(vhost.encode())) > 127:  # The limit of AMQP and its libraries. RabbitMQ itself allows 255.
+            raise ValueError(f"broker URL: expected the name of a vhost of at most 127 bytes, found {size}")
         query = _query(parts.query)
         mechanism = query.get("auth_mechanism", "plain").upper()
         if mechanism not in _MECHANISMS:
@@ -82,7 +85,7 @@ class Address:
         return cls(
             host=host,
             port=port,
-            vhost=unquote(parts.path[1:]) or "/",
+            vhost=vhost,
             user=unquote(parts.username) if parts.username else "guest",
             password="guest" if parts.password is None else unquote(parts.password),
             tls=_context(query) if secure else None,

@@ -3,8 +3,9 @@ flight are in doubt, and a retry may help."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from typing import ClassVar, Final
 
 from delayer.core.errors import BrokerLost
 from delayer.core.hold import Outcome
@@ -21,6 +22,15 @@ class ReplyCode(IntEnum):
     FRAME_ERROR = 501
     SYNTAX_ERROR = 502
     UNEXPECTED_FRAME = 505
+    NOT_ALLOWED = 530
+
+
+LOGIN: Final = "check user and password, and that the broker has them"
+PERMISSION: Final = "give the user this permission (docs/security.md)"
+NOT_ALLOWED: Final = (
+    "do what the reason asks for: create the virtual host, give the user permissions in it, or raise the limit of the "
+    "virtual host or the user (rabbitmqctl set_vhost_limits, set_user_limits)"
+)
 
 
 class MalformedProperties(Exception):
@@ -41,9 +51,11 @@ class _Closed(BrokerLost):
     published batch, None for messages in doubt."""
 
     outcomes: Sequence[Outcome | None] = ()
+    ADVICE: ClassVar[Mapping[int, str]] = {}
+    """The next step by reply code."""
 
     def __init__(self, code: int, text: str) -> None:
-        super().__init__(code, text)
+        super().__init__(code, text, advice=self.ADVICE.get(code, ""))
         self.code = code
         self.text = text.removesuffix(".")
 
@@ -54,16 +66,20 @@ class _Closed(BrokerLost):
 class ConnectionLost(_Closed):
     """The connection is gone: the broker or this side closed it, or it was cut. A known cause is chained."""
 
+    ADVICE: ClassVar[Mapping[int, str]] = {ReplyCode.ACCESS_REFUSED: LOGIN, ReplyCode.NOT_ALLOWED: NOT_ALLOWED}
+
     @property
     def objects(self) -> bool:
         """Whether the broker closed it because of what this side sent, not for a shutdown or a limit."""
         # Reply codes from 500 on blame the peer's input and close the connection. Only 530 is not about a message: the
         # user has reached the limit of channels or connections.
-        return self.code >= 500 and self.code != 530 and type(self) is ConnectionLost
+        return self.code >= 500 and self.code != ReplyCode.NOT_ALLOWED and type(self) is ConnectionLost
 
 
 class AccessRefused(ConnectionLost):
     """The broker rejected the credentials or the virtual host. A retry alone does not help."""
+
+    ADVICE: ClassVar[Mapping[int, str]] = {**ConnectionLost.ADVICE, 0: LOGIN}
 
 
 class ProtocolError(ConnectionLost):
@@ -72,6 +88,8 @@ class ProtocolError(ConnectionLost):
 
 class ChannelClosed(_Closed):
     """The channel is gone: the broker closed it (``code`` is its reason), or this side did (200)."""
+
+    ADVICE: ClassVar[Mapping[int, str]] = {ReplyCode.ACCESS_REFUSED: PERMISSION}
 
     @property
     def objects(self) -> bool:

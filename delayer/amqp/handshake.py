@@ -10,11 +10,11 @@ from pamqp import commands
 
 import delayer
 from delayer.amqp.address import Address
-from delayer.amqp.errors import AccessRefused
+from delayer.amqp.errors import AccessRefused, ReplyCode
 from delayer.amqp.framing import DEFAULT_FRAME_MAX, MIN_FRAME_MAX
 
 # With these reply codes a broker rejects a login for good: bad path, access refused, not allowed (no such vhost).
-REFUSALS = frozenset({402, 403, 530})
+REFUSALS = frozenset({402, ReplyCode.ACCESS_REFUSED, ReplyCode.NOT_ALLOWED})
 _CAPABILITIES = ("publisher_confirms", "consumer_cancel_notify", "connection.blocked", "basic.nack")
 
 

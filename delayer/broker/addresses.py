@@ -28,9 +28,8 @@ def addresses_of(urls: str) -> list[Address]:
     try:
         return Address.parse_all(urls)
     except ValueError as error:
-        lost = BrokerUnreachable(str(error))
-        lost.advice = "see that ca_file, cert_file and key_file of [broker] are complete, and belong together"
-        raise lost from error
+        advice = "see that ca_file, cert_file and key_file of [broker] are complete, and belong together"
+        raise BrokerUnreachable(str(error), advice=advice) from error
 
 
 async def of_first(

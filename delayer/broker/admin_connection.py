@@ -20,11 +20,15 @@ from aiormq.exceptions import ChannelAccessRefused, ChannelClosed
 from pamqp.base import Frame
 
 from delayer.amqp.address import Address
+from delayer.amqp.errors import NOT_ALLOWED, PERMISSION
 from delayer.amqp.handshake import server_version
 from delayer.broker.addresses import CONNECT_SECONDS, addresses_of, of_first
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
+from delayer.broker.pipelined_admin import connected
 
 T = TypeVar("T")
+
+_UNEXPLAINED = (driver.ProbableAuthenticationError, driver.AuthenticationError, driver.InvalidFrameError)
 
 
 class AdminConnection:
@@ -47,9 +51,12 @@ class AdminConnection:
             try:
                 with translated(where):
                     await connection.connect(timeout=seconds)
-            except BaseException:
+            except BaseException as error:
                 # Otherwise the driver would close it during garbage collection, perhaps without a loop.
                 await connection.close()
+                if isinstance(error.__cause__, _UNEXPLAINED):
+                    # The driver hides the broker's reason; our own client raises it.
+                    await (await connected(address, name, seconds)).close()
                 raise
             return cls(connection, where, patience)
 
@@ -76,7 +83,7 @@ class AdminConnection:
                 async with asyncio.timeout(self._patience):
                     return await method(await self._open_channel())
             except ChannelAccessRefused as error:
-                raise BrokerRefused(f"{self.where}: {_text(error)}") from error
+                raise BrokerRefused(f"{self.where}: {_text(error)}", PERMISSION) from error
 
     async def ask(self, method: Frame) -> Frame | ChannelClosed | None:
         """The broker's answer to one method; a refusal is a value. Raises as :meth:`call`."""
@@ -130,17 +137,9 @@ def translated(where: str) -> Iterator[None]:
         yield
     except driver.ChannelClosed:
         raise
-    except (driver.ProbableAuthenticationError, driver.AuthenticationError) as error:
-        raise BrokerRefused(f"{where}: the login was refused: {_text(error)}") from error
-    except driver.ConnectionNotAllowed as error:
-        raise BrokerRefused(f"{where}: {_text(error)}") from error
-    except driver.InvalidFrameError as error:
-        # If opening the vhost failed, the driver hides the broker's connection.close in this error.
-        if "Connection.OpenOk" in str(error):
-            raise BrokerRefused(f"{where}: the vhost does not exist, or this user may not enter it") from error
-        raise BrokerUnreachable(f"{where}: does not speak AMQP 0-9-1: {_text(error)}") from error
     except driver.ConnectionClosed as error:
-        raise BrokerUnreachable(f"{where}: the broker closed the connection: {_text(error)}") from error
+        advice = NOT_ALLOWED if isinstance(error, driver.ConnectionNotAllowed) else ""
+        raise BrokerUnreachable(f"{where}: the broker closed the connection: {_text(error)}", advice=advice) from error
     except TimeoutError as error:
         raise BrokerUnreachable(f"{where}: no answer in time") from error
     except (driver.AMQPConnectionError, OSError) as error:

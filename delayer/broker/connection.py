@@ -15,14 +15,12 @@ import structlog
 from delayer.amqp.address import Address
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
-from delayer.amqp.errors import AccessRefused
 from delayer.broker.addresses import CONNECT_SECONDS, of_first
 from delayer.core.backoff import LogThrottle, pause
 from delayer.core.errors import OF_BROKER, BrokerLost, certificate_advice
 
 log = structlog.get_logger(__name__)
 
-LOGIN: Final = "check user, password and virtual host in broker.url, and that the broker has them"
 SETTLED: Final = 5.0
 """A connection that lasts for so many seconds is followed by the next one at once."""
 SHORT_LIVED: Final = 3
@@ -158,7 +156,6 @@ class ReconnectingConnection:
                 # A refused password and a missing vhost are retried too: an operator can repair them meanwhile.
                 told = self._throttle.should_log(str(lost), time.monotonic())
                 advice = lost.advice or certificate_advice(str(lost), *OF_BROKER)
-                advice = LOGIN if isinstance(lost, AccessRefused) else advice
                 if told and advice:
                     log.error("broker refused", broker=self._where, reason=str(lost), next_step=advice)
                 elif told:
@@ -175,7 +172,8 @@ class ReconnectingConnection:
             reason = await asyncio.shield(connection.closed)
             self._connected.clear()
             self._connection = None
-            log.warning("broker connection lost", connection=self._name, reason=str(reason))
+            step = {"next_step": reason.advice} if reason.advice else {}
+            log.warning("broker connection lost", connection=self._name, reason=str(reason), **step)
             # Only failures make the pause grow, but a broker that ends each connection must not be asked without one.
             failures = 0 if time.monotonic() - began > SETTLED else min(failures + 1, SHORT_LIVED)
 

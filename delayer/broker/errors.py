@@ -14,8 +14,16 @@ class BrokerUnreachable(BrokerLost):
     """There is no connection to the broker, it broke, or the broker did not answer in time."""
 
 
+RIGHTS: Final = "check user, password, vhost and permissions"
+
+
 class BrokerRefused(Exception):
-    """The broker answered and refused: the login, the vhost, or the operation. A retry seldom helps."""
+    """The broker answered and refused: the login, the vhost, or the operation. A retry seldom helps. ``advice``: the
+    next step, as an imperative."""
+
+    def __init__(self, text: str, advice: str = "") -> None:
+        super().__init__(text)
+        self.advice = advice or RIGHTS
 
 
 class QueueMissing(Exception):
@@ -32,6 +40,11 @@ def mismatch_advice(broker_says: str) -> str:
     """The next step for a queue that differs, if the broker names the argument of ``[intake] consumers``; else ""."""
     return OTHER_CONSUMERS if ONE_CONSUMER in broker_says else ""
 
+
+UNDECLARED: Final = (
+    "do what the reason asks for: remove queues, or raise the limit of the virtual host (rabbitmqctl set_vhost_limits)"
+)
+"""The next step if the broker refuses to declare a part that does not exist."""
 
 TopologySeverity = Literal["error", "note", "unknown"]
 

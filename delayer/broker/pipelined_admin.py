@@ -23,7 +23,7 @@ from delayer.amqp.errors import AccessRefused, ChannelClosed, ReplyCode
 from delayer.amqp.framing import UncheckedMethod
 from delayer.amqp.properties import encode_headers, entry, int64
 from delayer.broker.addresses import CONNECT_SECONDS, addresses_of, of_first
-from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding, TopologyMismatch
+from delayer.broker.errors import UNDECLARED, BrokerRefused, BrokerUnreachable, TopologyFinding, TopologyMismatch
 from delayer.core.delay_headers import OPT_TIME
 from delayer.core.message import Delivery, Outgoing
 from delayer.core.topology import Binding, Exchange, Queue, Topology, TopologyPart, arguments
@@ -123,22 +123,27 @@ class PipelinedAdmin:
         """Declare the topology; existing parts stay as they are.
 
         Raises TopologyMismatch with every part that differs. Then nothing is bound, because bindings between wrong
-        parts could route messages anywhere. Raises BrokerRefused if a part was removed meanwhile, or a queue's node is
-        down: then a retry may help.
+        parts could route messages anywhere. Raises BrokerRefused if a part was removed meanwhile, a queue's node is
+        down, or the broker has reached a limit: then a retry may help.
         """
         wrong = await self._different([*wanted.exchanges, *wanted.queues])
         if different := wrong or await self._different(wanted.bindings):
             raise TopologyMismatch(different)
 
     async def _different(self, parts: Sequence[TopologyPart]) -> list[TopologyFinding]:
-        found = []
+        found: dict[TopologyPart, TopologyFinding] = {}
         for part, answer in zip(parts, await self._ask([declaration(one) for one in parts]), strict=True):
             if isinstance(answer, ChannelClosed):
                 name = part.source if isinstance(part, Binding) else part.name
                 if answer.code not in (ReplyCode.PRECONDITION_FAILED, ReplyCode.RESOURCE_LOCKED):
-                    raise BrokerRefused(f"{part.kind} {name!r}: {answer.text}") from answer
-                found.append(TopologyFinding(part.kind, name, str(part), answer.text))
-        return found
+                    raise BrokerRefused(f"{part.kind} {name!r}: {answer.text}", answer.advice) from answer
+                found[part] = TopologyFinding(part.kind, name, str(part), answer.text)
+        # A part that does not exist differs in nothing: the broker has reached a limit.
+        missing = await self.missing([part for part in found if not isinstance(part, Binding)])
+        if missing and len(missing) == len(found):
+            why = found[missing[0]].found
+            raise BrokerRefused(f"{len(missing)} queues or exchanges are missing and not declared: {why}", UNDECLARED)
+        return [finding for part, finding in found.items() if part not in missing]
 
     async def missing(self, parts: Sequence[Exchange | Queue]) -> list[Exchange | Queue]:
         """The parts that do not exist. A part that this user may not see is not among them."""
@@ -158,7 +163,7 @@ class PipelinedAdmin:
         """Whether the exchange exists. Raises BrokerRefused if this user may not see it."""
         [answer] = await self._ask([exchange_look(exchange)])
         if isinstance(answer, ChannelClosed) and answer.code != ReplyCode.NOT_FOUND:
-            raise BrokerRefused(f"exchange {exchange!r}: {answer.text}") from answer
+            raise BrokerRefused(f"exchange {exchange!r}: {answer.text}", answer.advice) from answer
         return not isinstance(answer, ChannelClosed)
 
     async def depths(self, queues: Iterable[str]) -> dict[str, int | ChannelClosed]:
@@ -248,20 +253,21 @@ def _now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+async def connected(address: Address, name: str, patience: float) -> Connection:
+    """A connection for the caller to close. Raises BrokerLost, and BrokerRefused for login, vhost or limits."""
+    try:
+        return await Connection.open(address, name=name, timeout=min(patience, CONNECT_SECONDS))
+    except AccessRefused as refused:
+        raise BrokerRefused(f"{address}: {refused}", refused.advice) from refused
+
+
 @asynccontextmanager
 async def pipelined_admin(urls: str, name: str, *, patience: float = PATIENCE) -> AsyncIterator[PipelinedAdmin]:
     """Connect to one of these URLs; their schemes and queries configure TLS. ``patience``: seconds without any answer.
 
-    Raises BrokerLost, BrokerRefused (for login or vhost).
+    Raises as :func:`connected`.
     """
-
-    async def attempt(address: Address) -> Connection:
-        try:
-            return await Connection.open(address, name=name, timeout=min(patience, CONNECT_SECONDS))
-        except AccessRefused as refused:
-            raise BrokerRefused(f"{address}: {refused}") from refused
-
-    connection = await of_first(addresses_of(urls), attempt)
+    connection = await of_first(addresses_of(urls), lambda address: connected(address, name, patience))
     try:
         yield PipelinedAdmin(connection, patience)
     finally:

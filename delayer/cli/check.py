@@ -10,9 +10,9 @@ from typing import Final, Literal, NamedTuple
 import click
 
 from delayer.broker.admin import Admin
-from delayer.broker.errors import BrokerRefused, TopologyFinding, mismatch_advice
+from delayer.broker.errors import RIGHTS, BrokerRefused, TopologyFinding, mismatch_advice
 from delayer.cli import status
-from delayer.cli.errors import BROKER_RIGHTS, SEEING, STORE_RUNS, ExitCode, broker_advice
+from delayer.cli.errors import SEEING, STORE_RUNS, ExitCode, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import note, print_json, print_table, quoted
 from delayer.config.model import Settings
@@ -211,8 +211,8 @@ async def _broker(report: CheckReport, admin: Admin, settings: Settings) -> None
 
 
 DECLARED: Final = (
-    "the daemon declares it at its start or reload, and within a minute if it was lost meanwhile; or `delayer topology "
-    'apply`. If it is lost again: docs/operations.md, "What the broker loses"'
+    "the daemon declares it at its start or reload, and within a minute if it was lost meanwhile; `delayer topology "
+    'apply` does too, or says why it cannot. If it is lost again: docs/operations.md, "What the broker loses"'
 )
 _COPIES: Final = "nothing if it is yours; an earlier intake queue gets a copy of every message: unbind it, and empty it"
 
@@ -233,7 +233,7 @@ async def _topology(report: CheckReport, admin: Admin, settings: Settings) -> No
         if one.name == "*":
             report.add("topology", "note", one.found, SEEING)
         elif one.severity != "error":
-            advice = BROKER_RIGHTS if one.severity == "unknown" else _COPIES
+            advice = RIGHTS if one.severity == "unknown" else _COPIES
             report.add("topology", "note", f"{one.name}: {one.found}", advice)
 
 

@@ -17,7 +17,6 @@ from delayer.store.errors import BadStoreUrl, SchemaOutdated, StoreUnfit
 
 BROKER_RUNS = "check broker.url, and that the broker runs"
 SEEING = "set broker.management_url, or look at its host, port, user and password"
-BROKER_RIGHTS = "check user, password, vhost and permissions"
 STORE_RUNS = "check store.url, and that Postgres runs"
 """Advice about an unreachable store."""
 
@@ -31,11 +30,9 @@ class ExitCode(IntEnum):
     OUT_OF_REACH = 3
 
 
-def broker_advice(lost: Exception) -> str:
+def broker_advice(lost: BrokerLost | BrokerRefused) -> str:
     """Return the next step for a broker that is unreachable or refuses."""
-    if isinstance(lost, BrokerRefused):
-        return BROKER_RIGHTS
-    return errors.certificate_advice(str(lost), *errors.OF_BROKER) or BROKER_RUNS
+    return lost.advice or errors.certificate_advice(str(lost), *errors.OF_BROKER) or BROKER_RUNS
 
 
 class CommandError(click.ClickException):
@@ -90,7 +87,7 @@ def failure(error: Exception) -> CommandError:
         case JobImpossible() | JobFailed():  # Exit code 1 would mean that an audit found something.
             made = OutOfReach(text)
         case BrokerRefused():
-            made = OutOfReach(f"the broker refused: {text}. Next: check broker.url and the user's permissions.")
+            made = OutOfReach(f"the broker refused: {text}. Next: {broker_advice(error)}.")
         case BrokerLost():
             made = OutOfReach(f"the broker is out of reach: {text}. Next: {broker_advice(error)}.")
         case StoreLost(advice=advice) if advice:

@@ -19,7 +19,9 @@ from delayer.core.hold import Outcome
 class BrokerLost(Exception):
     """The broker, or the channel in use, is gone. A publish in flight may have succeeded. ``advice``: see StoreLost."""
 
-    advice = ""
+    def __init__(self, *text: object, advice: str = "") -> None:
+        super().__init__(*text)
+        self.advice = advice
 
 
 class NotTaken(BrokerLost):

@@ -46,7 +46,7 @@ class DeclaredTopology:
             self._note(f"{wrong.findings[0]}{more}", wrong.advice or "delayer topology verify", began=began)
             raise
         except BrokerRefused as refused:
-            self._note(str(refused), "delayer check", began=began)
+            self._note(str(refused), refused.advice, began=began)
             raise
         self._note(f"lost again after the daemon restored it: {_named(again)}" if again else "", DELETED, began=began)
 

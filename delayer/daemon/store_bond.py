@@ -48,7 +48,7 @@ class StoreBond:
         try:
             await self._check(self._store, connection)
         except StoreLost as wrong:
-            raise WrongBroker(str(wrong), wrong.advice) from wrong
+            raise WrongBroker(str(wrong), advice=wrong.advice) from wrong
 
     async def _check(self, store: PostgresStore, connection: Connection) -> None:
         """Raises StoreLost, BrokerLost."""
@@ -73,8 +73,4 @@ class StoreBond:
 
 
 class WrongBroker(BrokerLost):
-    """The broker is not the one the store belongs to. ``advice``: the next step, as an imperative."""
-
-    def __init__(self, text: str, advice: str) -> None:
-        super().__init__(text)
-        self.advice = advice
+    """The broker is not the one the store belongs to."""

@@ -240,7 +240,7 @@ class Daemon:
         try:
             await self.declare()
         except BrokerRefused as refused:
-            raise BrokerLost(str(refused)) from refused
+            raise BrokerLost(str(refused), advice=refused.advice) from refused
         except TopologyMismatch as wrong:
             if not self._begun:
                 raise

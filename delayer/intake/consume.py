@@ -431,8 +431,10 @@ class QueueConsumer:
                 if self.consuming.is_set():
                     throttle.reset()
                 if throttle.should_log(str(lost), asyncio.get_running_loop().time()):
+                    step = {"next_step": lost.advice} if lost.advice else {}
+                    cause = type(lost).__name__
                     log.warning(
-                        "consuming interrupted", queue=self._intake.queue, cause=type(lost).__name__, reason=str(lost)
+                        "consuming interrupted", queue=self._intake.queue, cause=cause, reason=str(lost), **step
                     )
                 interrupted = True
             finally:

@@ -96,7 +96,7 @@ async def test_what_cannot_be_restored_makes_the_daemon_unready(place: OwnVhost,
         (reason,) = await reasons(web, GONE)
         assert reason.startswith("the topology is not in place: ")
         assert "'delays.refused': ACCESS_REFUSED" in reason
-        assert "delayer check" in (await daemon.event("topology not in place"))["next_step"]
+        assert "this permission" in (await daemon.event("topology not in place"))["next_step"]
         await eventually(lambda: notices.said("STATUS=", "the topology is not in place"))
         assert (await web.metrics())["delayer_ready",] == 0
         place.things.queue("delays.refused", "classic")

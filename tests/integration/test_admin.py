@@ -224,13 +224,13 @@ async def test_shared_parts_are_never_removed(rabbitmq: RabbitMQ, vhost: str, ki
 
 
 async def test_a_wrong_password_is_refused_and_not_repeated(vhost: str) -> None:
-    with pytest.raises(BrokerRefused, match="login was refused") as caught:
+    with pytest.raises(BrokerRefused, match="Login was refused") as caught:
         await Admin.connect(vhost.replace("guest:guest", "guest:s3cret"))
     assert "s3cret" not in str(caught.value)
 
 
 async def test_a_vhost_that_does_not_exist_is_named(vhost: str) -> None:
-    with pytest.raises(BrokerRefused, match=r"vhost '.*-nope'.*does not exist"):
+    with pytest.raises(BrokerRefused, match=r"vhost .*-nope not found"):
         await Admin.connect(f"{vhost}-nope")
 
 
