@@ -89,6 +89,8 @@ PATIENCE: Final = 30.0
 """Seconds without an answer after which the broker counts as unreachable. A quorum queue waits for an election."""
 DELAYS_FROM: Final = (4, 3)
 """The first version of RabbitMQ whose quorum queues delay messages: returned ones, and from 4.4 on published ones."""
+MOST_AT_ONCE: Final = 256
+"""The most questions that wait for their answers."""
 PROBE_MS: Final = 500
 """How far ahead the message lies that asks whether the broker delays."""
 PROBE_LATE_MS: Final = 10_000
@@ -216,18 +218,21 @@ class PipelinedAdmin:
 
     async def _ask(self, questions: Sequence[Frame]) -> list[Frame | ChannelClosed]:
         """The answers, in order; a refusal is an answer. A refusal closes the channel, and the later questions go over
-        a new one."""
+        a new one. So after a refusal one question is sent, then two, then four: otherwise most are sent in vain."""
         answers: list[Frame | ChannelClosed] = []
+        at_once = MOST_AT_ONCE
         while len(answers) < len(questions):
             if self._channel is None or self._channel.closed.done():
                 self._channel = await self._answer(self._connection.channel())
-            rest = questions[len(answers) :]
+            rest = questions[len(answers) : len(answers) + at_once]
             calls = [asyncio.ensure_future(self._channel.call(one, _ANSWERS[type(one)])) for one in rest]
             try:
                 for call in calls:
                     answers.append(await self._answer(call))
+                at_once = min(2 * at_once, MOST_AT_ONCE)
             except ChannelClosed as refused:
                 answers.append(refused)
+                at_once = 1
             finally:
                 for call in calls:
                     call.cancel()

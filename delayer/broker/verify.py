@@ -6,8 +6,9 @@ nothing, or is refused). Only the management API tells bindings and policies. Wi
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -99,16 +100,17 @@ class Verifier:
 
     async def _told(self, management: Management, missing: set[str]) -> list[TopologyFinding]:
         """Findings about bindings, from the management API."""
-        found: list[TopologyFinding] = []
-        sources = dict.fromkeys([exchange.name for exchange in self._topology.exchanges])
-        sources |= dict.fromkeys(binding.source for binding in self._topology.bindings)
-        for source in sources:
-            if source not in missing:
-                rows = await bindings_from(management, source)
-                # Bindings with arguments are not ours, but on topic and fanout exchanges they route too.
-                present = {binding for binding, arguments in rows if not arguments}
-                found += self._compared(source, present, {binding for binding, _ in rows}, missing)
-        return found
+        wanted: dict[str, list[Binding]] = {exchange.name: [] for exchange in self._topology.exchanges}
+        for binding in self._topology.bindings:
+            wanted.setdefault(binding.source, []).append(binding)
+        sources = [source for source in wanted if source not in missing]
+        every = await asyncio.gather(*(bindings_from(management, source) for source in sources))
+        exchanges = {exchange.name: exchange for exchange in self._topology.exchanges}
+        return [
+            finding
+            for source, rows in zip(sources, every, strict=True)
+            for finding in _compared(source, exchanges.get(source), wanted[source], rows, missing)
+        ]
 
     async def _governed(self, management: Management) -> list[TopologyFinding]:
         """Findings about policies that override the queues' arguments."""
@@ -148,28 +150,34 @@ class Verifier:
         expected, found = f"copies on several of the cluster's {nodes} nodes", "one copy"
         return [TopologyFinding("queue", one.name, expected, found, state="alone") for one in alone if nodes > 1]
 
-    def _compared(
-        self, source: str, present: set[Binding], everything: set[Binding], missing: set[str]
-    ) -> list[TopologyFinding]:
-        wanted = {binding for binding in self._topology.bindings if binding.source == source}
-        found = [
-            TopologyFinding("binding", source, str(binding), "nothing", state="missing")
-            for binding in self._topology.bindings
-            if binding in wanted - present and binding.destination not in missing
-        ]
-        exchange = next((one for one in self._topology.exchanges if one.name == source), None)
-        if exchange is None or exchange.shared:
-            return found
-        severity: TopologySeverity = "error" if exchange.closed else "note"
-        for binding in sorted(everything - wanted, key=str):
-            if exchange.closed or not _is_address(binding.key):
-                found.append(TopologyFinding("binding", source, "no other binding", str(binding), severity))
-        return found
-
     def _unseen(self, reason: str) -> TopologyFinding:
         expected = f"{len(self._topology.bindings)} bindings, and no policy that drops messages"
         found = f"bindings, policies and the copies of queues cannot be seen: {reason}"
         return TopologyFinding("binding", "*", expected, found, "unknown")
+
+
+def _compared(
+    source: str,
+    exchange: Exchange | None,
+    wanted: Sequence[Binding],
+    rows: Sequence[tuple[Binding, dict[str, Any]]],
+    missing: set[str],
+) -> list[TopologyFinding]:
+    """Findings about ``rows``, the bindings out of ``source``."""
+    # Bindings with arguments are not ours, but on topic and fanout exchanges they route too.
+    present = {binding for binding, arguments in rows if not arguments}
+    found = [
+        TopologyFinding("binding", source, str(binding), "nothing", state="missing")
+        for binding in wanted
+        if binding not in present and binding.destination not in missing
+    ]
+    if exchange is None or exchange.shared:
+        return found
+    severity: TopologySeverity = "error" if exchange.closed else "note"
+    for binding in sorted({binding for binding, _ in rows}.difference(wanted), key=str):
+        if exchange.closed or not _is_address(binding.key):
+            found.append(TopologyFinding("binding", source, "no other binding", str(binding), severity))
+    return found
 
 
 def covers(policy: BrokerPolicy, queue: Queue) -> bool:

@@ -14,7 +14,7 @@ from delayer.broker.errors import RIGHTS, BrokerRefused, TopologyFinding, mismat
 from delayer.cli import status
 from delayer.cli.errors import SEEING, STORE_RUNS, ExitCode, broker_advice
 from delayer.cli.options import as_json, request_of
-from delayer.cli.output import note, print_json, print_table, quoted
+from delayer.cli.output import in_groups, note, print_json, print_table, quoted, some
 from delayer.config.model import Settings
 from delayer.config.texts import duration_text, is_loopback
 from delayer.config.topology import cascade_of, queues_at_work, topology_of, uses_cascade, without_effect
@@ -86,7 +86,12 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     if as_json:
         print_json({"ok": code == ExitCode.DONE, "checks": [row._asdict() for row in report]})
     else:
-        print_table(["check", "result", "found", "next step"], report)
+        groups = in_groups(report, lambda row: (row.what, row.result, row.advice))
+        rows = [
+            row._replace(found=f"… and {more:,} more of these; `--json` has all") if more else row
+            for row, more in groups
+        ]
+        print_table(["check", "result", "found", "next step"], rows)
     if code != ExitCode.DONE:
         note("Not all is well." if code == ExitCode.FOUND else "Something is out of reach, or refuses us.")
     context.exit(code)
@@ -103,8 +108,8 @@ def _configuration(report: CheckReport, settings: Settings) -> None:
     else:
         found = 'consumers = "shared": every daemon consumes; messages with a key or a cancel are refused'
         report.add("consumers", "note", found, f"nothing; or, for keys: {OTHER_CONSUMERS}")
-        if keyed := ", ".join(quoted(route.from_) for route in settings.routes if route.key_from):
-            found = f'every message of {keyed} is refused: key_from needs consumers = "one"'
+        if keyed := [route.from_ for route in settings.routes if route.key_from]:
+            found = f'every message of {some(keyed)} is refused: key_from needs consumers = "one"'
             report.add("consumers", "off", found, f"leave key_from out; or {OTHER_CONSUMERS}")
     http = settings.http
     if http.listen and not is_loopback(http.listen.rpartition(":")[0]):
@@ -123,8 +128,8 @@ def _configuration(report: CheckReport, settings: Settings) -> None:
                 f"({duration_text(route.late_limit_ms or 0)}), also if only max_rate ({route.max_rate}/s) delays them",
                 "set a late_limit that is longer than a burst takes at that rate, or only one of the two",
             )
-    if names := ", ".join(map(quoted, without_effect(settings))):
-        found = f"max_rate without effect in native mode: {names}. It limits releases from the store only"
+    if names := without_effect(settings):
+        found = f"max_rate without effect in native mode: {some(names)}. It limits releases from the store only"
         report.add("routes", "note", found, 'set mode = "store", or leave max_rate out')
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from delayer.broker.cascade_depths import CascadeDepths
     from delayer.config.model import Settings
     from delayer.store.admin.stats import LaneOverview
+
+T = TypeVar("T")
+SHOWN: Final = 5
+"""Names of a list, and rows of a kind, that are printed one by one."""
 
 
 def print_json(value: object) -> None:
@@ -98,6 +102,31 @@ def note_no_match(elsewhere: str) -> None:
 
 def quoted(name: str) -> str:
     return f'"{readable(name)}"'
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names, quoted, and the number of all if there are more."""
+    shown = ", ".join(map(quoted, names[:SHOWN]))
+    return shown if len(names) <= SHOWN else f"{shown}, … ({len(names):,} in all)"
+
+
+def in_groups(rows: Iterable[T], kind: Callable[[T], Hashable]) -> list[tuple[T, int]]:
+    """The rows to print: the first of each kind with 0, and then one of the rest with the number of the rest.
+
+    >>> in_groups([*range(0, 100, 2), 1], lambda number: number % 2)[SHOWN - 1 :]
+    [(8, 0), (10, 45), (1, 0)]
+    """
+    groups: dict[Hashable, list[T]] = {}
+    for row in rows:
+        groups.setdefault(kind(row), []).append(row)
+    found: list[tuple[T, int]] = []
+    for group in groups.values():
+        found += [(row, 0) for row in group[:SHOWN]]
+        if len(group) == SHOWN + 1:
+            found.append((group[-1], 0))
+        elif len(group) > SHOWN:
+            found.append((group[SHOWN], len(group) - SHOWN))
+    return found
 
 
 def intake_queues(settings: Settings) -> tuple[str, str]:

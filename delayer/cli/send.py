@@ -20,7 +20,7 @@ from pamqp.commands import Basic
 from delayer.broker.admin_connection import AdminConnection
 from delayer.cli.errors import CommandFailed, Misused
 from delayer.cli.options import Request, duration, fixed_instant, headers_of
-from delayer.cli.output import note, quoted
+from delayer.cli.output import note, quoted, some
 from delayer.config.model import RouteTable, Settings
 from delayer.config.texts import Scalar, duration_text
 from delayer.core.delay_headers import DelayRequest, due_and_start_ms
@@ -176,7 +176,7 @@ def cancelling(key: str, settings: Settings) -> str:
 
 
 def _route(settings: Settings, name: str | None) -> RouteTable:
-    known = ", ".join(quoted(route.from_) for route in settings.routes)
+    known = some([route.from_ for route in settings.routes])
     if name is None:
         if len(settings.routes) > 1:
             raise click.UsageError(f"--route is needed: there are several routes: {known}")

@@ -15,7 +15,7 @@ from delayer.broker.errors import mismatch_advice
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.cli.errors import SEEING, ExitCode
 from delayer.cli.options import Request, as_json, request_of, store_url
-from delayer.cli.output import note, print_json, print_queues, print_table, quoted
+from delayer.cli.output import in_groups, note, print_json, print_queues, print_table, some
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, intake_of, native_of, topology_of, uses_cascade
 from delayer.core.topology import Topology
@@ -66,7 +66,8 @@ def apply(request: Request, accept_broker: bool) -> None:
             await broker.declare(whole)
             if url:
                 await setup.accept_broker(url, lambda store: broker.declare(Topology((store.exchange,), (), ())))
-        return len(missing), [route.to for route in settings.routes if not await admin.exchange_exists(route.to)]
+        destinations = dict.fromkeys(route.to for route in settings.routes)
+        return len(missing), [name for name in destinations if not await admin.exchange_exists(name)]
 
     new, missing = with_admin(settings, declare)
     click.echo(
@@ -75,8 +76,10 @@ def apply(request: Request, accept_broker: bool) -> None:
     )
     if url:
         click.echo("The store belongs to this broker now.")
-    for name in dict.fromkeys(missing):
-        note(f"Due messages go to exchange {quoted(name)}, which does not exist. Declare it, or add a [[destination]].")
+    if missing:
+        note(
+            f"Due messages go to exchanges that do not exist: {some(missing)}. Declare them, or add a [[destination]]."
+        )
     note(
         "Next: `delayer db upgrade`, unless that is done; `delayer run`."
         if settings.store_url
@@ -105,7 +108,12 @@ def verify(context: click.Context, as_json: bool) -> None:
     if as_json:
         print_json({"ok": not off, "findings": rows})
     elif findings:
-        print_table(["", "what", *fields[2:]], [list(row.values()) for row in rows])
+        groups = in_groups(findings, lambda one: (one.severity, one.kind, one.state))
+        table = [[getattr(one, name) for name in fields] for one, _ in groups]
+        for row, (_, more) in zip(table, groups, strict=True):
+            if more:
+                row[2:] = [f"… and {more:,} more", "", "`--json` has all of them"]
+        print_table(["", "what", *fields[2:]], table)
     if off:
         for advice in dict.fromkeys(filter(None, (mismatch_advice(one.found) for one in off))):
             note(f"Next: {advice}.")

@@ -27,7 +27,7 @@ def test_apply_verify_show_remove_in_store_mode(delayer: Run, rabbitmq: RabbitMQ
     assert "delayer topology apply" in missing.stderr
     applied = delayer("topology", "apply")
     assert "In place: 2 exchanges, 2 queues, 2 bindings. New exchanges and queues: 4." in applied.stdout
-    lack = 'Due messages go to exchange "delayer.out", which does not exist. Declare it, or add a [[destination]].'
+    lack = 'Due messages go to exchanges that do not exist: "delayer.out". Declare them, or add a [[destination]].'
     assert lack in applied.stderr
     assert "New exchanges and queues: 0." in delayer("topology", "apply").stdout
     assert "as it should be" in delayer("topology", "verify").stdout
