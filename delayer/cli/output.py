@@ -122,9 +122,7 @@ def in_groups(rows: Iterable[T], kind: Callable[[T], Hashable]) -> list[tuple[T,
     found: list[tuple[T, int]] = []
     for group in groups.values():
         found += [(row, 0) for row in group[:SHOWN]]
-        if len(group) == SHOWN + 1:
-            found.append((group[-1], 0))
-        elif len(group) > SHOWN:
+        if len(group) > SHOWN:
             found.append((group[SHOWN], len(group) - SHOWN))
     return found
 

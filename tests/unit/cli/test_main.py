@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -18,11 +19,11 @@ from click.testing import CliRunner, Result
 
 import delayer
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding, TopologyMismatch
-from delayer.cli.errors import ExitCode, failure
+from delayer.cli.errors import ExitCode, Misused, failure
 from delayer.cli.main import cli
-from delayer.cli.send import MessageToSend, ask, prepared
+from delayer.cli.sending import PORTION, PORTION_BYTES, Composer, Draft, portions_of
 from delayer.config.errors import ConfigError, Expected, Problem
-from delayer.config.model import RouteTable
+from delayer.config.model import Settings
 from delayer.config.texts import Scalar, instant_ms
 from delayer.core.errors import StoreLost, certificate_advice
 from delayer.store.errors import BadStoreUrl, SchemaOutdated, lost
@@ -103,8 +104,21 @@ MISTAKES = {
     "the daemon would refuse it: the message has no delay: expected one": [
         ["--set", 'route=[{"from": "a", "require_delay": true}]', "send"]
     ],
-    "the delay is longer than intake.max_delay": [["send", "--header", "x-delay:int=315360000001"]],
+    "the daemon would refuse it: the delay is too long": [["send", "--header", "x-delay:int=315360000001"]],
     "--routing-key: expected at most 255 bytes": [["send", "--routing-key", "k" * 256]],
+    "--message-id: expected at most 255 bytes, found 256": [["send", "--message-id", "é" * 128]],
+    "--delay-key: expected at most 255 bytes, found 300": [
+        ["--store-url", "postgresql://localhost/x", "send", "--delay-key", "k" * 300]
+    ],
+    "the daemon would refuse it: x-delay-key: keys and cancels need a store": [
+        ["--mode", "native", "send", "--delay-key", "k"]
+    ],
+    "the daemon would refuse it: the properties are too long to carry": [
+        ["send", *(word for n in range(227) for word in ("--header", f"h{n}={'x' * 1_000}"))]
+    ],
+    "--file: give the bodies and the ids of messages in their lines": [
+        ["send", "--file", "-", "--body", "x"], ["send", "--file", "-", "--message-id", "x"]
+    ],
     "'--after': expected a duration": [["compact", "--after", "7"]],
     "expected more than store.restore_ahead": [
         ["compact", "--after", "1d"], ["--set", "store.restore_ahead=8d", "compact"]
@@ -241,28 +255,36 @@ NOW_MS = 1_800_000_000_123
 OPT = ["x-opt-delivery-delay", "x-opt-delivery-time"]
 
 
-def route(**keys: object) -> RouteTable:
-    return RouteTable.model_validate({"from": "in", "to": "out", **keys})
+def composed(draft: Draft, **keys: object) -> tuple[dict[str, object], float | None, int | None]:
+    """The headers, the timestamp and the due instant of the message for a route with these keys."""
+    store = {"url": "postgresql://localhost/x"}
+    settings = Settings.model_validate({"store": store, "route": [{"from": "in", "to": "out", **keys}]})
+    message = Composer(settings).compose(draft, NOW_MS)
+    stamp = message.properties.timestamp
+    return {**(message.properties.headers or {})}, None if stamp is None else stamp.timestamp(), message.due_ms
 
 
 @pytest.mark.parametrize(
-    ("of", "delay_ms", "at_ms", "headers", "timestamp", "due_ms"),
+    ("keys", "delay_ms", "at_ms", "headers", "timestamp", "due_ms"),
     [
-        (route(), 10_000, None, {"x-delay": 10_000}, None, NOW_MS + 10_000),
-        (route(), 0, None, {"x-delay": 0}, None, NOW_MS),
-        (route(), None, NOW_MS + 5, {"x-deliver-at": NOW_MS + 5}, None, NOW_MS + 5),
-        (route(default_delay="7s"), None, None, {}, None, NOW_MS + 7000),
-        (route(delay_from=OPT), 5, None, {OPT[0]: 5}, None, NOW_MS + 5),
-        (route(delay_from=OPT[1:]), 5, None, {OPT[1]: NOW_MS + 5}, None, NOW_MS + 5),
-        (route(delay_from=["timestamp"]), 5, None, {}, 1_800_000_001, 1_800_000_001_000),
+        ({}, 10_000, None, {"x-delay": 10_000}, None, NOW_MS + 10_000),
+        ({}, 0, None, {"x-delay": 0}, None, NOW_MS),
+        ({}, None, NOW_MS + 5, {"x-deliver-at": NOW_MS + 5}, None, NOW_MS + 5),
+        ({"default_delay": "7s"}, None, None, {}, None, NOW_MS + 7000),
+        ({"delay_from": OPT}, 5, None, {OPT[0]: 5}, None, NOW_MS + 5),
+        ({"delay_from": OPT[1:]}, 5, None, {OPT[1]: NOW_MS + 5}, None, NOW_MS + 5),
+        ({"delay_from": ["timestamp"]}, 5, None, {}, 1_800_000_001, 1_800_000_001_000),
     ],
 )
 def test_the_delay_is_said_in_a_form_that_the_route_reads(
-    of: RouteTable, delay_ms: int | None, at_ms: int | None, headers: dict[str, int], timestamp: int | None, due_ms: int
+    keys: dict[str, object],
+    delay_ms: int | None,
+    at_ms: int | None,
+    headers: dict[str, int],
+    timestamp: int | None,
+    due_ms: int,
 ) -> None:
-    message = MessageToSend("in", "key", b"")
-    ask(message, of, delay_ms, at_ms, now_ms=NOW_MS)
-    assert (message.headers, message.timestamp, message.due_ms) == (headers, timestamp, due_ms)
+    assert composed(Draft.model_construct(delay=delay_ms, at=at_ms), **keys) == (headers, timestamp, due_ms)
 
 
 @pytest.mark.parametrize(
@@ -280,10 +302,56 @@ def test_the_delay_is_said_in_a_form_that_the_route_reads(
 def test_a_delay_of_the_users_own_is_read_as_the_daemon_reads_it(
     headers: dict[str, Scalar], delay_from: list[str], due_ms: int | None
 ) -> None:
-    of = route(delay_from=delay_from, default_delay="1m")
-    message = prepared(of, "delays", "key", b'{"at": %d}' % (NOW_MS + 9), headers)
-    ask(message, of, None, None, now_ms=NOW_MS)
-    assert (message.headers, message.due_ms) == (headers, due_ms)
+    draft = Draft.model_construct(headers=headers, body=b'{"at": %d}' % (NOW_MS + 9))
+    found, _, due = composed(draft, delay_from=delay_from, default_delay="1m")
+    assert (found, due) == (headers, due_ms)
+
+
+LINES = {
+    b"[]": "Input should be an object",
+    b"{": "Invalid JSON: EOF while parsing an object",
+    b'{"delya": "1s"}': "expected a field of route, routing_key, delay_key, delay, at, headers, body, body_b64",
+    b'{"delay": "soon"}': "delay: expected a duration",
+    b'{"delay": 10}': "delay: expected a duration in whole numbers",
+    b'{"at": 10}': "at: expected an instant",
+    b'{"at": "tomorrow"}': "at: expected an instant",
+    b'{"delay": "1s", "at": "2031-01-31T08:00:00Z"}': "expected delay or at, found both",
+    b'{"headers": [1]}': "headers: Input should be an object",
+    b'{"headers": {"a": null}}': 'headers: expected a string, a number, true or false for "a"',
+    b'{"headers": {"a": 9223372036854775808}}': 'headers: expected an integer of 64 bits for "a"',
+    b'{"headers": {"a": "\\ud800"}}': "Invalid JSON: unexpected end of hex escape",
+    b'{"body_b64": "Y!Q=="}': "body_b64: Value error, Only base64 data is allowed",
+    b'{"body": 1}': "body: Input should be a valid bytes",
+    b'{"headers": {"%s": 1}}' % (b"n" * 129): "headers: expected names of 1 to 128 bytes",
+    b'{"body": "a", "body_b64": "YQ=="}': "expected body or body_b64, found both",
+    b'{"message_id": "%s"}' % (b"m" * 256): "--message-id: expected at most 255 bytes, found 256",
+    b'{"route": "nowhere"}': "no route comes from exchange",
+    b'{"headers": {"x-delay": "soon"}}': "the daemon would refuse it: x-delay: expected milliseconds",
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_wrong_line_is_named_and_nothing_is_sent(line: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    file.write_bytes(b'{"delay": "1s"}\n\n' + line + b"\n")
+    result = call(*NOWHERE, "send", "--file", str(file))
+    assert result.exit_code == ExitCode.OUT_OF_REACH  # Nothing is read before there is a broker.
+    composer = Composer(Settings.model_validate({"route": [{"from": "in", "to": "out"}]}))
+    with file.open("rb") as opened, pytest.raises(Misused) as wrong:
+        list(portions_of(opened, composer, Draft()))
+    assert str(wrong.value).startswith("line 3: ") and LINES[line] in str(wrong.value)
+
+
+def test_portions_are_bounded_and_have_each_message_id_once() -> None:
+    composer = Composer(Settings.model_validate({"route": [{"from": "in", "to": "out"}]}))
+    body = b'{"body": "%s"}\n' % (b"x" * (PORTION_BYTES // 3))
+    text = b"{}\n" * (PORTION + 1) + body * 4 + b'{"message_id": "a"}\n' * 2
+    portions = list(portions_of(io.BytesIO(text), composer, Draft.model_construct(delay=5)))
+    assert [len(one) for one in portions] == [PORTION, 4, 2, 1]
+    for portion in portions:
+        assert sum(len(one.body) for one in portion) <= PORTION_BYTES
+        assert len({one.message_id for one in portion}) == len(portion)
+    assert [one.line for portion in portions for one in portion] == list(range(1, PORTION + 8))
 
 
 def test_the_shortcuts_change_the_settings() -> None:
