@@ -41,7 +41,7 @@ class AckTracker:
     tag. An acknowledgement therefore waits until every delivery before it is accepted. One frame settles thousands of
     deliveries that way. The cost: a crash repeats finished batches behind the oldest unfinished batch.
 
-    A delivery that is kept for its instant would hold up all behind it. So those are acknowledged one by one.
+    A kept delivery (large, or not due yet) would hold up all behind it. So those are acknowledged one by one.
 
     Deliveries that are never accepted return to the queue when the channel closes.
     """
@@ -63,8 +63,11 @@ class AckTracker:
         return len(self._order) - len(self._single)
 
     def read(self, deliveries: Iterable[Delivery]) -> None:
-        """Note deliveries in the order in which the broker sent them."""
-        self._order.extend(delivery.tag for delivery in deliveries)
+        """Note deliveries in the order in which the broker sent them. Large ones count as kept."""
+        for delivery in deliveries:
+            self._order.append(delivery.tag)
+            if len(delivery.body) > LARGE_BYTES:
+                self.keep(delivery)
 
     @property
     def kept(self) -> int:
@@ -109,7 +112,8 @@ class AckTracker:
 
 
 KEPT_BYTES: Final = 16 << 20
-"""The most bytes of messages that a session keeps for their instants."""
+"""A session reads no batch while it keeps this many bytes. It keeps messages for their instants, and large ones."""
+LARGE_BYTES: Final = 1 << 20  # The batches in flight bound smaller ones.
 
 
 class Session:
@@ -125,8 +129,7 @@ class Session:
         self._changed = asyncio.Event()
         self.any_succeeded = False
         """Whether some work ended well. The reader sets it back."""
-        self.failed = False
-        """Whether a failure of the work was raised."""
+        self.failed = False  # Whether a failure of the work was raised.
 
     @property
     def busy(self) -> bool:
@@ -460,13 +463,14 @@ class QueueConsumer:
                     log.warning("deliveries given back", queue=self._intake.queue, seconds=self._intake.give_back_after)
                     break
                 batch = await subscription.next_batch(self._intake.batch, self._intake.gather)
-                if batch:
+                if read := bool(batch):
                     last_tag = batch[-1].tag
                     reach("intake.read")
                     session.acks.read(batch)
                     self._handler.take(batch)
+                    del batch  # The next one may be long in coming.
                 await session.room(lambda: self._handler.full)
-                if session.any_succeeded or not (batch or session.busy):
+                if session.any_succeeded or not (read or session.busy):
                     session.any_succeeded = False
                     retry.succeeded()
             subscription.stop()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from delayer.core.errors import BrokerLost, NotTaken, StoreLost
 from delayer.core.message import Delivery
-from delayer.intake.consume import AckTracker, Intake, QueueConsumer
+from delayer.intake.consume import KEPT_BYTES, AckTracker, Intake, QueueConsumer, Session
 from delayer.retry import Backoff, raise_first
 from tests.support.fakes import Carrier, Heartbeat, ScriptedConsumer, ScriptedSubscription, delivery, until
 
@@ -330,6 +330,34 @@ def test_deliveries_behind_a_kept_one_are_acknowledged_one_by_one() -> None:
     settler.accept([2])
     assert acks.acked[2:] == [(4, False), (2, True)]
     assert (settler.outstanding, settler.kept, settler.kept_bytes) == (0, 0, 0)
+
+
+def test_large_deliveries_count_until_they_are_accepted() -> None:
+    settler = AckTracker(ScriptedSubscription())
+    large = [delivery(tag)._replace(body=b"x" * (9 << 20)) for tag in (1, 2)]
+    settler.read([*large, delivery(3)])
+    assert settler.kept_bytes >> 20 == 18
+    settler.accept([3, 2])
+    assert settler.kept_bytes >> 20 == 9
+    settler.accept([1])
+    assert settler.kept_bytes == 0
+
+
+async def test_no_batch_is_read_while_large_ones_are_worked_on() -> None:
+    session = Session(ScriptedSubscription(), lambda: None, 3)
+    session.acks.read([delivery(1)._replace(body=b"x" * KEPT_BYTES)])
+    done = asyncio.Event()
+
+    async def work() -> None:
+        await done.wait()
+        session.acks.accept([1])
+
+    session.start(work())
+    room = asyncio.create_task(session.room())
+    await asyncio.sleep(0)
+    assert not room.done()
+    done.set()
+    await room
 
 
 def gone(acks: ScriptedSubscription, read: list[int]) -> list[int]:
