@@ -37,7 +37,7 @@ CLAIM_MESSAGES: Final = 1000
 CLAIM_BYTES: Final = 256 << 10
 """Limits of one claim. The broker must confirm all of it well within the publisher's deadline, and the store must send
 it within 4 s, even over a slow line, before the server ends an idle transaction. A claim takes at least one message of
-any size. A lane has two claims at a time, each with at most CLAIM_BYTES plus one message in memory."""
+any size, but one claim of the process at a time takes a message that exceeds CLAIM_BYTES by a megabyte."""
 
 
 class LaneRelease:
@@ -107,6 +107,7 @@ class LaneRelease:
                 failed = True
             else:
                 retry.succeeded()
+            rows = []  # The next claim may take long, and a large message would stay in memory.
 
     async def _next_claim(self, claimer: Claimer, retry: Backoff, stopping: asyncio.Event) -> list[Due]:
         """Wait for rows and claim them. An empty list means that this release is over. Raises LaneLost, StoreLost."""

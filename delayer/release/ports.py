@@ -17,7 +17,8 @@ class Claimer(Protocol):
 
     async def claim(self, limit: int, max_bytes: int) -> list[Due]:
         """Begin a transaction and take up to ``limit`` rows due within the window by the store's clock, by due instant,
-        then by arrival. Stops after ``max_bytes`` of bodies, but takes at least one row. After it returns rows, call
+        then by arrival. Stops after ``max_bytes`` of bodies. Takes at least one row, unless it is larger by a megabyte
+        and another claim has such a row: then the caller tries again. After it returns rows, call
         :meth:`settle` or :meth:`give_up`. Raises LaneLost, StoreLost."""
 
     async def settle(

@@ -43,10 +43,12 @@ confirms nothing for that long."""
 STUCK_SECONDS: Final = 30.0
 """A lane with due rows for this long that settled no claim is stuck. A claim takes at most ten seconds."""
 STUCK_ADVICE: Final = 'look for this lane above; see "A lane that does not advance" in docs/operations.md'
-TURN_SECONDS: Final = 1.0
-"""How long a claim waits for a shared session. Then its caller feeds the watchdog and tries again."""
+ANY_SIZE: Final = 1 << 62
 HORIZON_MS: Final = 61_000
 """How far ahead a claim looks for the next row. If there is none, the lane claims again at that instant."""
+
+
+Take = Callable[[Connection, int, int], Awaitable["Claim"]]
 
 
 class PostgresClaimer:
@@ -56,6 +58,8 @@ class PostgresClaimer:
         self.session = session
         self.opened: Claim | None = None
         self._has_session = False
+        self._large: Take | None = None
+        """Takes the next row, if it needs the turn for large rows."""
         self._lane = lane
         self._clock = clock
 
@@ -63,17 +67,19 @@ class PostgresClaimer:
         lane = self._lane
         if self.opened is not None:
             raise RuntimeError(f"lane {lane.number}: claim before the last one was settled or given up")
-        try:  # Lanes that share the session take turns, and a turn may last as long as a publish.
-            async with asyncio.timeout(TURN_SECONDS):
-                await self.session.claims.acquire()
+        try:
+            await self.session.begin_claim(large=self._large is not None)
         except TimeoutError:
+            if self._large == self._claim_held:
+                lane.cursor.pass_over_retries()  # Let the waiting rows go on.
+            self._large = None
             return []
         self._has_session = True
         try:
             rows = await self._claim(limit, max_bytes)
         finally:
             if self.opened is None:
-                self._end()
+                self.end()
         if rows:
             self.session.kept_alive_until = self._clock.monotonic() + lane.release_seconds
             reach("release.claimed")
@@ -103,11 +109,15 @@ class PostgresClaimer:
         if connection.is_in_transaction():
             raise RuntimeError(f"lane {self._lane.number}: a transaction is open that no claim began")
         await connection.execute("BEGIN")
-        kinds = [self._claim_waiting]
+        kinds: list[Take] = [self._claim_waiting]
         if (held_first := self._lane.cursor.held_turn()) is not None:
             kinds.insert(not held_first, self._claim_held)
+        if large := self._large:
+            kinds, limit, max_bytes = [large], 1, ANY_SIZE
         for take in kinds:
             claim = await take(connection, limit, max_bytes)
+            if large:
+                self._large = None  # Not before: if the claim is rejected, the next one needs the turn again.
             if claim.rows:
                 self.opened = claim
                 return claim
@@ -122,7 +132,9 @@ class PostgresClaimer:
         if held:
             cursor.retrying = True
         elif await self._find_next_retry(connection) <= before:
-            cursor.pass_over_retries()
+            if max_bytes == ANY_SIZE:
+                cursor.pass_over_retries()
+            self._large = self._claim_held
         return Claim((NEVER_MS, 0), (NEVER_MS, 0), [envelope.read_held(record) for record in held], retries=bool(held))
 
     async def _claim_waiting(self, connection: Connection, limit: int, max_bytes: int) -> Claim:
@@ -139,7 +151,7 @@ class PostgresClaimer:
         except REJECTED as error:
             raise skipped.rejected(limit, first, error) from error
         skipped.limit = min(2 * skipped.limit, NO_LIMIT)
-        rows = sorted(map(_read, records), key=_place)
+        rows = sorted([envelope.read(one, parked_ms=one["parked_at"]) for one in records], key=_place)
         full = len(rows) >= limit or sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows) >= max_bytes
         last, next_ms = _place(rows[-1]) if rows else start, None
         if not full or (rows and rows[-1].due_ms > before):
@@ -150,6 +162,7 @@ class PostgresClaimer:
             clock.observe(asked, server_ms, clock.monotonic())
             next_ms = horizon_ms if next_ms is None else next_ms  # The claim at the horizon finds rows beyond it.
             if not rows:
+                self._large = self._claim_waiting if next_ms <= before + lane.window_ms else self._large
                 last = max(start, (min(before, next_ms), 0))
         cursor.claimed(last, more=full or next_ms is None or next_ms <= before + lane.window_ms, next_ms=next_ms)
         return Claim(start, last, rows)
@@ -177,7 +190,7 @@ class PostgresClaimer:
             status = await connection.execute("COMMIT")
             if status != "COMMIT":
                 raise StoreLost(f"settle: the store answered COMMIT by {status}")
-            self._end()
+            self.end()
             lane.advanced_at = self._clock.monotonic()
             lane.cursor.expect_retry(retry_ms)
         reach("release.committed")
@@ -251,19 +264,18 @@ class PostgresClaimer:
                 connection.terminate()
                 raise
 
-    def _end(self) -> Claim | None:
+    def end(self) -> Claim | None:
         claim, self.opened = self.opened, None
         if claim is not None and claim.retries:
             self._lane.cursor.retrying = False
         if self._has_session:
             self._has_session = False
-            self.session.kept_alive_until = math.inf
-            self.session.claims.release()
+            self.session.end_claim()
         return claim
 
     def _forget(self) -> None:
         """Forget the open claim, which is or will be rolled back."""
-        claim = self._end()
+        claim = self.end()
         self._lane.cursor.rolled_back(None if claim is None else claim.start)
 
     async def _roll_back(self) -> None:
@@ -406,7 +418,7 @@ class PostgresLane:
         await self._write_watermark(at_once=True)
         for claimer in self.claimers:
             if self.route is None:
-                claimer.opened = None  # The server rolls it back.
+                claimer.end()  # The server rolls it back.
             else:
                 await claimer.give_up()
         self.closed = True
@@ -482,10 +494,6 @@ class Claim:
     rows: list[Due]
     retries: bool = False
     """Whether the rows were held."""
-
-
-def _read(record: asyncpg.Record) -> Due:
-    return envelope.read(record, parked_ms=record["parked_at"])
 
 
 def _place(due: Due) -> RowPlace:

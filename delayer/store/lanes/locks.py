@@ -91,6 +91,7 @@ class LaneLocks:
         self._history = history
         self._presence: Connection | None = None
         self._turn = asyncio.Lock()  # The presence runs one statement at a time.
+        self._large_turn = asyncio.Lock()
         self._pid = 0
         self._limited: list[LaneSession] = []
         self._idle_seconds = idle
@@ -223,7 +224,7 @@ class LaneLocks:
     async def _open_session(self, application: str, sessions: list[LaneSession]) -> Connection:
         """Open a session and add it to ``sessions``. Raises StoreLost."""
         connection = await self._connect(application, self._lane_settings)
-        sessions.append(LaneSession(connection, self._clock, application))
+        sessions.append(LaneSession(connection, self._clock, application, self._large_turn))
         return connection
 
     async def _connect(self, application: str, more: Mapping[str, str]) -> Connection:

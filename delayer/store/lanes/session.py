@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from contextlib import ExitStack
 from typing import Final
 
 import structlog
@@ -17,17 +18,22 @@ from delayer.store.errors import DRIVER_ERRORS, describe
 log = structlog.get_logger(__name__)
 
 KEEPALIVE_SECONDS: Final = 1.0
+TURN_SECONDS: Final = 1.0
+"""How long a claim waits for its turns. Then its caller feeds the watchdog and tries again."""
 
 
 class LaneSession:
     """One connection, with one open claim at a time."""
 
-    def __init__(self, connection: Connection, clock: StoreClock, name: str) -> None:
+    def __init__(self, connection: Connection, clock: StoreClock, name: str, large_turn: asyncio.Lock) -> None:
+        """``large_turn``: held by the one claim of the process that may take a large row."""
         self.connection = connection
         self.turn = asyncio.Lock()  # One statement or transaction at a time.
         self.claims = asyncio.Lock()  # Held while a claim is open.
         self.kept_alive_until = math.inf
         """When to stop keeping an open claim from the server's idle timeout, in monotonic seconds."""
+        self._large_turn = large_turn
+        self._held = ExitStack()  # Releases the turns of the open claim.
         self._clock = clock
         self._name = name
         self._closing = asyncio.Event()
@@ -37,6 +43,22 @@ class LaneSession:
     def is_open(self) -> bool:
         """Whether the connection is open, as far as the driver knows."""
         return not self.connection.is_closed()
+
+    async def begin_claim(self, *, large: bool) -> None:
+        """Take the turns of a claim. Lanes may share the session, and a turn may last as long as a publish. Raises
+        TimeoutError."""
+        # In this order, because a wait for the large turn must not keep other lanes from the session.
+        with ExitStack() as taken:
+            async with asyncio.timeout(TURN_SECONDS):
+                for turn in [self._large_turn, self.claims] if large else [self.claims]:
+                    await turn.acquire()
+                    taken.callback(turn.release)
+            self._held = taken.pop_all()
+
+    def end_claim(self) -> None:
+        """Release the turns of the claim."""
+        self.kept_alive_until = math.inf
+        self._held.close()
 
     async def close(self) -> None:
         """Close the session, and let the server roll back an open claim. Safe to call twice."""

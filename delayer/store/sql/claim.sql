@@ -2,7 +2,8 @@
 --
 -- $1 lane, $2 and $3 the place (due instant, id) after which to look, $4 horizon (our estimate of the store's now plus
 -- a minute, only to prune partitions while planning), $5 ids that another open claim has locked, so that this claim
--- does not wait for them. $6 window in milliseconds, $7 rows, $8 bytes. statement_timestamp() decides what is due.
+-- does not wait for them. $6 window in milliseconds, $7 rows, $8 bytes. The last row may exceed $8 by a megabyte at
+-- most, so the claim is empty if the first row is larger. statement_timestamp() decides what is due.
 --
 -- The rows are deleted by their place (tableoid, ctid), which the inner select already has: 4.0 ms for 1,000 rows with
 -- 1 M waiting, against 7.0 ms when each is looked up in the index again. The conditions are repeated outside for two
@@ -12,7 +13,7 @@ USING (
     SELECT part, place
     FROM (
         SELECT part, place,
-               sum(size) OVER (ORDER BY due_at, id ROWS UNBOUNDED PRECEDING) - size AS before
+               sum(size) OVER (ORDER BY due_at, id ROWS UNBOUNDED PRECEDING) AS upto, size
         FROM (
             SELECT tableoid AS part, ctid AS place, due_at, id,
                    octet_length(body) + octet_length(properties) AS size
@@ -23,7 +24,7 @@ USING (
             LIMIT $7
         ) AS soonest
     ) AS summed
-    WHERE before < $8
+    WHERE upto - size < $8 AND upto <= $8 + 1048576
 ) AS batch
 WHERE m.ctid = batch.place AND m.tableoid = batch.part
   AND m.lane = $1 AND m.due_at >= $2 AND m.due_at <= $4

@@ -2,7 +2,7 @@
 -- locked by another transaction (a cancel, an operator's retry) are left for the next claim. Waiting for them could
 -- deadlock with a transaction that locks many held rows in another order.
 --
--- $1 lane, $2 rows, $3 bytes, $4 ids that the lane skips.
+-- $1 lane, $2 rows, $3 bytes (see claim.sql), $4 ids that the lane skips.
 SELECT h.id, h.due_at, h.checksum, h.format, h.route, h.exchange, h.routing_key,
        h.to_exchange, h.to_key, h.properties, h.body, h.key, h.attempts,
        h.kind, h.reason, h.may_be_delivered, h.isolated, h.token
@@ -10,7 +10,7 @@ FROM held AS h
 WHERE h.id IN (
     SELECT id
     FROM (
-        SELECT id, sum(size) OVER (ORDER BY retry_at, id ROWS UNBOUNDED PRECEDING) - size AS before
+        SELECT id, sum(size) OVER (ORDER BY retry_at, id ROWS UNBOUNDED PRECEDING) AS upto, size
         FROM (
             SELECT id, retry_at, octet_length(body) + octet_length(properties) AS size
             FROM held
@@ -19,7 +19,7 @@ WHERE h.id IN (
             LIMIT $2
         ) AS soonest
     ) AS summed
-    WHERE before < $3
+    WHERE upto - size < $3 AND upto <= $3 + 1048576
 )
 ORDER BY h.id
 FOR UPDATE SKIP LOCKED
