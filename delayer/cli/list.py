@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import click
 from asyncpg import Connection
@@ -135,6 +135,10 @@ def list_(
         note(f"There are more. Next: the same with --after {place}.")
 
 
+CHECKED: Final = 1 << 20
+"""Bytes of a body that `show` reads. The checksum of a longer message is not checked."""
+
+
 @click.command(short_help="Show one message: where it is, and what will happen.")
 @click.argument("name", metavar="ID")
 @click.option("--body", "whole_body", is_flag=True, help="Write the body to stdout as it is, and nothing else.")
@@ -159,7 +163,8 @@ def show(context: click.Context, *, name: str, whole_body: bool, as_json: bool) 
     url = store_url(settings)
     found: FullMessage | FoundIn = FoundIn.NOWHERE
     if (token := messages_of(url, [name])[name]) is not None:
-        found = ask_store(url, "show", lambda connection: detail.show(connection, token))
+        most = detail.WHOLE if whole_body else CHECKED
+        found = ask_store(url, "show", lambda connection: detail.show(connection, token, most))
     if isinstance(found, FoundIn):
         note(detail.absent(token or name, found))
         say_native(settings)

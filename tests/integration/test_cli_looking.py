@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -25,6 +26,7 @@ from delayer.core.units import DAY_MS
 from delayer.daemon.set_aside import SetAsideChange, queue_of
 from delayer.intake import set_aside
 from delayer.intake.set_aside import Selection
+from delayer.store.admin import detail
 from tests.integration.cli import Run, channel_to, ids, said, take
 from tests.support.place import counted
 from tests.support.raw import Message, Props, Raw, number, text
@@ -505,3 +507,22 @@ async def test_refused_ones_are_dropped(applied: Run, vhost: str) -> None:
     assert "Matched: 0 of 0." in applied("refused", "drop", "--reason", "x", "--yes", expect=1).stdout
     assert await take(vhost, "delays.refused") == []
     assert await take(vhost, "delays") == []
+
+
+async def test_show_reads_the_beginning_of_a_large_body(
+    delayer: Run, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(database) as place, owned(place) as [lane]:
+        await place.park(lane, [parcel(place.now_upper_ms() + DAY_MS, b"x" * 3_000_000)], [])
+    read: list[int] = []
+    show = detail.show
+
+    async def spy(*given: Any, **more: Any) -> Any:
+        found = await show(*given, **more)
+        read.append(len(found.entry.body))
+        return found
+
+    monkeypatch.setattr(detail, "show", spy)
+    assert "body: 3000000 bytes, the first 400" in delayer("show", "id:1").stdout
+    assert len(delayer("show", "id:1", "--body").stdout) == 3_000_000
+    assert read == [1 << 20, 3_000_000]

@@ -62,7 +62,10 @@ SELECT owner, EXISTS (
 """
 
 
-async def show(connection: Connection, token: Token, most: int = (1 << 31) - 1) -> FullMessage | FoundIn:
+WHOLE: Final = (1 << 31) - 1
+
+
+async def show(connection: Connection, token: Token, most: int = WHOLE) -> FullMessage | FoundIn:
     """Find the message of this name, on one snapshot. NOWHERE if there is none, UNREADABLE if its segment is. Truncates
     the body to ``most`` bytes. Raises the driver's errors."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
