@@ -1,4 +1,4 @@
-"""The two crash tables of the design, section 7, as values; and that of restoring a segment."""
+"""The two crash tables of docs/guarantees.md as values; and that of restoring a segment."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def restore(fault: str, rows: int, packed: int, stopped: Copies = ONCE) -> Row:
     return Row("store", fault, copies, after, same_id=True, delay_ms=5_000, messages=PACKED, prepared="compacted")
 
 
-# Beside the design's tables: the process dies in the middle of restoring a segment. Nothing of it was published before
+# In addition to these tables: the process dies in the middle of restoring a segment. Nothing of it was published before
 # the commit. After it a lane's claim may already be answered: the daemon reads that answer when it goes on.
 RESTORE: Mapping[str, Row] = {
     "lock of the segment": restore("restore.locked", 0, PACKED),

@@ -1,4 +1,4 @@
-"""The crash tables (design, section 7), row by row: the fate of a message when a process or connection dies."""
+"""The crash tables of docs/guarantees.md, row by row: the fate of a message when a process or connection dies."""
 
 from __future__ import annotations
 

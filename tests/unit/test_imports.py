@@ -1,4 +1,4 @@
-"""Modules import only lower layers (design, section 8): the table of layers, and a check of every module."""
+"""Modules import only lower layers: the table of layers, and a check of every module."""
 
 from __future__ import annotations
 
