@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from delayer.cli.main import VERBS
 from tests.support import ports
 
 ROOT = Path(__file__).parents[2]
@@ -124,3 +126,40 @@ def test_the_wheel_holds_the_schema_and_no_tests(installed: Path) -> None:
         ours = {path.relative_to(ROOT / "delayer") for path in (ROOT / "delayer").rglob(kept)}
         assert {path.relative_to(package) for path in package.rglob(kept)} >= ours, kept
     assert not (package.parent / "tests").exists()
+    assert (package / "py.typed").is_file()
+
+
+def test_every_command_has_a_man_page(installed: Path, tmp_path: Path) -> None:
+    pages = installed.parent.parent / "share" / "man" / "man1"
+    top = (pages / "delayer.1").read_text()
+    for verb in VERBS:
+        assert (pages / f"delayer-{verb}.1").is_file(), verb
+        assert f"delayer-{verb}(1)" in top
+    assert (pages / "delayer-db-upgrade.1").is_file()
+    assert not [page for page in pages.glob("delayer*.1") if "\b" in page.read_text()], "marks meant for click"
+    if not shutil.which("groff"):
+        pytest.skip("groff is not installed")
+    render = ["groff", "-man", "-Tutf8", "-Kutf8", "-ww", *pages.glob("delayer*.1")]
+    done = subprocess.run(render, capture_output=True, text=True, timeout=60, check=True)
+    assert not done.stderr
+    assert "Delayed messages for RabbitMQ" in done.stdout
+
+
+def test_bash_completes_commands_and_options(installed: Path) -> None:
+    completion = installed.parent.parent / "share" / "bash-completion" / "completions" / "delayer"
+    script = """
+        . "$1"
+        complete -p delayer
+        COMP_WORDS=(delayer resch) COMP_CWORD=1; _delayer_completion delayer; echo "${COMPREPLY[@]}"
+        COMPREPLY=() COMP_WORDS=(delayer list --due-a) COMP_CWORD=2; _delayer_completion delayer; echo "${COMPREPLY[@]}"
+    """
+    path = f"{installed.parent}:{os.environ['PATH']}"
+    words = ["bash", "-euc", script, "bash", completion]
+    done = subprocess.run(words, env={"PATH": path}, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == [
+        "complete -o nosort -F _delayer_completion delayer",
+        "reschedule",
+        "--due-after",
+    ]
+    for other in ("zsh/site-functions/_delayer", "fish/vendor_completions.d/delayer.fish"):
+        assert "_DELAYER_COMPLETE" in (installed.parent.parent / "share" / other).read_text()
