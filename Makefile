@@ -71,10 +71,12 @@ bench: servers ## rates, lateness and cost beside the ceilings of broker and dat
 bench-quick: servers ## the same in small, without the sections that take minutes
 	@$(PYTHON_OF_VENV) -m bench --quick $(BENCH_ARGS)
 
+# The time that everything built is dated with: one commit gives the same bytes each time.
+dist deb: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
+
 .PHONY: dist
-dist: dev ## sdist and wheel in dist/, checked; the same bytes each time
+dist: dev ## sdist and wheel in dist/, checked
 	@rm -rf dist
-	@$(PYTHON_OF_VENV) -m pip install --quiet --constraint constraints.txt build twine
 	@PIP_CONSTRAINT=constraints.txt $(PYTHON_OF_VENV) -m build --quiet
 	@$(PYTHON_OF_VENV) -m twine check --strict dist/*
 	@sha256sum dist/*
@@ -82,6 +84,10 @@ dist: dev ## sdist and wheel in dist/, checked; the same bytes each time
 .PHONY: deb
 deb: ## the Debian package in dist/, for the Debian that this runs on (EXTRAS=segments puts pyarrow in)
 	@.ci/deb
+
+.PHONY: release
+release: dev ## the last commit as sdist, wheel, Debian package, SBOM and checksums in dist/; builds twice, compares
+	@.ci/release
 
 .PHONY: clean
 clean: ## delete .venv and whatever was made here
