@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"], key=str)
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / ".github").glob("*.md"), ROOT / "README.md"], key=str)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.name))
