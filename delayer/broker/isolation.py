@@ -1,13 +1,13 @@
 """Isolation of failed publishes: finds the message or the destination at fault, on a second connection.
 
-A batch on the shared channel loses some outcomes in two cases. A queue does not confirm, or the broker closes the
-channel or the connection for one message. These messages come here, and so do messages that may end a connection.
-Isolation publishes in rounds:
+A batch on the shared channel loses outcomes if a queue does not confirm, or if the broker closes the channel or the
+connection because of one message. The messages without an outcome come here, and so do messages that may end a
+connection. Isolation publishes them in rounds, and :class:`Search` decides what each round publishes:
 
-- A probing round publishes one message of each destination, each on a channel of its own. If a destination stays silent
+- A probing round publishes one message of each destination, each on its own channel. If a destination stays silent
   while the broker answers, its circuit breaker opens and its messages are held.
-- Every other round publishes a portion on one channel. A portion grows after a success. It shrinks to one message after
-  the broker closed the channel or the connection, until that one message is found.
+- Every other round publishes a portion on one channel. The portion grows after a success. It shrinks to one message
+  after the broker closed the channel or the connection, until the message at fault is found.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Final
 
 import structlog
@@ -36,29 +37,96 @@ from delayer.retry import raise_first
 log = structlog.get_logger(__name__)
 
 PROBE_SECONDS: Final = 2.0
-"""The timeout of a destination's probe. The broker itself has three quarters of it. If every probed destination is
-suspect, the timeout is half of this, because the whole batch waits."""
+"""Timeout of a probe. The broker itself must answer in three quarters of it. If every probed destination is suspect,
+the timeout is half of this, because the whole batch waits."""
 CONNECT_SECONDS: Final = 2.0
-"""For the second connection. Also the longest wait of a batch for messages that may end a connection."""
+"""Timeout for the second connection. Also the longest time that a batch waits for messages that may end a
+connection."""
 OPEN_SECONDS: Final = 5.0
-"""To open a channel there. Then the connection is replaced, so this is longer than a busy broker needs."""
+"""Timeout for opening a channel there, longer than a busy broker needs. After it the connection is replaced."""
 ISOLATE_SECONDS: Final = 10.0
 """After a message ended a connection, every batch is published here for this long."""
 MARGIN_SECONDS: Final = 0.1
-"""Probes end this long before a batch's deadline, because other messages may wait behind them."""
+"""Probes end this long before a batch's deadline, because other messages may wait for them."""
 SMALL_PORTION: Final = 8
-"""Messages of a portion, if one of them may close a channel or a connection."""
+"""Messages in a portion if one of them may close a channel or a connection."""
 MAX_PROBES: Final = 512
-"""Parallel probes, if the connection allows as many channels."""
+"""Maximum number of parallel probes, if the connection allows as many channels."""
 MAX_EXCHANGES: Final = 10_000
-"""Exchanges that are remembered."""
+"""Maximum number of exchanges that are remembered."""
 NOT_TRIED: Final = closed_connection(541, "INTERNAL_ERROR at an earlier attempt; there is no isolation connection now")
 _Loss = ChannelClosed | ConnectionLost
+_Groups = Mapping[Destination, Sequence[int]]
+
+
+class Suspicion(Enum):
+    """What may be wrong with isolated messages."""
+
+    DESTINATION = "a destination is silent, missing or forbidden"
+    ONE_ENDS_CONNECTION = "one message ended a connection"
+    ALL_END_CONNECTIONS = "each message ended a connection before"
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The state of the search for what is at fault. It is pure: each round leads to the next state."""
+
+    suspicion: Suspicion
+    portion: int
+    """Number of messages that the next portion has."""
+    probed: frozenset[Destination] | None
+    """Destinations probed so far; None means that the search does not probe."""
+
+    @classmethod
+    def begin(cls, suspicion: Suspicion) -> Search:
+        portion = 1 if suspicion is Suspicion.ALL_END_CONNECTIONS else SMALL_PORTION
+        return cls(suspicion, portion, frozenset() if suspicion is Suspicion.DESTINATION else None)
+
+    @property
+    def is_exclusive(self) -> bool:
+        """Whether a round needs the connection for itself, because it may end."""
+        return self.suspicion is not Suspicion.DESTINATION
+
+    def split(self, groups: _Groups) -> tuple[list[Destination], list[int]]:
+        """Return the destinations to probe, the largest groups first, and the messages of answered destinations, which
+        are published before the next probes."""
+        probed = self.probed or frozenset()
+        fresh = sorted(groups.keys() - probed, key=lambda one: (-len(groups[one]), groups[one][0]))
+        return fresh, sorted(index for one in groups.keys() & probed for index in groups[one])
+
+    def has_found(self, sent: int, lost: _Loss | None) -> bool:
+        """Whether the loss of a portion of ``sent`` messages proves that its only message is at fault."""
+        if isinstance(lost, ConnectionLost) and not self.is_exclusive:
+            return False  # A message of another round may have ended the connection.
+        return sent == 1 and lost is not None and not isinstance(lost, ConfirmTimeout)
+
+    def after_probes(self, probed: Iterable[Destination], lost: _Loss | None) -> Search:
+        if isinstance(lost, ConnectionLost):
+            return self._after_connection_lost()
+        return replace(self, portion=SMALL_PORTION, probed=(self.probed or frozenset()).union(probed))
+
+    def after_portion(self, sent: int, lost: _Loss | None, *, is_all_probed: bool, batch_size: int) -> Search:
+        """Return the next state after a portion of ``sent`` messages, which grows up to ``batch_size``."""
+        if isinstance(lost, ConfirmTimeout):
+            return replace(self, probed=frozenset())
+        if isinstance(lost, ConnectionLost) and not self.has_found(sent, lost):
+            return self._after_connection_lost()
+        portion = self.portion
+        if lost is None:
+            portion = min(SMALL_PORTION if self.is_exclusive else batch_size, 2 * portion)
+        elif sent > 1:
+            portion = 1
+        return replace(self, portion=portion, probed=None if is_all_probed else self.probed)
+
+    def _after_connection_lost(self) -> Search:
+        if self.is_exclusive:
+            return replace(self, portion=1, probed=None)
+        return Search.begin(Suspicion.ONE_ENDS_CONNECTION)
 
 
 @dataclass(slots=True)
 class Pending:
-    """A batch whose outcomes become known one after the other."""
+    """A batch whose outcomes become known over time."""
 
     batch: Sequence[Outgoing]
     deadline: float
@@ -80,16 +148,19 @@ class _Case:
     pending: Pending
     indexes: Sequence[int]
     until: float
-    own: bool
-    """Whether only a connection of our own may carry these messages, because they may end it."""
-    alone: bool
-    """Whether each round has the connection for itself."""
+    search: Search
     written: set[int] = field(default_factory=set)
-    probed: set[Destination] = field(default_factory=set)
+
+    def hold(self, indexes: Sequence[int], outcome: Outcome) -> bool:
+        """Enter the outcome of messages that have none. Returns whether there are any."""
+        held = self.pending.publishable(indexes)
+        self.pending.outcomes.update(dict.fromkeys(held, outcome))
+        return bool(held)
 
 
 class Isolation:
-    """One isolation for all publishers of a process. ``reconnecting`` is theirs, and opens the second connection."""
+    """The isolation that all publishers of a process share. ``reconnecting`` is their connection, and opens the second
+    one."""
 
     def __init__(
         self, reconnecting: ReconnectingConnection, *, timeout: float, probe_seconds: float = PROBE_SECONDS
@@ -98,40 +169,36 @@ class Isolation:
         self.breaker = CircuitBreaker()
         self.exchanges: set[bytes] = set()
         """Exchanges that accepted a publish. A missing exchange closes the channel, which leaves others in doubt."""
-        self.isolating_until = -math.inf
-        """Until this time of the loop every batch is isolated: a message ended a connection, and such messages often
-        come together."""
+        self._isolating_until = -math.inf
         self._reconnecting = reconnecting
+        self._second = _SecondConnection(reconnecting)
         self._timeout = timeout
         self._probe_seconds = probe_seconds
-        self._connection: Connection | None = None
-        self._idle_channels: list[Channel] = []
-        """Channels of the second connection that earlier rounds left open: another one costs two round trips."""
-        self._turns = asyncio.Lock()
-        self._users = 0
-        self._unused = asyncio.Event()
-        self._unused.set()
-        self._refused = -math.inf
+
+    @property
+    def is_for_all(self) -> bool:
+        """Whether every batch is isolated: a message ended a connection, and such messages often come together."""
+        return self._isolating_until > _now()
 
     def close(self) -> None:
-        """End the second connection. Safe to call twice."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.abandon()
+        """Close the second connection. Safe to call twice."""
+        self._second.close()
 
     async def publish(
-        self, pending: Pending, indexes: Sequence[int], *, own: bool = False, alone: bool = False
+        self, pending: Pending, indexes: Sequence[int], suspicion: Suspicion = Suspicion.DESTINATION
     ) -> None:
         """Publish these messages once all are due. A message without an outcome afterwards is in doubt.
 
-        ``alone``: one of these messages ended a connection. ``own``: each of them may end one; then all get an outcome
-        within two seconds, because the rest of the batch waits.
+        If all may end connections, each gets an outcome within two seconds, because the rest of the batch waits.
         """
+        all_end = suspicion is Suspicion.ALL_END_CONNECTIONS
         indexes = sorted(indexes)  # Doubtful messages come grouped by destination, and the last one decides the wait.
         while indexes and (left := seconds_until_due(pending.schedule, indexes[-1])):  # noqa: ASYNC110 - a clock
             await asyncio.sleep(left)
-        until = min(pending.deadline, _now() + CONNECT_SECONDS if own else math.inf)
-        case = _Case(pending, indexes, until, own, alone or own or self.isolating_until > _now())
+        until = min(pending.deadline, _now() + CONNECT_SECONDS if all_end else math.inf)
+        if self.is_for_all and not all_end:
+            suspicion = Suspicion.ONE_ENDS_CONNECTION
+        case = _Case(pending, indexes, until, Search.begin(suspicion))
         try:
             async with asyncio.timeout_at(until):
                 await self._settle(case)
@@ -139,7 +206,7 @@ class Isolation:
             log.warning("isolation interrupted", messages=len(indexes), reason=str(lost) or "no answer in time")
             # The daemon publishes these again only when it reads or claims them again.
             pending.in_doubt.update(case.written - pending.outcomes.keys())
-        for index in indexes if own else ():
+        for index in indexes if all_end else ():
             one = pending.batch[index]
             silent = unanswered(self._timeout, one.exchange, one.routing_key)
             pending.outcomes.setdefault(index, silent if index in case.written else NOT_TRIED)
@@ -150,49 +217,40 @@ class Isolation:
         The broker confirms nothing before it closes, so the messages before the one at fault are published twice.
         """
         batch = case.pending.batch
-        probing, size = not case.alone, 1 if case.own else SMALL_PORTION
         while todo := case.pending.publishable(case.indexes):
-            some: list[int] = []
-            async with self._using(case) as connection:
-                groups = self.breaker.groups(batch, todo) if probing else {}
-                fresh = sorted(groups.keys() - case.probed, key=lambda one: (-len(groups[one]), groups[one][0]))
-                # Publish the rest of answered groups before the next probes.
-                ready = sorted(index for one in groups.keys() & case.probed for index in groups[one]) or todo
-                if fresh and ready is todo:
+            search = case.search
+            async with self._second.use(search) as connection:
+                groups = {} if search.probed is None else self.breaker.groups(batch, todo)
+                fresh, answered = search.split(groups)
+                if fresh and not answered:
                     at_once = max(1, min(MAX_PROBES, connection.free_channels // 2))
-                    lost = await self._probe(case, connection, {one: groups[one] for one in fresh[:at_once]})
-                else:
-                    probing = bool(fresh)
-                    # Distinct tokens, because a return names only the token.
-                    some = list({batch[index].token: index for index in reversed(ready[:size])}.values())[::-1]
-                    lost = await self._published(case, connection, some, min(self._probe_seconds, case.until - _now()))
-            if isinstance(lost, ConnectionLost) and not (case.alone and len(some) == 1):
-                probing, size = False, 1 if case.alone else SMALL_PORTION
-                case.alone = True
-            elif not some:
-                size = SMALL_PORTION
-            elif isinstance(lost, ConfirmTimeout):
-                probing = True
-                case.probed.clear()
-            elif lost is None:
-                size = min(SMALL_PORTION if case.alone else len(batch), 2 * size)
-            elif len(some) == 1:
-                self._enter_objection(case, some[0], lost)
-            else:
-                size = 1
+                    probes = {one: groups[one] for one in fresh[:at_once]}
+                    case.search = search.after_probes(probes, await self._probe(case, connection, probes))
+                    continue
+                ready = (answered or todo)[: search.portion]
+                # Distinct tokens, because a return names only the token.
+                portion = list({batch[index].token: index for index in reversed(ready)}.values())[::-1]
+                seconds = min(self._probe_seconds, case.until - _now())
+                lost = await self._publish_portion(case, connection, portion, seconds)
+            if lost is not None and search.has_found(len(portion), lost):
+                self._enter_objection(case, portion[0], lost)
+            case.search = search.after_portion(len(portion), lost, is_all_probed=not fresh, batch_size=len(batch))
 
-    async def _probe(self, case: _Case, connection: Connection, groups: dict[Destination, list[int]]) -> _Loss | None:
-        """Publish the first message of each group on a channel of its own, and hold the groups of silent destinations.
-        Returns the connection's loss, or None. A silence counts only if the broker answered early in this round."""
-        patience = self._probe_seconds / 2 if all(self.breaker.suspects(one) for one in groups) else self._probe_seconds
+    async def _probe(
+        self, case: _Case, connection: Connection, groups: Mapping[Destination, Sequence[int]]
+    ) -> _Loss | None:
+        """Publish the first message of each group on its own channel, and hold the groups of silent destinations.
+        Returns the connection's loss, or None. A silence proves something only if the broker answered early in this
+        round."""
+        suspect = all(self.breaker.suspects(one) for one in groups)
+        patience = self._probe_seconds / 2 if suspect else self._probe_seconds
         seconds = min(patience, case.until - MARGIN_SECONDS - _now())
-        case.probed.update(groups)
         before = {one: self.breaker.table.get(one) for one in groups}
         try:
             async with asyncio.TaskGroup() as probes:  # No probe outlives its round.
-                answering = probes.create_task(self._answers(connection, seconds * 0.75))  # Before the others.
+                answering = probes.create_task(self._is_answering(connection, seconds * 0.75))  # Before the probes.
                 sent = [
-                    probes.create_task(self._published(case, connection, group[:1], seconds))
+                    probes.create_task(self._publish_portion(case, connection, group[:1], seconds))
                     for group in groups.values()
                 ]
         except BaseExceptionGroup as failed:
@@ -215,8 +273,8 @@ class Isolation:
                     case.pending.in_doubt.update(group)
                     continue
                 outcome = unanswered(self._timeout, one.exchange, one.routing_key or b"")
-                case.pending.outcomes.update(dict.fromkeys(case.pending.publishable(group), outcome))
-                if self.breaker.table.get(one) is before[one]:  # Otherwise a probe at the same time opened it.
+                case.hold(group, outcome)
+                if self.breaker.table.get(one) is before[one]:  # Otherwise a simultaneous probe opened it.
                     self.breaker.open(one, outcome)
         if silent:
             first = {"exchange": silent[0].exchange, "routing_key": silent[0].routing_key or b""}
@@ -224,37 +282,126 @@ class Isolation:
             log.warning("destination silent", destinations=len(silent), unproven=unproven, **first)
         return None
 
-    async def _answers(self, connection: Connection, seconds: float) -> bool:
-        """Whether the broker answers at all, within ``seconds``: publish a message without a queue."""
+    async def _is_answering(self, connection: Connection, seconds: float) -> bool:
+        """Whether the broker answers at all within ``seconds``. Publishes a message to a queue that does not exist."""
         token = b"delayer.nobody." + uuid.uuid4().hex.encode()
         message = Outgoing(b"", token, encode_headers(entry(TOKEN_HEADER, long_string(token))), b"", token)
         try:
             async with asyncio.timeout(seconds):
-                await self._on_channel(connection, [message], seconds)
+                await self._second.publish(connection, [message], seconds)
         except (BrokerLost, TimeoutError):
             return False
         return True
 
-    async def _published(
-        self, case: _Case, connection: Connection, some: Sequence[int], seconds: float
+    async def _publish_portion(
+        self, case: _Case, connection: Connection, portion: Sequence[int], seconds: float
     ) -> _Loss | None:
-        """Publish these on one channel, and enter the known outcomes. Returns the reason if others are missing. Raises
+        """Publish on one channel, and enter the known outcomes. Returns the reason if any are missing. Raises
         BrokerLost if no message is the reason."""
         answers: Sequence[Outcome | None]
         lost: _Loss | None = None
-        case.written.update(some)
+        case.written.update(portion)
         try:
-            answers = await self._on_channel(connection, [case.pending.batch[index] for index in some], seconds)
+            messages = [case.pending.batch[index] for index in portion]
+            answers = await self._second.publish(connection, messages, seconds)
         except (ChannelClosed, ConnectionLost) as error:
             lost, answers = error, error.outcomes
-        answered = zip(some, answers, strict=bool(answers))
+        answered = zip(portion, answers, strict=bool(answers))
         case.pending.outcomes.update((index, outcome) for index, outcome in answered if outcome is not None)
         if isinstance(lost, ConnectionLost) and not lost.objects:
             raise lost
         return lost
 
-    async def _on_channel(self, connection: Connection, messages: Sequence[Outgoing], seconds: float) -> list[Outcome]:
-        """Publish on a channel that no other publish uses. Raises BrokerLost."""
+    def _enter_objection(self, case: _Case, index: int, lost: _Loss) -> None:
+        """Enter the outcome of the message that made the broker close something. A missing exchange affects all its
+        messages, a missing permission those with the same key."""
+        batch, outcomes = case.pending.batch, case.pending.outcomes
+        if isinstance(lost, ConnectionLost):
+            # Messages known to end connections only end the second one, at each retry.
+            if case.search.suspicion is not Suspicion.ALL_END_CONNECTIONS:
+                self._isolating_until = _now() + ISOLATE_SECONDS
+            outcomes[index] = closed_connection(lost.code, lost.text)
+            return
+        one = destination(batch[index])
+        every_key = Destination(one.exchange, None)
+        outcome = closed_channel(lost.code, lost.text)
+        # A breaker that another probe of this round opened stays as it is.
+        if lost.code == ReplyCode.NOT_FOUND:
+            self.exchanges.discard(one.exchange)
+            if case.hold([i for i in case.indexes if batch[i].exchange == one.exchange], outcome):
+                self.breaker.open(every_key, outcome)
+            return
+        self.breaker.close(every_key)  # The exchange exists by now.
+        if lost.code != ReplyCode.ACCESS_REFUSED:
+            self.breaker.close(one)
+            outcomes[index] = outcome
+            return
+        same_key = [i for i in case.indexes if batch[i][:2] == one[:2]]
+        if case.hold([i for i in same_key if destination(batch[i]) == one], outcome):
+            self.breaker.open(one, outcome)
+
+
+class _SecondConnection:
+    """The connection of the isolation, for one exclusive round or several others at a time."""
+
+    def __init__(self, reconnecting: ReconnectingConnection) -> None:
+        self._reconnecting = reconnecting
+        self._connection: Connection | None = None
+        self._idle_channels: list[Channel] = []
+        """Channels that earlier rounds left open, because opening one costs two round trips."""
+        self._entry = asyncio.Lock()
+        self._users = 0
+        self._unused = asyncio.Event()
+        self._unused.set()
+        self._refused = -math.inf
+
+    def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abandon()
+
+    @asynccontextmanager
+    async def use(self, search: Search) -> AsyncIterator[Connection]:
+        """Return the connection for one round. Raises BrokerLost."""
+        async with AsyncExitStack() as turn:
+            await turn.enter_async_context(self._entry)
+            if search.is_exclusive:
+                await self._unused.wait()
+            connection = await self._open(is_required=search.suspicion is Suspicion.ALL_END_CONNECTIONS)
+            self._users += 1
+            self._unused.clear()
+            if not search.is_exclusive:
+                await turn.aclose()
+            try:
+                yield connection
+            finally:
+                self._users -= 1
+                if not self._users:
+                    self._unused.set()
+
+    async def _open(self, *, is_required: bool) -> Connection:
+        """Return the open connection, or open it. If the broker refuses a second connection, use the publishers'
+        connection, unless the second one ``is_required``."""
+        connection = self._connection
+        full = connection is not None and connection.free_channels <= connection.limits.channel_max // 2
+        if connection is not None and full and not self._users:
+            connection.abandon()  # The broker then closes its channels that wait for silent queues.
+        if connection is not None and not connection.closed.done():
+            return connection
+        if is_required or self._refused + 30.0 < _now():
+            try:
+                self._connection = await self._reconnecting.another(CONNECT_SECONDS)
+            except BrokerLost as lost:
+                self._refused = _now()
+                log.warning("no isolation connection", reason=str(lost))
+                if is_required:
+                    raise
+            else:
+                return self._connection
+        return await self._reconnecting.connection(CONNECT_SECONDS)
+
+    async def publish(self, connection: Connection, messages: Sequence[Outgoing], seconds: float) -> list[Outcome]:
+        """Publish on a channel of ``connection`` that no other publish uses. Raises BrokerLost."""
         ours = connection is self._connection
         self._idle_channels = [one for one in self._idle_channels if not one.closed.done()]
         if ours and self._idle_channels:
@@ -269,76 +416,6 @@ class Isolation:
         finally:
             if channel not in self._idle_channels:
                 channel.abandon()
-
-    def _enter_objection(self, case: _Case, index: int, lost: _Loss) -> None:
-        """Enter the outcome of the one message for which the broker closed something. A missing exchange concerns all
-        messages for it, a missing permission those with the same key."""
-        if isinstance(lost, ConnectionLost):
-            if not case.own:  # Known messages end the second connection only, at each retry.
-                self.isolating_until = _now() + ISOLATE_SECONDS
-            case.pending.outcomes[index] = closed_connection(lost.code, lost.text)
-            return
-        batch = case.pending.batch
-        one = destination(batch[index])
-        everywhere = Destination(one.exchange, None)
-        outcome = closed_channel(lost.code, lost.text)
-        if lost.code == ReplyCode.NOT_FOUND:
-            self.exchanges.discard(one.exchange)
-            return self._hold(case, everywhere, outcome, [i for i in case.indexes if batch[i].exchange == one.exchange])
-        self.breaker.close(everywhere)  # The exchange exists by now.
-        if lost.code == ReplyCode.ACCESS_REFUSED:
-            same_key = [i for i in case.indexes if batch[i][:2] == one[:2]]
-            return self._hold(case, one, outcome, [i for i in same_key if destination(batch[i]) == one])
-        self.breaker.close(one)
-        case.pending.outcomes[index] = outcome
-
-    def _hold(self, case: _Case, one: Destination, outcome: Outcome, indexes: Sequence[int]) -> None:
-        """Open the breaker, unless another probe of this round did. Enter the outcome for its messages."""
-        if held := case.pending.publishable(indexes):
-            self.breaker.open(one, outcome)
-            case.pending.outcomes.update(dict.fromkeys(held, outcome))
-
-    # The second connection.
-
-    @asynccontextmanager
-    async def _using(self, case: _Case) -> AsyncIterator[Connection]:
-        """The second connection for a round, beside other cases or alone. Raises BrokerLost."""
-        async with AsyncExitStack() as turn:
-            await turn.enter_async_context(self._turns)
-            if case.alone:
-                await self._unused.wait()
-            connection = await self._connected(own=case.own)
-            self._users += 1
-            self._unused.clear()
-            if not case.alone:
-                await turn.aclose()
-            try:
-                yield connection
-            finally:
-                self._users -= 1
-                if not self._users:
-                    self._unused.set()
-
-    async def _connected(self, *, own: bool) -> Connection:
-        """The second connection, opened if there is none. If the broker refuses a second one, the publishers'
-        connection serves, unless ``own``."""
-        connection = self._connection
-        full = connection is not None and connection.free_channels <= connection.limits.channel_max // 2
-        if connection is not None and full and not self._users:
-            connection.abandon()  # The broker then ends its channels that wait for silent queues.
-        if connection is not None and not connection.closed.done():
-            return connection
-        if own or self._refused + 30.0 < _now():
-            try:
-                self._connection = await self._reconnecting.another(CONNECT_SECONDS)
-            except BrokerLost as lost:
-                self._refused = _now()
-                log.warning("no isolation connection", reason=str(lost))
-                if own:
-                    raise
-            else:
-                return self._connection
-        return await self._reconnecting.connection(CONNECT_SECONDS)
 
 
 def _now() -> float:

@@ -20,7 +20,7 @@ from delayer.amqp.channel import Channel, seconds_until_due
 from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, ConnectionLost
 from delayer.amqp.framing import DEFAULT_FRAME_MAX, header_limit
 from delayer.broker.connection import ReconnectingConnection
-from delayer.broker.isolation import Isolation, Pending
+from delayer.broker.isolation import Isolation, Pending, Suspicion
 from delayer.core.errors import BrokerLost, Unconfirmed
 from delayer.core.hold import Outcome
 from delayer.core.message import Outgoing, Schedule, as_text
@@ -125,7 +125,7 @@ class AmqpPublisher:
             return await self._publish_ordinary(pending, ordinary)
         work = [self._publish_ordinary(pending, ordinary)]
         if special:
-            work.append(isolation.publish(pending, special, own=True))
+            work.append(isolation.publish(pending, special, Suspicion.ALL_END_CONNECTIONS))
         if new and not tried:
             work.append(self._publish_new(pending, new))
         elif new:
@@ -143,7 +143,7 @@ class AmqpPublisher:
 
     async def _publish_ordinary(self, pending: Pending, indexes: Sequence[int]) -> None:
         """Publish on the shared channel. The isolation publishes copies, and messages in doubt. Raises BrokerLost."""
-        isolating = self._isolation.isolating_until > asyncio.get_running_loop().time()
+        isolating = self._isolation.is_for_all
         if pending.schedule is not None and (isolating or not indexes):
             pending.schedule.on_written()  # The next batch need not wait for the isolation.
         if isolating:
@@ -186,7 +186,9 @@ class AmqpPublisher:
         unknown = pending.publishable(indexes)
         if not silent:
             log.warning("publish channel closed", reason=str(lost), in_doubt=len(unknown))
-        await self._isolation.publish(pending, unknown, alone=isinstance(lost, ConnectionLost))
+        ended = isinstance(lost, ConnectionLost)
+        suspicion = Suspicion.ONE_ENDS_CONNECTION if ended else Suspicion.DESTINATION
+        await self._isolation.publish(pending, unknown, suspicion)
 
     async def _shared_channel(self, pending: Pending) -> Channel:
         connection = await self._reconnecting.connection(pending.deadline - asyncio.get_running_loop().time())
