@@ -2,7 +2,7 @@
 
 A batch on the shared channel loses outcomes if a queue does not confirm, or if the broker closes the channel or the
 connection because of one message. The messages without an outcome come here, and so do messages that may end a
-connection. Isolation publishes them in rounds, and :class:`Search` decides what each round publishes:
+connection. Isolation publishes them in rounds, and :class:`FaultSearch` decides what each round publishes:
 
 - A probing round publishes one message of each destination, each on its own channel. If a destination stays silent
   while the broker answers, its circuit breaker opens and its messages are held.
@@ -68,7 +68,7 @@ class Suspicion(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class FaultSearch:
     """The state of the search for what is at fault. It is pure: each round leads to the next state."""
 
     suspicion: Suspicion
@@ -78,7 +78,7 @@ class Search:
     """Destinations probed so far; None means that the search does not probe."""
 
     @classmethod
-    def begin(cls, suspicion: Suspicion) -> Search:
+    def begin(cls, suspicion: Suspicion) -> FaultSearch:
         portion = 1 if suspicion is Suspicion.ALL_END_CONNECTIONS else SMALL_PORTION
         return cls(suspicion, portion, frozenset() if suspicion is Suspicion.DESTINATION else None)
 
@@ -100,12 +100,12 @@ class Search:
             return False  # A message of another round may have ended the connection.
         return sent == 1 and lost is not None and not isinstance(lost, ConfirmTimeout)
 
-    def after_probes(self, probed: Iterable[Destination], lost: _Loss | None) -> Search:
+    def after_probes(self, probed: Iterable[Destination], lost: _Loss | None) -> FaultSearch:
         if isinstance(lost, ConnectionLost):
             return self._after_connection_lost()
         return replace(self, portion=SMALL_PORTION, probed=(self.probed or frozenset()).union(probed))
 
-    def after_portion(self, sent: int, lost: _Loss | None, *, is_all_probed: bool, batch_size: int) -> Search:
+    def after_portion(self, sent: int, lost: _Loss | None, *, is_all_probed: bool, batch_size: int) -> FaultSearch:
         """Return the next state after a portion of ``sent`` messages, which grows up to ``batch_size``."""
         if isinstance(lost, ConfirmTimeout):
             return replace(self, probed=frozenset())
@@ -118,10 +118,10 @@ class Search:
             portion = 1
         return replace(self, portion=portion, probed=None if is_all_probed else self.probed)
 
-    def _after_connection_lost(self) -> Search:
+    def _after_connection_lost(self) -> FaultSearch:
         if self.is_exclusive:
             return replace(self, portion=1, probed=None)
-        return Search.begin(Suspicion.ONE_ENDS_CONNECTION)
+        return FaultSearch.begin(Suspicion.ONE_ENDS_CONNECTION)
 
 
 @dataclass(slots=True)
@@ -148,7 +148,7 @@ class _Case:
     pending: Pending
     indexes: Sequence[int]
     until: float
-    search: Search
+    search: FaultSearch
     written: set[int] = field(default_factory=set)
 
     def hold(self, indexes: Sequence[int], outcome: Outcome) -> bool:
@@ -198,7 +198,7 @@ class Isolation:
         until = min(pending.deadline, _now() + CONNECT_SECONDS if all_end else math.inf)
         if self.is_for_all and not all_end:
             suspicion = Suspicion.ONE_ENDS_CONNECTION
-        case = _Case(pending, indexes, until, Search.begin(suspicion))
+        case = _Case(pending, indexes, until, FaultSearch.begin(suspicion))
         try:
             async with asyncio.timeout_at(until):
                 await self._settle(case)
@@ -361,7 +361,7 @@ class _SecondConnection:
             connection.abandon()
 
     @asynccontextmanager
-    async def use(self, search: Search) -> AsyncIterator[Connection]:
+    async def use(self, search: FaultSearch) -> AsyncIterator[Connection]:
         """Return the connection for one round. Raises BrokerLost."""
         async with AsyncExitStack() as turn:
             await turn.enter_async_context(self._entry)

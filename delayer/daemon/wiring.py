@@ -28,9 +28,9 @@ from delayer.daemon.live_settings import LiveSettings, rates_of
 from delayer.daemon.services import ServiceGroup
 from delayer.daemon.store_bond import StoreBond, WrongBroker
 from delayer.daemon.systemd import Notifier, Watchdog, condition
-from delayer.intake.consume import Dispatch, Handler, Intake, QueueConsumer, new_id
+from delayer.intake.consume import Handler, Intake, QueueConsumer
+from delayer.intake.dispatch import Dispatch
 from delayer.intake.handle import DueHandler, IntakeHandler
-from delayer.intake.holding import MessageHolder
 from delayer.intake.takeover import LevelTakeover
 from delayer.release.loop import LaneRelease
 from delayer.release.ports import Lane
@@ -107,8 +107,7 @@ class Daemon:
         self._publisher, self._limited_publisher = self._new_publisher(), self._new_publisher()
         self.store = PostgresBacklog(self.connections["publish"], heartbeat=self.watchdog, counters=self.counters)
         self.live = LiveSettings(settings, self._cascade, self._publisher, self.store)
-        holding = MessageHolder(self._publisher, self.store, self.live, self.counters, new_id=new_id)
-        self._dispatch = Dispatch(self._publisher, holding, self.live, self.counters)
+        self._dispatch = Dispatch(self._publisher, self.store, self.live, self.counters)
         self._intake = self._session(
             "intake", settings.intake.queue, IntakeHandler(self.live, self._dispatch, self.store, self.counters)
         )

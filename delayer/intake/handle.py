@@ -35,8 +35,8 @@ from delayer.core.message import WINDOW_MS, Delivery, KeyGroup, Outgoing, Parcel
 from delayer.core.operations import Cancel, Operation
 from delayer.core.plan import AtOnce, EnterCascade, Park, Plan, Policy, Refuse, Retry, Soon, TooLate, decide
 from delayer.intake import replies
-from delayer.intake.consume import KEPT_BYTES, Dispatch, Handler, Publication, Session, rejected, to_refused
-from delayer.intake.holding import Objection
+from delayer.intake.consume import KEPT_BYTES, Handler, Session
+from delayer.intake.dispatch import Dispatch, Objection, Publication, to_refused
 from delayer.intake.ports import Backlog, IntakeSettings
 
 log = structlog.get_logger(__name__)
@@ -181,7 +181,7 @@ class KeepingHandler(Handler):
         self._slots: dict[int, list[tuple[int, Publication]]] = {}
 
     @property
-    def waiting(self) -> bool:
+    def is_waiting(self) -> bool:
         return bool(self._slots)
 
     def end(self) -> None:
@@ -200,11 +200,11 @@ class KeepingHandler(Handler):
         kept = sorted(self._slots.pop(slot, ()), key=itemgetter(0))
         if kept:  # The end of a session empties the slots, and leaves their timers.
             publications, due_ms = [one for _, one in kept], [due_ms for due_ms, _ in kept]
-            self._session.start(self._dispatch(publications, self._session.acks, due_ms), punctual=True)
+            self._session.start(self._dispatch.publish(publications, self._session.acks, due_ms), punctual=True)
 
     def _publish(self, publications: Sequence[Publication]) -> None:
         if publications:
-            self._session.start(self._dispatch(publications, self._session.acks))
+            self._session.start(self._dispatch.publish(publications, self._session.acks))
 
     def _hold(self, late: Sequence[Objection]) -> None:
         if late:
@@ -231,7 +231,7 @@ class IntakeHandler(KeepingHandler):
         super().begin(session)
         self._applying_keys = self._term_begun = False
 
-    def take(self, batch: Sequence[Delivery]) -> None:
+    def handle(self, batch: Sequence[Delivery]) -> None:
         if not self._term_begun:
             self._term_begun = True
             self._backlog.begin_term()
@@ -328,7 +328,7 @@ class IntakeHandler(KeepingHandler):
         self._bytes = sum(len(delivery.body) for delivery, _, _ in self._gathered)
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether a whole batch waits for the one with keys that is being applied."""
         return len(self._gathered) >= PARK_MESSAGES or self._bytes >= PARK_BYTES
 
@@ -367,8 +367,7 @@ class IntakeHandler(KeepingHandler):
             self._session.acks.accept(delivery.tag for delivery, _, _ in batch)
             return applied.cancelled, frozenset()
         if len(batch) == 1:
-            refused = to_refused(batch[0][0], rejected(reason), self._live.names(), self._new_id())
-            await self._dispatch([refused], self._session.acks)
+            await self._dispatch.refuse(batch[0][0], reason, self._session.acks)
             return frozenset(), frozenset([0])
         middle = len(batch) // 2
         met, refused_ones = await self._apply_or_refuse(batch[:middle])
@@ -400,7 +399,7 @@ class DueHandler(KeepingHandler):
     leaves at the later of the two, so none is early.
     """
 
-    def take(self, batch: Sequence[Delivery]) -> None:
+    def handle(self, batch: Sequence[Delivery]) -> None:
         now_ms, names, limits = self._live.now_lower_ms(), self._live.names(), self._live.late_limits()
         publications: list[Publication] = []
         late: list[Objection] = []

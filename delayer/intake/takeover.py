@@ -73,7 +73,7 @@ class LevelTakeover(Handler):
         """Until stopping is set, or a message of this level has been delivered too often."""
         await self._consumer.run(stopping)
 
-    def take(self, batch: Sequence[Delivery]) -> None:
+    def handle(self, batch: Sequence[Delivery]) -> None:
         self._session.start(self._carry(batch, self._session.acks))
 
     async def _carry(self, batch: Sequence[Delivery], acks: AckTracker) -> None:
@@ -110,7 +110,7 @@ class LevelTakeover(Handler):
         deliveries = headers.get(_DELIVERIES)
         if not isinstance(deliveries, int) or deliveries < MOST_DELIVERIES:
             return False
-        if not self.over:
+        if not self.is_over:
             log.error("takeover stopped", queue=self.queue, deliveries=deliveries, next_step="delayer check; restart")
-        self.over = True
+        self.is_over = True
         return True

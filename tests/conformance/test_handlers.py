@@ -19,9 +19,9 @@ from delayer.core.errors import StoreLost
 from delayer.core.message import Outgoing, Parcel, Target
 from delayer.core.plan import Mode, Policy, Route
 from delayer.daemon.live_settings import NATIVE_KEEP_MS
-from delayer.intake.consume import Dispatch, Handler, Session
+from delayer.intake.consume import Handler, Session
+from delayer.intake.dispatch import Dispatch
 from delayer.intake.handle import KEEP_MS, DueHandler, IntakeHandler
-from delayer.intake.holding import MessageHolder
 from delayer.intake.takeover import LevelTakeover
 from delayer.retry import LOSSES
 from tests.support.fakes import Carrier, Heartbeat, HostLive, host_ms, ids
@@ -52,8 +52,7 @@ class Scene:
         self.handler = make(self)
 
     def dispatch(self) -> Dispatch:
-        holding = MessageHolder(self.publisher, self.backlog, self.live, self.counters, new_id=ids())
-        return Dispatch(self.publisher, holding, self.live, self.counters)
+        return Dispatch(self.publisher, self.backlog, self.live, self.counters, new_id=ids())
 
     def send(self, messages: list[Outgoing]) -> None:
         for message in messages:
@@ -67,12 +66,12 @@ class Scene:
         try:
             while subscription.behind:
                 batch = await subscription.next_batch(7, 0.0)
-                session.acks.read(batch)
-                self.handler.take(batch)
-                await session.room()
+                session.acks.add(batch)
+                self.handler.handle(batch)
+                await session.wait_for_room()
             if not end_early:
                 self.handler.flush()
-                await session.settled()
+                await session.wait_until_idle()
         except LOSSES:
             await session.wait_until_started(self.handler)  # A loss does not keep back the others.
             raise
@@ -80,7 +79,7 @@ class Scene:
             if end_early:
                 session.start = no_more  # type: ignore[method-assign]
             self.handler.end()
-            await session.end()
+            await session.finish()
             session.acks.flush()
             await subscription.close()
 

@@ -168,10 +168,10 @@ class Carrier(Handler):
     def begin(self, session: Session) -> None:
         self.session = session
 
-    def take(self, deliveries: Sequence[Delivery]) -> None:
+    def handle(self, deliveries: Sequence[Delivery]) -> None:
         self.session.start(self.carry(deliveries, self.session.acks), punctual=self.punctual)
 
-    waiting = False
+    is_waiting = False
     punctual = False
 
     def flush(self) -> None:

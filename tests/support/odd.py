@@ -48,16 +48,16 @@ def acknowledge_first() -> None:
     """A crash loses messages that were read (G1)."""
     from delayer.intake.handle import IntakeHandler
 
-    take = IntakeHandler.take
+    handle = IntakeHandler.handle
 
     def broken(self: IntakeHandler, batch: Sequence[Any]) -> None:
         acks = self._session.acks
         acks.accept([delivery.tag for delivery in batch])
         self._session.acks = _Like(acks, accept=lambda _: None, keep=lambda _: None)  # type: ignore[assignment]
-        take(self, batch)
+        handle(self, batch)
         self._session.acks = acks
 
-    IntakeHandler.take = broken  # type: ignore[method-assign]
+    IntakeHandler.handle = broken  # type: ignore[method-assign]
 
 
 class _Like:
@@ -75,7 +75,7 @@ def early() -> None:
     """Rows and kept messages leave 200 ms before they are due. The cascade is a second too short, and the daemon does
     not check the due instant at its end (G2)."""
     from delayer.core import plan
-    from delayer.intake import consume
+    from delayer.intake import dispatch
     from delayer.intake.handle import DueHandler
     from delayer.release import loop
     from delayer.store import statements
@@ -85,7 +85,7 @@ def early() -> None:
     def sooner(due_ms: Sequence[int], *more: Any) -> Any:
         return schedule([one - 200 for one in due_ms], *more)
 
-    loop.Schedule = consume.Schedule = sooner  # type: ignore[assignment, misc, attr-defined]
+    loop.Schedule = dispatch.Schedule = sooner  # type: ignore[assignment, misc, attr-defined]
     judge = "statement_timestamp()"
     statements.CLAIM = statements.CLAIM.replace(judge, f"{judge} + interval '200 ms'")
     seconds, init = plan.whole_seconds_until, DueHandler.__init__

@@ -24,7 +24,8 @@ from delayer.core.operations import Applied, Cancel, Operation
 from delayer.core.plan import Mode, Park, Policy, Route
 from delayer.core.retry_policy import RetryPolicy
 from delayer.intake import replies
-from delayer.intake.consume import Dispatch, Session
+from delayer.intake.consume import Session
+from delayer.intake.dispatch import Dispatch
 from delayer.intake.handle import (
     PARK_BYTES,
     PARK_MESSAGES,
@@ -36,7 +37,6 @@ from delayer.intake.handle import (
     classify,
     operations_of,
 )
-from delayer.intake.holding import MessageHolder
 from delayer.intake.refusals import with_short
 from tests.support.fakes import NOW, ScriptedLive, ScriptedPublisher, ScriptedSubscription, delivery, ids
 from tests.support.raw import Header, Props, Value, array, nested, number, table, text, wire_instant
@@ -269,7 +269,7 @@ async def test_a_failed_reply_does_not_stop_the_acknowledgement(failure: Hold | 
     it.publisher.ready = failure is not None
     await it.take(cancel(1, b"a")._replace(exchange=b"orders.in"))
     it.handler.flush()
-    await it.session.settled()
+    await it.session.wait_until_idle()
     assert it.acks.acked == [(1, True)]
 
 
@@ -285,14 +285,14 @@ async def test_a_queue_that_does_not_confirm_its_replies_delays_no_batch() -> No
     for tag in range(1, 5):
         await it.take(cancel(tag, b"%d" % tag)._replace(exchange=b"orders.in"))
         it.handler.flush()
-    await it.session.room()
+    await it.session.wait_for_room()
     await it.take(asks(5, 5_000))
     it.handler.flush()
     await it.take()
     assert it.cancels == [b"1", b"2", b"3", b"4"]
     assert it.parks[-1] == [b"5"]
     silent.set()
-    await it.session.settled()
+    await it.session.wait_until_idle()
 
 
 # Messages that wait for company, and messages that wait for their instant.
@@ -312,8 +312,7 @@ class Gathered:
         self.publisher, self.counters, self.acks = ScriptedPublisher(), Counters(), ScriptedSubscription()
         self.acks.prefetch = prefetch
         self.live = live or ScriptedLive(replace(STORE, keep_ms=keep_ms), NAMES)
-        holding = MessageHolder(self.publisher, None, self.live, self.counters, new_id=ids())  # type: ignore[arg-type]
-        dispatch = Dispatch(self.publisher, holding, self.live, self.counters)
+        dispatch = Dispatch(self.publisher, self, self.live, self.counters, new_id=ids())
         self.handler = IntakeHandler(self.live, dispatch, self, self.counters)
         self.session = Session(self.acks, lambda: None, 3)
         self.handler.begin(self.session)
@@ -332,8 +331,8 @@ class Gathered:
         return Applied()
 
     async def take(self, *batch: Delivery) -> None:
-        self.session.acks.read(batch)
-        self.handler.take(batch)
+        self.session.acks.add(batch)
+        self.handler.handle(batch)
         for _ in range(5):
             await asyncio.sleep(0)
 
@@ -345,16 +344,16 @@ def asks(tag: int, delay_ms: int, **more: float) -> Delivery:
 async def test_parcels_wait_for_company_and_a_full_park_does_not() -> None:
     it, bodies = Gathered(), [bytes(PARK_BYTES // part) for part in (4, 4, 2)]
     batch = [asks(tag, 50_000)._replace(body=body) for tag, body in enumerate(bodies, 1)]
-    it.session.acks.read(batch)
+    it.session.acks.add(batch)
     for one in batch:  # No other task runs meanwhile, so the timer of the first one cannot end.
-        it.handler.take([one])
-    await it.session.settled()
+        it.handler.handle([one])
+    await it.session.wait_until_idle()
     assert it.parks == [bodies]
     batch = [asks(tag, 50_000) for tag in range(4, 4 + PARK_MESSAGES)]
-    it.session.acks.read(batch)
+    it.session.acks.add(batch)
     for first in range(0, PARK_MESSAGES, 500):
-        it.handler.take(batch[first : first + 500])
-    await it.session.settled()
+        it.handler.handle(batch[first : first + 500])
+    await it.session.wait_until_idle()
     assert list(map(len, it.parks)) == [3, PARK_MESSAGES]
     assert it.acks.acked[-1] == (3 + PARK_MESSAGES, True)
 
@@ -369,7 +368,7 @@ async def test_messages_without_a_delay_are_counted() -> None:
 async def test_a_message_without_a_delay_has_no_lateness() -> None:
     it = Gathered()
     await it.take(delivery(1), asks(2, -3_600_000), delivery(3, says(b"x-deliver-at", NOW - 1_000)))
-    await it.session.settled()
+    await it.session.wait_until_idle()
     assert it.counters.routes["released"] == {b"orders.in": 3}
     assert (it.counters.lateness[b"orders.in"].count, it.counters.lateness[b"orders.in"].total) == (1, 1.0)
 
@@ -387,7 +386,7 @@ async def test_batches_with_keys_are_applied_one_after_another() -> None:
     assert it.cancels == [b"a"]
     assert it.parks == [[], [b"4"]]
     it.gate.set()
-    await it.session.settled()
+    await it.session.wait_until_idle()
     assert it.cancels == [b"a", b"b", b"c"]
     assert it.parks == [[], [b"4"], []]
     assert it.acks.acked[-1] == (4, True)
@@ -401,15 +400,15 @@ async def test_a_failed_park_with_keys_returns_the_later_batches() -> None:
         await it.take(delivery(tag, says(b"x-delay-cancel", b"a")))
         it.handler.flush()
     with pytest.raises(StoreLost):
-        await it.session.settled()
-    await it.session.end()
+        await it.session.wait_until_idle()
+    await it.session.finish()
     assert (it.cancels, it.acks.acked) == ([b"a"], [])
     it.failure = None
     it.handler.end()
     it.handler.begin(it.session)
     await it.take(delivery(3, says(b"x-delay-cancel", b"a")))
     it.handler.flush()
-    await it.session.settled()
+    await it.session.wait_until_idle()
     assert it.cancels == [b"a", b"a"]
 
 
@@ -422,17 +421,17 @@ async def test_waiting_batches_with_keys_are_bounded() -> None:
     for one in batch[:3]:
         await it.take(one)
         it.handler.flush()
-    assert not it.handler.full
+    assert not it.handler.is_full
     for one in batch[3:]:
         await it.take(one)
         it.handler.flush()
-    assert it.handler.full
-    reading = asyncio.create_task(it.session.room(lambda: it.handler.full))
+    assert it.handler.is_full
+    reading = asyncio.create_task(it.session.wait_for_room(lambda: it.handler.is_full))
     await asyncio.sleep(0)
     assert not reading.done()
     it.gate.set()
     await reading
-    await it.session.settled()
+    await it.session.wait_until_idle()
     assert max(sum(map(len, park)) for park in it.parks) <= PARK_BYTES
     assert sum(map(len, it.parks)) == len(batch)
 
@@ -450,7 +449,7 @@ async def test_a_due_message_leaves_at_once_and_a_soon_due_one_at_its_instant() 
     await it.take(asks(1, 100), asks(2, 0), asks(3, 5_000))
     assert [one.body for one in it.publisher.published] == [b"2"]
     assert it.acks.acked == [(2, False)]
-    await it.session.settled()
+    await it.session.wait_until_idle()
     assert [one.body for one in it.publisher.published] == [b"2", b"1"]
     assert [list(schedule.due_ms) for schedule in it.publisher.schedules] == [[NOW + 100]]
     assert it.acks.acked[1:] in ([(3, False), (1, True)], [(1, True)])  # the third may have been parked already
@@ -468,7 +467,7 @@ async def test_a_delay_counts_from_the_reading() -> None:
     it = Gathered()
     await it.take(asks(1, 5_000, read_at=time.monotonic() - 2.0))
     it.handler.flush()
-    await it.session.settled()
+    await it.session.wait_until_idle()
     [step] = it.due_ms
     assert NOW + 2_990 < step <= NOW + 3_001
 
@@ -491,6 +490,6 @@ async def test_a_pause_of_the_process_shortens_no_delay() -> None:
     read_at = time.monotonic()
     await it.take(asks(1, 5_000, read_at=read_at))
     it.handler.flush()
-    await it.session.settled()
+    await it.session.wait_until_idle()
     [due_ms] = it.due_ms
     assert due_ms - 5_000 >= NOW - (live.paused_at - read_at) * 1000

@@ -321,7 +321,7 @@ async def test_a_pause_frees_reference_cycles() -> None:
 def test_deliveries_behind_a_kept_one_are_acknowledged_one_by_one() -> None:
     acks = ScriptedSubscription()
     settler = AckTracker(acks)
-    settler.read(batch(1, 2, 3, 4))
+    settler.add(batch(1, 2, 3, 4))
     settler.keep(delivery(2))
     settler.accept([1, 3])
     assert acks.acked == [(1, True), (3, False)]
@@ -335,7 +335,7 @@ def test_deliveries_behind_a_kept_one_are_acknowledged_one_by_one() -> None:
 def test_large_deliveries_count_until_they_are_accepted() -> None:
     settler = AckTracker(ScriptedSubscription())
     large = [delivery(tag)._replace(body=b"x" * (9 << 20)) for tag in (1, 2)]
-    settler.read([*large, delivery(3)])
+    settler.add([*large, delivery(3)])
     assert settler.kept_bytes >> 20 == 18
     settler.accept([3, 2])
     assert settler.kept_bytes >> 20 == 9
@@ -345,7 +345,7 @@ def test_large_deliveries_count_until_they_are_accepted() -> None:
 
 async def test_no_batch_is_read_while_large_ones_are_worked_on() -> None:
     session = Session(ScriptedSubscription(), lambda: None, 3)
-    session.acks.read([delivery(1)._replace(body=b"x" * KEPT_BYTES)])
+    session.acks.add([delivery(1)._replace(body=b"x" * KEPT_BYTES)])
     done = asyncio.Event()
 
     async def work() -> None:
@@ -353,7 +353,7 @@ async def test_no_batch_is_read_while_large_ones_are_worked_on() -> None:
         session.acks.accept([1])
 
     session.start(work())
-    room = asyncio.create_task(session.room())
+    room = asyncio.create_task(session.wait_for_room())
     await asyncio.sleep(0)
     assert not room.done()
     done.set()
@@ -378,7 +378,7 @@ def test_every_order_of_acceptance_acknowledges_each_tag_once(data: st.DataObjec
     cuts = sorted(data.draw(st.lists(st.integers(0, len(accepted)), max_size=5)))
     acks = ScriptedSubscription()
     settler = AckTracker(acks)
-    settler.read(batch(*tags))
+    settler.add(batch(*tags))
     for tag in data.draw(st.sets(st.sampled_from(tags))):
         settler.keep(delivery(tag))
     done: set[int] = set()

@@ -18,9 +18,9 @@ from delayer.core.hold import CONFIRMED, NACKED, Hold, HoldKind, Outcome, closed
 from delayer.core.marks import LAST_DUE
 from delayer.core.message import BROKER_LEAD_MS, Delivery, Parcel, Target
 from delayer.core.plan import LATEST_MS
-from delayer.intake.consume import AckTracker, Dispatch, Publication, Session
+from delayer.intake.consume import AckTracker, Session
+from delayer.intake.dispatch import MAX_ATTEMPTS, Dispatch, Objection, Publication
 from delayer.intake.handle import SLOT_MS, DueHandler
-from delayer.intake.holding import MAX_ATTEMPTS, MessageHolder, Objection
 from tests.support.fakes import NOW, WHY, ScriptedLive, ScriptedPublisher, ScriptedSubscription, delivery, ids, outgoing
 from tests.support.memory_store import MemoryBacklog, MemoryStore
 
@@ -47,25 +47,24 @@ class Scene:
             self.store.travel = failing(failure)
         self.counters = Counters()
         self.live = ScriptedLive()
-        holding = MessageHolder(
+        self.dispatch = Dispatch(
             self.publisher, self.backlog, self.live, self.counters, new_id=ids(), pause_ms=lambda n, _: 10_000 * n
         )
-        self.dispatch = Dispatch(self.publisher, holding, self.live, self.counters)
         self.acks = ScriptedSubscription()
         self.session = Session(self.acks, lambda: None, 3)
         self.tracker = self.session.acks
 
     async def run(self, *publications: Publication) -> None:
-        self.tracker.read([publication.delivery for publication in publications])
-        await self.dispatch(publications, self.tracker)
+        self.tracker.add([publication.delivery for publication in publications])
+        await self.dispatch.publish(publications, self.tracker)
 
     async def carry(self, *batch: Delivery) -> None:
         """Handle a batch of the due queue."""
         handler = DueHandler(self.live, self.dispatch)
         handler.begin(self.session)
-        self.tracker.read(batch)
-        handler.take(batch)
-        await self.session.settled()
+        self.tracker.add(batch)
+        handler.handle(batch)
+        await self.session.wait_until_idle()
 
     @property
     def held(self) -> list[tuple[Parcel, Hold | None]]:
@@ -164,7 +163,7 @@ async def test_holds_have_batches_of_the_publishers_size() -> None:
     it = Scene()
     it.live.holds_in_store = False
     it.publisher.batch_limit = 2
-    it.tracker.read([delivery(tag) for tag in range(1, 6)])
+    it.tracker.add([delivery(tag) for tag in range(1, 6)])
     await it.dispatch.hold([Objection(delivery(tag), PARCEL, WHY) for tag in range(1, 6)], it.tracker)
     assert it.publisher.batches == 3
     assert len(it.publisher.published) == it.counted()["held"] == 5
@@ -175,7 +174,7 @@ async def test_holds_have_batches_of_the_publishers_size() -> None:
 async def test_a_failed_hold_does_not_repeat_the_others(answer: Outcome | Unconfirmed) -> None:
     it = Scene({b"stray": answer})
     it.live.holds_in_store = False
-    it.tracker.read([delivery(tag) for tag in range(1, 4)])
+    it.tracker.add([delivery(tag) for tag in range(1, 4)])
     first, last = (Objection(delivery(tag), PARCEL, WHY) for tag in (1, 3))
     stray = Objection(delivery(2), PARCEL._replace(routing_key=b"stray"), Hold(HoldKind.LATE, "why"))
     with pytest.raises(BrokerLost):

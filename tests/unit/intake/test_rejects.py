@@ -4,7 +4,7 @@ gets a plain reason."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,8 +13,7 @@ from delayer.core.errors import Rejected, StoreLost
 from delayer.core.hold import Hold
 from delayer.core.message import Delivery, Parcel
 from delayer.core.operations import Applied, Cancel, Operation
-from delayer.intake.consume import Dispatch
-from delayer.intake.holding import Objection
+from delayer.intake.dispatch import Dispatch, Objection
 from tests.support.fakes import WHY, ScriptedLane, ScriptedStore, due
 from tests.unit.intake.test_classify import Gathered, asks, cancel
 from tests.unit.store.backlog_scene import at_work
@@ -36,7 +35,7 @@ class Rejecting(Gathered):
     async def play(self, *batch: Delivery) -> None:
         await self.take(*(one._replace(exchange=b"orders.in") for one in batch))
         self.handler.flush()
-        await self.session.settled()
+        await self.session.wait_until_idle()
 
 
 async def test_a_rejected_message_is_refused_and_the_others_are_parked_in_order() -> None:
@@ -113,25 +112,22 @@ async def test_a_refused_cancel_is_not_answered() -> None:
     it = RejectingCancels()
     await it.take(cancel(1, b"a")._replace(exchange=b"orders.in"))
     it.handler.flush()
-    await it.session.settled()
+    await it.session.wait_until_idle()
     [refused] = it.publisher.published
     assert refused.exchange == it.live.names().refused_exchange
 
 
 async def test_a_message_whose_hold_is_rejected_is_refused() -> None:
-    class Holder:
-        new_id = staticmethod(lambda: b"id")
-
-        async def hold(self, objections: Sequence[Objection], on_held: Callable[[Sequence[Objection]], object]) -> None:
-            if any(one.parcel.body == BAD for one in objections):
+    class Holding(Gathered):
+        async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
+            if any(parcel.body == BAD for parcel, _ in items):
                 raise Rejected("hold: planted")
-            held.extend(one.parcel.body for one in objections)
-            on_held(objections)
+            held.extend(parcel.body for parcel, _ in items)
 
-    it, held = Gathered(), list[bytes]()
-    dispatch = Dispatch(it.publisher, Holder(), it.live, it.counters)  # type: ignore[arg-type]
+    it, held = Holding(), list[bytes]()
+    dispatch = Dispatch(it.publisher, it, it.live, it.counters)
     batch = [asks(tag, 0) for tag in range(1, 10)]
-    it.session.acks.read(batch)
+    it.session.acks.add(batch)
     objections = [Objection(one, due(1).parcel._replace(body=one.body), WHY) for one in batch]
     await dispatch.hold(objections, it.session.acks)
     assert held == [b"%d" % tag for tag in range(1, 10) if tag != 7]
