@@ -380,7 +380,7 @@ class Queues(ABC):
         if subscription is None:
             return
         await subscription.close(END_SECONDS)
-        if self._acknowledged and not subscription.in_order:
+        if self._acknowledged and not subscription.is_settled:
             raise SourceLost(f"queue {self._reader.queue}: {_UNHEARD}")
         self._acknowledged = False
         self._doubt.over()

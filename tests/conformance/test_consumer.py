@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from delayer.broker.consumer import ENOUGH, AdaptivePrefetch, AmqpConsumer, FlowControl
+from delayer.broker.consumer import SAMPLE_PREFETCHES, AdaptivePrefetch, AmqpConsumer, FlowControl
 from delayer.core.cascade import ONE_CONSUMER
 from delayer.core.errors import BrokerLost
 from delayer.core.hold import CONFIRMED
@@ -270,7 +270,7 @@ async def test_a_full_buffer_is_returned_and_less_is_read_ahead(place: Place) ->
         assert connection is await reconnecting.connection(30)
         found = carried + await take(second, 31, ack=True)
         assert sorted(int(one.body.split()[0]) for one in found) == list(range(32))
-        small = 2 * ENOUGH * second.prefetch
+        small = 2 * SAMPLE_PREFETCHES * second.prefetch
         await world.publisher.publish([message(n, "q") for n in range(small)])
         await take(second, small, ack=True)
         assert second.overrun
@@ -293,7 +293,7 @@ async def test_queues_that_share_a_relay_share_its_bound(place: Place) -> None:
         await eventually(lambda: flow.paused)
         assert bound < flow.buffered <= bound + A_READ + size
         await asyncio.wait_for(subscriptions[0].close(), 10)
-        assert subscriptions[0].in_order
+        assert subscriptions[0].is_settled
         found = await asyncio.gather(*(take(one, count, ack=True) for one in subscriptions[1:]))
         assert [bodies(some) for some in found] == [[bytes((n,)) * size for n in range(count)]] * 3
         for one in subscriptions[1:]:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from delayer.broker.consumer import ENOUGH, AdaptivePrefetch, FlowControl
+from delayer.broker.consumer import SAMPLE_PREFETCHES, AdaptivePrefetch, FlowControl
 
 ROOM = 100
 
@@ -30,15 +30,15 @@ class Waiting:
 
     def gets(self, size: int) -> None:
         self.bytes += size
-        self.flow.came(self, self.socket, size)
+        self.flow.add_buffered(self, self.socket, size)
 
     def takes(self, size: int) -> None:
         self.bytes -= size
-        self.flow.went(size)
+        self.flow.remove_buffered(size)
 
-    def let_go(self, seconds: float = 0.0) -> None:
+    def end_if_stalled(self, seconds: float = 0.0) -> None:
         size, self.bytes = self.bytes, 0
-        self.flow.emptied(self, size)
+        self.flow.clear_buffered(self, size)
 
 
 def several(count: int) -> tuple[FlowControl, Socket, list[Waiting]]:
@@ -50,13 +50,13 @@ async def test_a_new_subscription_reads_a_bounded_amount() -> None:
     flow, socket, (one,) = several(1)
     one.gets(ROOM + 1)
     assert not socket.reading
-    with flow.listening(2):
+    with flow.reading_on(2):
         assert socket.reading
         one.gets(ROOM - 1)
         assert socket.reading
         one.gets(1)
         assert not socket.reading
-    with flow.listening(2):
+    with flow.reading_on(2):
         assert not socket.reading
 
 
@@ -66,7 +66,7 @@ async def test_a_new_connection_is_not_read_either() -> None:
     again = Waiting(flow, Socket())
     again.gets(1)
     assert not again.socket.reading
-    one.let_go()
+    one.end_if_stalled()
     assert again.socket.reading
 
 
@@ -86,11 +86,11 @@ WANTED, WHOLE = 5_000, 32 << 20
 )
 def test_many_small_messages_raise_the_prefetch(size: int, more: bool, next_time: int) -> None:
     adaptive_prefetch = AdaptivePrefetch(WHOLE)
-    adaptive_prefetch.full(64)
+    adaptive_prefetch.record_overflow(64)
     adaptive_prefetch.prefetch(WANTED)
-    for _ in range(ENOUGH * 64 - 1):
-        assert not adaptive_prefetch.took(1, size, WANTED)
-    assert adaptive_prefetch.took(1, size, WANTED) is more
+    for _ in range(SAMPLE_PREFETCHES * 64 - 1):
+        assert not adaptive_prefetch.record_batch(1, size, WANTED)
+    assert adaptive_prefetch.record_batch(1, size, WANTED) is more
     assert adaptive_prefetch.prefetch(WANTED) == next_time
 
 
@@ -99,6 +99,6 @@ def test_the_prefetch_stays_between_one_and_the_limit() -> None:
     adaptive_prefetch = AdaptivePrefetch(WHOLE)
     for _ in range(20_000):
         if chance.random() < 0.01:
-            adaptive_prefetch.full(chance.randrange(10_000))
-        adaptive_prefetch.took(chance.randrange(200), chance.randrange(1 << 27), WANTED)
+            adaptive_prefetch.record_overflow(chance.randrange(10_000))
+        adaptive_prefetch.record_batch(chance.randrange(200), chance.randrange(1 << 27), WANTED)
         assert 1 <= adaptive_prefetch.prefetch(WANTED) <= WANTED
