@@ -169,16 +169,13 @@ class Isolation:
         self.breaker = CircuitBreaker()
         self.exchanges: set[bytes] = set()
         """Exchanges that accepted a publish. A missing exchange closes the channel, which leaves others in doubt."""
-        self._isolating_until = -math.inf
+        self.isolating_until = -math.inf
+        """Until this time of the loop every batch is isolated: a message ended a connection, and such messages often
+        come together."""
         self._reconnecting = reconnecting
         self._second = _SecondConnection(reconnecting)
         self._timeout = timeout
         self._probe_seconds = probe_seconds
-
-    @property
-    def is_for_all(self) -> bool:
-        """Whether every batch is isolated: a message ended a connection, and such messages often come together."""
-        return self._isolating_until > _now()
 
     def close(self) -> None:
         """Close the second connection. Safe to call twice."""
@@ -196,7 +193,7 @@ class Isolation:
         while indexes and (left := seconds_until_due(pending.schedule, indexes[-1])):  # noqa: ASYNC110 - a clock
             await asyncio.sleep(left)
         until = min(pending.deadline, _now() + CONNECT_SECONDS if all_end else math.inf)
-        if self.is_for_all and not all_end:
+        if self.isolating_until > _now() and not all_end:
             suspicion = Suspicion.ONE_ENDS_CONNECTION
         case = _Case(pending, indexes, until, FaultSearch.begin(suspicion))
         try:
@@ -319,7 +316,7 @@ class Isolation:
         if isinstance(lost, ConnectionLost):
             # Messages known to end connections only end the second one, at each retry.
             if case.search.suspicion is not Suspicion.ALL_END_CONNECTIONS:
-                self._isolating_until = _now() + ISOLATE_SECONDS
+                self.isolating_until = _now() + ISOLATE_SECONDS
             outcomes[index] = closed_connection(lost.code, lost.text)
             return
         one = destination(batch[index])

@@ -143,7 +143,7 @@ class AmqpPublisher:
 
     async def _publish_ordinary(self, pending: Pending, indexes: Sequence[int]) -> None:
         """Publish on the shared channel. The isolation publishes copies, and messages in doubt. Raises BrokerLost."""
-        isolating = self._isolation.is_for_all
+        isolating = self._isolation.isolating_until > asyncio.get_running_loop().time()
         if pending.schedule is not None and (isolating or not indexes):
             pending.schedule.on_written()  # The next batch need not wait for the isolation.
         if isolating:

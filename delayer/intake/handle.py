@@ -1,9 +1,8 @@
 """The handlers of the intake queue and of the due queue.
 
-The intake handler decides what to do with each delivery when it arrives. It collects parcels and cancels for up to
-50 ms, so that they share a commit. It publishes other messages to the cascade, their destination or the refused queue.
-It keeps messages that are due soon in memory until their instants. It accepts a delivery after the store's commit or
-the broker's confirm.
+The intake handler plans each delivery when it arrives. It collects parcels and cancels for up to 50 ms, so that they
+share a commit. It publishes other messages to the cascade, their destination or the refused queue, and keeps those due
+soon in memory. It accepts a delivery after the store's commit or the broker's confirm.
 """
 
 from __future__ import annotations
@@ -35,49 +34,49 @@ from delayer.core.message import WINDOW_MS, Delivery, KeyGroup, Outgoing, Parcel
 from delayer.core.operations import Cancel, Operation
 from delayer.core.plan import AtOnce, EnterCascade, Park, Plan, Policy, Refuse, Retry, Soon, TooLate, decide
 from delayer.intake import replies
-from delayer.intake.consume import KEPT_BYTES, Handler, Session
-from delayer.intake.dispatch import Dispatch, Objection, Publication, to_refused
+from delayer.intake.consume import Handler
 from delayer.intake.ports import Backlog, IntakeSettings
+from delayer.intake.settle import KEPT_BYTES, Dispatch, Objection, Publication, Session, to_refused
 
 log = structlog.get_logger(__name__)
 
 GATHER_MS: Final = 50
-"""The longest wait of a message before it is parked. A commit costs the same for one message as for many."""
+"""The longest time until a message is parked. A commit costs the same for one message as for many."""
 URGENT_MS: Final = 10
-"""The wait when ENOUGH_MESSAGES are collected, or when one of them has a key, cancels another, or is due soon."""
+"""The longest time if ENOUGH_MESSAGES are collected, or if one of them has a key, cancels another, or is due soon."""
 ENOUGH_MESSAGES: Final = 400
-"""So many messages share the cost of a commit well enough."""
+"""With this many messages, the cost of a commit is well shared."""
 KEEP_MS: Final = WINDOW_MS + GATHER_MS
 """In store mode a message that is due sooner is kept in memory. A claim takes rows WINDOW_MS before they are due, and a
 message waits up to GATHER_MS to be parked. A message that is due within KEEP_MS and GATHER_MS is urgent."""
 SLOT_MS: Final = 50
 """Messages that are due within one slot are published by one call."""
 SLOT_LEAD_MS: Final = 10
-"""The call begins so long before its slot, because a busy machine may delay it."""
+"""The call begins this long before its slot, because a busy machine may delay it."""
 PARK_MESSAGES: Final = 2000
 PARK_BYTES: Final = 8 << 20
-"""With so many messages, or bytes of their bodies, a park begins at once."""
+"""With this many messages, or bytes of their bodies, a park begins immediately."""
 
 
 Classified = tuple[Delivery, Properties | None, Plan]
-"""A delivery, its properties (None where they cannot be used), and the plan for it."""
+"""A delivery, its properties (None if unusable), and the plan for it."""
 
 
 @dataclass(slots=True)
 class BatchPlan:
-    """What a batch asks of the broker."""
+    """The publishes and holds of a batch."""
 
     publications: list[Publication] = field(default_factory=list)
     kept: list[tuple[int, Publication]] = field(default_factory=list)
-    """Publications to keep in memory until these instants, in epoch milliseconds."""
+    """Publications to keep in memory, and when they are due, in epoch milliseconds."""
     late: list[Objection] = field(default_factory=list)
-    """Messages that are too late: they are held without a publish."""
+    """Messages that are too late, and are held without a publish."""
 
 
 def classify(
     delivery: Delivery, policy: Policy, now_ms: int, max_properties: int, now_lower_ms: int | None = None
 ) -> Classified:
-    """Read the request of a message and plan it. For malformed properties the plan is a refusal; it raises nothing."""
+    """Read a message's request and plan it. Malformed properties lead to a refusal, never to an exception."""
     raw = delivery.properties
     if len(raw) + edits.ROOM > max_properties:
         return _unusable(
@@ -88,8 +87,8 @@ def classify(
     route = policy.routes.get(delivery.exchange)
     try:
         properties = Properties.parse(delivery.properties)
-        ask = edits.asked(delivery, properties, CONSULTED if route is None else route.consulted)
-        plan, edited = decide(ask, route, policy, now_ms, now_lower_ms), b""
+        request = edits.asked(delivery, properties, CONSULTED if route is None else route.consulted)
+        plan, edited = decide(request, route, policy, now_ms, now_lower_ms), b""
         if isinstance(plan, Retry):
             edited, plan = edits.failed(properties, plan.failed, max_properties), plan.plan
         elif route is not None and route.named and not isinstance(plan, Refuse):
@@ -108,7 +107,7 @@ def _unusable(delivery: Delivery, reason: str) -> Classified:
 
 
 def batch_plan(batch: Sequence[Classified], names: Endpoints, new_id: Callable[[], bytes]) -> BatchPlan:
-    """The work that the plans of a batch ask for, except for those of the store (:func:`operations_of`)."""
+    """Build the work of a batch, except for the store's (:func:`operations_of`)."""
     work = BatchPlan()
     for delivery, properties, plan in batch:
         match plan:
@@ -137,7 +136,7 @@ def batch_plan(batch: Sequence[Classified], names: Endpoints, new_id: Callable[[
 
 
 def operations_of(batch: Sequence[Classified]) -> list[Operation]:
-    """The operations of the store that deliveries to park, and cancels, ask for: one for each, in their order."""
+    """Return the store's operation for each parcel and cancel, in their order."""
     return [
         parcel(delivery, plan.due_ms, plan.target, plan.key) if isinstance(plan, Park) else plan
         for delivery, _, plan in batch
@@ -145,15 +144,15 @@ def operations_of(batch: Sequence[Classified]) -> list[Operation]:
     ]
 
 
-def answers_to(batch: Sequence[Classified]) -> dict[int, replies.CancelToAnswer]:
-    """The cancels with a ``reply_to``, by their place in the batch."""
-    # NServiceBus always sets reply_to, and expects no answer to a cancel of a saga's timeouts.
-    asked = (
-        (at, replies.asked(properties, plan.key))
+def cancels_to_answer(batch: Sequence[Classified]) -> dict[int, replies.CancelToAnswer]:
+    """Return the cancels with a ``reply_to``, by their place in the batch."""
+    # NServiceBus always sets reply_to, and does not expect an answer when it cancels a saga's timeouts.
+    return {
+        at: cancel
         for at, (_, properties, plan) in enumerate(batch)
         if isinstance(plan, Cancel) and properties is not None and not isinstance(plan.key, KeyGroup)
-    )
-    return {at: ask for at, ask in asked if ask is not None}
+        if (cancel := replies.read_reply_request(properties, plan.key)) is not None
+    }
 
 
 def has_key(one: Classified) -> bool:
@@ -163,7 +162,7 @@ def has_key(one: Classified) -> bool:
 
 
 def parcel(delivery: Delivery, due_ms: int, target: Target, key: bytes | None = None) -> Parcel:
-    """The delivery with its due instant and target. Its route is named as its exchange, also if none is configured."""
+    """Build the parcel of a delivery. Its route has the name of its exchange, even if none is configured."""
     route = delivery.exchange
     return Parcel(
         due_ms, route, delivery.exchange, delivery.routing_key, target, delivery.properties, delivery.body, key
@@ -171,8 +170,8 @@ def parcel(delivery: Delivery, due_ms: int, target: Target, key: bytes | None = 
 
 
 class KeepingHandler(Handler):
-    """A handler that keeps publications in memory until shortly before their instants, in slots of time. A Schedule
-    publishes each one of a slot at its own instant."""
+    """Keeps publications in memory, in slots of time, until shortly before they are due. A Schedule then publishes each
+    message of a slot on time."""
 
     def __init__(self, live: IntakeSettings, dispatch: Dispatch) -> None:
         self._live = live
@@ -198,7 +197,7 @@ class KeepingHandler(Handler):
 
     def _publish_slot(self, slot: int) -> None:
         kept = sorted(self._slots.pop(slot, ()), key=itemgetter(0))
-        if kept:  # The end of a session empties the slots, and leaves their timers.
+        if kept:  # The end of a session empties the slots, but leaves their timers.
             publications, due_ms = [one for _, one in kept], [due_ms for due_ms, _ in kept]
             self._session.start(self._dispatch.publish(publications, self._session.acks, due_ms), punctual=True)
 
@@ -212,10 +211,10 @@ class KeepingHandler(Handler):
 
 
 class IntakeHandler(KeepingHandler):
-    """Plans the deliveries of the intake queue when they arrive, and gathers those for the store.
+    """Handles the deliveries of the intake queue, and gathers those for the store.
 
-    Operations on one key take effect in the order of the queue. So one batch with keys is applied at a time, and the
-    next one gathers meanwhile. Batches without keys need no order: several are applied at the same time."""
+    Operations on one key take effect in the order of the queue. So one batch with keys is applied at a time while the
+    next one gathers. Batches without keys have no order, so several are applied at the same time."""
 
     def __init__(self, live: IntakeSettings, dispatch: Dispatch, backlog: Backlog, counters: Counters) -> None:
         super().__init__(live, dispatch)
@@ -237,14 +236,14 @@ class IntakeHandler(KeepingHandler):
             self._backlog.begin_term()
         policy, names = self._policy(), self._live.names()
         self._counters.batch("intake", len(batch))
-        clock = monotonic()  # Read first: if the process pauses before the others, a delay becomes longer, not shorter.
+        clock = monotonic()  # Read first: a pause before the other clocks makes a delay longer, not shorter.
         now_ms, now_lower_ms = self._live.now_upper_ms(), self._live.now_lower_ms()
         stored: list[Classified] = []
         others: list[Classified] = []
         undelayed: list[bytes] = []
         size, urgent = 0, False
         for delivery in batch:
-            # 999.5 and not 1000 ms for each second, because the two clocks may drift apart by 0.5 ms in it.
+            # 999.5 ms for each second, because the two clocks may drift apart by 0.5 ms in it.
             read_ms = now_ms - int((clock - delivery.read_at) * 999.5) if delivery.read_at else now_ms
             one = classify(delivery, policy, read_ms, names.max_properties, now_lower_ms)
             plan = one[2]
@@ -290,8 +289,8 @@ class IntakeHandler(KeepingHandler):
             )
 
     def _policy(self) -> Policy:
-        """The policy of the next batch. If kept messages fill half of the prefetch or of KEPT_BYTES, no more are
-        kept."""
+        """Return the policy of the next batch. If kept messages fill half of the prefetch or of KEPT_BYTES, no further
+        ones are kept."""
         policy, acks = self._live.policy(), self._session.acks
         crowded = acks.kept * 2 > self._session.prefetch or acks.kept_bytes * 2 > KEPT_BYTES
         return replace(policy, keep_ms=0) if crowded and policy.keep_ms else policy
@@ -318,7 +317,7 @@ class IntakeHandler(KeepingHandler):
         gathered, self._gathered = self._gathered, []
         while gathered:
             batch, gathered = _cut(gathered)
-            if self._applying_keys:  # Those with keys wait for the end of that batch: see _apply.
+            if self._applying_keys:  # Messages with keys wait for the end of that batch (_apply).
                 self._gathered += [one for one in batch if has_key(one)]
                 batch = [one for one in batch if not has_key(one)]
             if batch:
@@ -329,7 +328,7 @@ class IntakeHandler(KeepingHandler):
 
     @property
     def is_full(self) -> bool:
-        """Whether a whole batch waits for the one with keys that is being applied."""
+        """Whether a whole batch waits until the current batch with keys is applied."""
         return len(self._gathered) >= PARK_MESSAGES or self._bytes >= PARK_BYTES
 
     def end(self) -> None:
@@ -338,22 +337,22 @@ class IntakeHandler(KeepingHandler):
         self.flush()
 
     async def _apply(self, batch: Sequence[Classified], *, keyed: bool) -> None:
-        """Apply a batch. After a failure of a batch with keys, no other one begins in this session: the broker delivers
-        that batch again, and the others must come after it."""
+        """Apply a batch. If a batch with keys fails, no other begins in this session, because the broker redelivers it
+        and later batches must follow it."""
         cancelled, refused = await self._apply_or_refuse(batch)
         if not keyed:
             return
-        asked = {at: ask for at, ask in answers_to(batch).items() if at not in refused}
-        if asked:  # In a task of its own: a reply that is not confirmed delays no batch.
-            self._session.start(self._reply(asked, cancelled), punctual=True)
+        to_answer = {at: cancel for at, cancel in cancels_to_answer(batch).items() if at not in refused}
+        if to_answer:  # In a separate task, so that an unconfirmed reply does not delay a batch.
+            self._session.start(self._reply(to_answer, cancelled), punctual=True)
         self._applying_keys = False
         if self._gathered:
             self.flush()
 
     async def _apply_or_refuse(self, batch: Sequence[Classified]) -> tuple[frozenset[int], frozenset[int]]:
-        """Apply a batch in one transaction, and accept its deliveries. Returns the positions of the cancels that met a
-        message, and those of the deliveries that were refused: if the database rejects an operation, each half of the
-        batch is applied by itself, in their order, and the delivery that is found is refused."""
+        """Apply a batch in one transaction, and accept its deliveries. If the database rejects an operation, apply each
+        half separately, in order, down to that delivery, and refuse it. Returns the positions of the cancels that
+        found a message, and of the refused deliveries."""
         operations = operations_of(batch)
         began = perf_counter()
         try:
@@ -370,20 +369,23 @@ class IntakeHandler(KeepingHandler):
             await self._dispatch.refuse(batch[0][0], reason, self._session.acks)
             return frozenset(), frozenset([0])
         middle = len(batch) // 2
-        met, refused_ones = await self._apply_or_refuse(batch[:middle])
-        met_later, refused_later = await self._apply_or_refuse(batch[middle:])
-        return met | {at + middle for at in met_later}, refused_ones | {at + middle for at in refused_later}
+        cancelled, refused = await self._apply_or_refuse(batch[:middle])
+        cancelled_later, refused_later = await self._apply_or_refuse(batch[middle:])
+        return cancelled | {at + middle for at in cancelled_later}, refused | {at + middle for at in refused_later}
 
-    async def _reply(self, asked: Mapping[int, replies.CancelToAnswer], cancelled: frozenset[int]) -> None:
+    async def _reply(self, to_answer: Mapping[int, replies.CancelToAnswer], cancelled: frozenset[int]) -> None:
         """Answer cancels, except into delayer's own queues."""
         ours = self._live.policy().own_queues
-        to_answer = [(at, ask) for at, ask in asked.items() if ask.reply_to not in ours]
-        answers = [replies.reply(ask, self._new_id(), cancelled=at in cancelled) for at, ask in to_answer]
-        await replies.send(self._dispatch.publisher, answers)
+        answers = [
+            replies.build_reply(cancel, self._new_id(), cancelled=at in cancelled)
+            for at, cancel in to_answer.items()
+            if cancel.reply_to not in ours
+        ]
+        await replies.send_replies(self._dispatch.publisher, answers)
 
 
 def _cut(gathered: list[Classified]) -> tuple[list[Classified], list[Classified]]:
-    """One batch, and the rest."""
+    """Split off one batch. Returns it and the rest."""
     size = 0
     for at, (delivery, _, _) in enumerate(gathered):
         size += len(delivery.body)
@@ -393,10 +395,10 @@ def _cut(gathered: list[Classified]) -> tuple[list[Classified], list[Classified]
 
 
 class DueHandler(KeepingHandler):
-    """Handles the deliveries of the due queue: envelopes at the end of the cascade, or of the broker's own delay.
+    """Handles the deliveries of the due queue: envelopes from the end of the cascade, or delayed by the broker.
 
-    The cascade measures whole seconds by the broker's clock. A daemon's clock computed the due instant. A message
-    leaves at the later of the two, so none is early.
+    The cascade measures whole seconds by the broker's clock, and a daemon's clock computed the due instant. A message
+    leaves at the later of the two, so it is never early.
     """
 
     def handle(self, batch: Sequence[Delivery]) -> None:
@@ -407,7 +409,7 @@ class DueHandler(KeepingHandler):
         for delivery in batch:
             try:
                 envelope = opened(Properties.parse(delivery.properties), delivery.body, names.max_properties)
-                publication = _next(delivery, envelope, now_ms, names)
+                publication = _next_publication(delivery, envelope, now_ms, names)
             except (InvalidEnvelope, MalformedProperties, MalformedTable) as broken:
                 reason = f"not a message of the cascade: {broken}"
                 publications.append(to_refused(delivery, reason, names, self._new_id()))
@@ -417,7 +419,7 @@ class DueHandler(KeepingHandler):
             if parcel is not None and hold is not None:
                 parcel = parcel._replace(token=envelope.id)
                 late.append(Objection(delivery, parcel, hold, held))
-            elif parcel is not None and (at_ms := _instant(envelope, now_ms)) > now_ms:
+            elif parcel is not None and (at_ms := _publish_at_ms(envelope, now_ms)) > now_ms:
                 self._keep(at_ms, publication)
                 kept = True
             else:
@@ -428,16 +430,16 @@ class DueHandler(KeepingHandler):
             reach("intake.kept")
 
 
-def _instant(envelope: Envelope, now_ms: int) -> int:
-    """When to publish an envelope that the broker delivered. If its instant has passed, it waits for the rest of its
-    delay from now: it is late, or the clock was set forward, and the daemon cannot tell which."""
+def _publish_at_ms(envelope: Envelope, now_ms: int) -> int:
+    """Return when to publish a delivered envelope. If its time has passed, it waits for the rest of its delay from now,
+    because it is late or the clock was set forward, and the daemon cannot distinguish these."""
     return envelope.next_ms if envelope.next_ms > now_ms else now_ms + envelope.rest_ms
 
 
-def _next(delivery: Delivery, envelope: Envelope, now_ms: int, names: Endpoints) -> Publication:
-    """The next publish of a message: to its destination, or through the cascade if its instant is a second away or
-    more. It never goes straight into the due queue again. A broker whose clock is ahead, or that delays no more, would
-    return it at once, for ever. Raises MalformedProperties, MalformedTable."""
+def _next_publication(delivery: Delivery, envelope: Envelope, now_ms: int, names: Endpoints) -> Publication:
+    """Build the next publish of a message: to its destination, or through the cascade if it is due in a second or more.
+    It never goes straight into the due queue again, because a broker whose clock is ahead, or that no longer delays,
+    would return it immediately, forever. Raises MalformedProperties, MalformedTable."""
     id, parcel, held, _ = envelope
     released = edits.released(Properties.parse(parcel.properties), id, parcel.due_ms)
     seconds = min(whole_seconds_until(envelope.next_ms, now_ms), MAX_SECONDS)

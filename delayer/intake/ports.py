@@ -1,4 +1,5 @@
-"""The intake's ports: a store, a broker's consuming side, and the settings. core/publisher.py is the publishing side.
+"""The intake's ports: a store, the consuming side of a broker, and the settings. core/publisher.py is the publishing
+side.
 
 Each port has a suite in tests/conformance, which the real part and its fake pass.
 """
@@ -19,30 +20,30 @@ class Backlog(Protocol):
     """The messages that wait in a store."""
 
     def begin_term(self) -> None:
-        """A new subscription got its first delivery. From its first operation with a key on, those of earlier terms,
-        of this or another process, fail: they come again, and in order."""
+        """Note that a new subscription got its first delivery. From its first operation with a key on, operations of
+        earlier terms fail, of this or another process. The broker redelivers those in order."""
 
     async def apply(self, operations: Sequence[Operation]) -> Applied:
-        """Commit ``operations`` in one transaction, with the result that one after another would have, in their order.
+        """Commit ``operations`` in one transaction, as if applied one after another in their order.
 
-        Two calls may run at the same time, and then end in any order. A caller whose operations on a key must follow
-        each other waits for the first call.
+        Calls may run at the same time, and finish in any order. A caller whose operations on a key must keep their
+        order waits for the first call.
 
-        Raises StoreLost: nothing is committed, or the commit is in doubt. Raises Rejected if the database rejects the
-        data of an operation.
+        Raises StoreLost if nothing is committed, or the commit is in doubt; Rejected if the database rejects the data
+        of an operation.
         """
 
     async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
-        """Commit messages that never waited as held ones, each with its reason. They count as parked, and as held.
-        Raises StoreLost."""
+        """Commit messages that never waited as held, each with its reason. They count as parked and as held. Raises
+        StoreLost."""
 
     @property
     def usable(self) -> bool:
-        """Whether the backlog takes operations at the moment."""
+        """Whether the backlog accepts operations now."""
 
     @property
     def reason(self) -> str:
-        """Why it takes none; empty if it does, or if the reason lies outside the store."""
+        """Why it does not; empty if it does, or if the reason lies outside the store."""
 
 
 class Subscription(Protocol):
@@ -50,53 +51,52 @@ class Subscription(Protocol):
 
     @property
     def prefetch(self) -> int:
-        """The most unsettled deliveries."""
+        """Maximum number of unsettled deliveries."""
 
     @property
     def overrun(self) -> bool:
-        """Whether the caller should end this subscription in order and subscribe again, with another prefetch."""
+        """Whether the caller should close this subscription cleanly and resubscribe, with another prefetch."""
 
     @property
     def behind(self) -> bool:
-        """Whether there are deliveries that :meth:`next_batch` has not returned yet."""
+        """Whether deliveries exist that :meth:`next_batch` has not returned yet."""
 
     async def next_batch(self, limit: int, gather: float) -> list[Delivery]:
-        """Wait for deliveries. Returns up to ``limit``, gathered until ``gather`` seconds after the last batch at most.
+        """Wait for deliveries. Returns up to ``limit``, gathered until at most ``gather`` seconds after the last batch.
 
-        An empty list means that a second passed without any, so that the caller can do other work.
-        Raises BrokerLost if connection, channel or consumer is gone; all unsettled deliveries return to the queue.
+        Returns an empty list after a second without any, so that the caller can do other work. Raises BrokerLost if
+        connection, channel or consumer is gone. All unsettled deliveries then return to the queue.
         """
 
     def ack(self, tag: int, *, multiple: bool) -> None:
         """Acknowledge one delivery, or all up to it. Does nothing once the channel is gone."""
 
     def stop(self) -> None:
-        """Stop the batches. Deliveries handed out before can still be settled; the consumer itself ends in
-        :meth:`close`."""
+        """Stop the batches. Earlier deliveries can still be settled; :meth:`close` ends the consumer itself."""
 
     async def close(self) -> None:
-        """End the consumer: unsettled deliveries return to the queue, in their order. Safe to call twice."""
+        """Close the consumer. Unsettled deliveries return to the queue in their order. Safe to call twice."""
 
 
 class Consumer(Protocol):
-    """The opener of subscriptions."""
+    """Opens subscriptions."""
 
     @property
     def active(self) -> bool:
         """Whether the last subscription gets the queue's messages, as far as this is known."""
 
     async def subscribe(self, queue: str, prefetch: int) -> Subscription:
-        """Consume ``queue``. Raises BrokerLost, also if the queue is missing or forbidden."""
+        """Consume ``queue``. Raises BrokerLost, even if the queue is missing or forbidden."""
 
 
 class Clock(Protocol):
     """The clock that decides what is due: the store's, or this host's without a store."""
 
     def now_upper_ms(self) -> int:
-        """An upper bound of the clock, epoch milliseconds. Relative delays count from it."""
+        """An upper bound of the clock, in epoch milliseconds. Relative delays are measured from it."""
 
     def now_lower_ms(self) -> int:
-        """A lower bound of the clock: messages due by it are due."""
+        """A lower bound of the clock. Messages due by it are due."""
 
 
 class IntakeSettings(Clock, Protocol):
@@ -111,4 +111,4 @@ class IntakeSettings(Clock, Protocol):
 
     @property
     def holds_in_store(self) -> bool:
-        """Whether the store holds messages that a destination refused; else they go back into the cascade."""
+        """Whether the store holds messages that a destination did not take. Otherwise they return to the cascade."""

@@ -1,7 +1,7 @@
-"""Replies to cancels with a ``reply_to``: the outcome of each.
+"""Replies to cancels with a ``reply_to``. They state the outcome:
 
-- ``cancelled``: a message waited under the key, and is not delivered.
-- ``too late``: no message waits under the key. It was delivered or cancelled before, or never there.
+- ``cancelled``: a message waited under the key, and will not be delivered.
+- ``too late``: no message waits under the key. It was delivered, cancelled, or never published.
 
 The daemon publishes a reply after the cancel is committed and acknowledged. A fault in between costs the reply.
 """
@@ -35,8 +35,9 @@ class CancelToAnswer(NamedTuple):
     correlation_id: bytes | None
 
 
-def asked(properties: Properties, key: bytes) -> CancelToAnswer | None:
-    """The reply that a cancel asks for; None without a ``reply_to``, and for a direct one, which is no queue."""
+def read_reply_request(properties: Properties, key: bytes) -> CancelToAnswer | None:
+    """Read where a cancel wants its reply. None without a ``reply_to``, or if it is a direct one, which is not a
+    queue."""
     reply_to = properties.short("reply_to")
     if not reply_to or is_direct_reply(b"", reply_to):
         return None
@@ -44,21 +45,21 @@ def asked(properties: Properties, key: bytes) -> CancelToAnswer | None:
     return CancelToAnswer(key, reply_to, correlation_id)
 
 
-def reply(ask: CancelToAnswer, token: bytes, *, cancelled: bool) -> Outgoing:
-    """The reply, published straight to its queue."""
+def build_reply(cancel: CancelToAnswer, token: bytes, *, cancelled: bool) -> Outgoing:
+    """Build the reply, which goes directly to its queue."""
     outcome = "cancelled" if cancelled else "too late"
     headers = entry(ID, long_string(token)) + entry(OUTCOME, long_string(outcome.encode()))
-    raw = encode_headers(headers + entry(KEY, long_string(ask.key)))
+    raw = encode_headers(headers + entry(KEY, long_string(cancel.key)))
     shorts = {"content_type": b"application/json"}
-    if ask.correlation_id is not None:
-        shorts["correlation_id"] = ask.correlation_id
+    if cancel.correlation_id is not None:
+        shorts["correlation_id"] = cancel.correlation_id
     raw = changed(Properties.parse(raw), {name: bytes((len(value),)) + value for name, value in shorts.items()})
-    body = json.dumps({"outcome": outcome, "key": as_text(ask.key)}).encode()
-    return Outgoing(b"", ask.reply_to, raw, body, token)
+    body = json.dumps({"outcome": outcome, "key": as_text(cancel.key)}).encode()
+    return Outgoing(b"", cancel.reply_to, raw, body, token)
 
 
-async def send(publisher: Publisher, answers: Sequence[Outgoing]) -> None:
-    """Publish replies to cancels. The daemon logs a reply that is not confirmed, and does not retry it."""
+async def send_replies(publisher: Publisher, answers: Sequence[Outgoing]) -> None:
+    """Publish replies. Logs unconfirmed replies, and does not retry them."""
     if not answers:
         return
     failed, reason = len(answers), "the broker takes no publishes"
@@ -68,7 +69,7 @@ async def send(publisher: Publisher, answers: Sequence[Outgoing]) -> None:
         except BrokerLost as lost:
             reason = str(lost)
         else:
-            unhappy = [outcome.text for outcome in outcomes if not isinstance(outcome, Confirmed)]
-            failed, reason = len(unhappy), unhappy[0] if unhappy else ""
+            reasons = [outcome.text for outcome in outcomes if not isinstance(outcome, Confirmed)]
+            failed, reason = len(reasons), reasons[0] if reasons else ""
     if failed:
         log.info("reply not confirmed", replies=failed, reason=reason)

@@ -1,9 +1,9 @@
-"""Takes over another system's cascade: the daemon parks the messages of its upper levels, and releases each one to the
-exchange where that cascade ends.
+"""Takes over another system's cascade: parks the messages of its upper levels, and releases them to the exchange where
+that cascade ends.
 
-The arguments of its level queues cannot be changed. RabbitMQ 4 dead-letters, and so delivers early, a message that was
-delivered from them about twenty times. So a delivery is parked within moments or returned to its queue. Without a store
-the daemon does not consume the levels. A message that returns again and again ends the consumption of its level.
+The arguments of its level queues cannot be changed. RabbitMQ 4 dead-letters a message after about 20 deliveries from
+them, which delivers it early. So a delivery is parked within moments or returned to its queue. Without a store the
+daemon does not consume the levels. A message that keeps returning ends the consumption of its level.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from delayer.core.heartbeat import Heartbeat
 from delayer.core.hold import unfit
 from delayer.core.levels import LEVEL_HEADERS, due_at_level
 from delayer.core.message import Delivery, Parcel, Target
-from delayer.intake.consume import AckTracker, Handler, Intake, QueueConsumer
+from delayer.intake.consume import Handler, Intake, QueueConsumer
 from delayer.intake.handle import parcel
 from delayer.intake.ports import Backlog, Clock, Consumer
+from delayer.intake.settle import AckTracker
 
 log = structlog.get_logger(__name__)
 
 PREFETCH: Final = 500
 """Messages read ahead from one level. The broker delivers these again when the store or the connection is lost."""
 IN_FLIGHT: Final = 2
-"""Batches of one level that are parked at the same time; there are many levels."""
+"""Batches of one level that are parked at the same time. There are many levels."""
 GATHER: Final = 0.010
 GIVE_BACK_AFTER: Final = 30.0
 MOST_DELIVERIES: Final = 10
@@ -41,7 +42,7 @@ _WANTED: Final = LEVEL_HEADERS | {_DELIVERIES}
 
 
 class LevelTakeover(Handler):
-    """Consumes the queue of one level for as long as the daemon lives; waits where that queue is missing."""
+    """Consumes the queue of one level while the daemon runs, and waits if that queue is missing."""
 
     def __init__(
         self,
@@ -56,8 +57,8 @@ class LevelTakeover(Handler):
         counters: Counters,
         reached: Callable[[], object] = lambda: None,
     ) -> None:
-        """``prepare`` returns when there is something to park into, and raises StoreLost while there is not.
-        ``reached``: see QueueConsumer."""
+        """``prepare`` returns when the store is usable, and raises StoreLost if it is not. ``reached``: see
+        QueueConsumer."""
         self._cascade = cascade
         self._level = level
         self._backlog = backlog
@@ -70,20 +71,20 @@ class LevelTakeover(Handler):
         self._consumer = QueueConsumer(intake, consumer, self, prepare=prepare, heartbeat=heartbeat, reached=reached)
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Until stopping is set, or a message of this level has been delivered too often."""
+        """Run until ``stopping`` is set, or a message of this level has been delivered too often."""
         await self._consumer.run(stopping)
 
     def handle(self, batch: Sequence[Delivery]) -> None:
-        self._session.start(self._carry(batch, self._session.acks))
+        self._session.start(self._park_batch(batch, self._session.acks))
 
-    async def _carry(self, batch: Sequence[Delivery], acks: AckTracker) -> None:
-        """Park all of it. Raises StoreLost."""
+    async def _park_batch(self, batch: Sequence[Delivery], acks: AckTracker) -> None:
+        """Park a batch, and accept it. Raises StoreLost."""
         now_ms = self._clock.now_upper_ms()
         parcels = []
         for delivery in batch:
             headers = decoded(parsed(delivery.properties), _WANTED)
-            if self._too_often(delivery, headers):
-                return  # The batch returns to its queue, and the daemon leaves the level alone.
+            if self._is_too_often(delivery, headers):
+                return  # The batch returns to its queue, and the daemon stops consuming the level.
             due_ms = due_at_level(self._cascade, self._level, delivery.routing_key, headers, now_ms)
             # With its digits, because the bindings of that cascade begin with "#.".
             parcels.append(parcel(delivery, due_ms, Target(self._cascade.delivery.encode(), delivery.routing_key)))
@@ -91,8 +92,8 @@ class LevelTakeover(Handler):
         acks.accept(delivery.tag for delivery in batch)
 
     async def _park(self, parcels: Sequence[Parcel]) -> None:
-        """Park these. If the database rejects one, each half is parked by itself, and the one that is found is held:
-        RabbitMQ drops a message that returns to its level too often. Raises StoreLost."""
+        """Park messages. If the database rejects one, park each half separately, down to that message, and hold it,
+        because RabbitMQ drops a message that returns to its level too often. Raises StoreLost."""
         try:
             await self._backlog.apply(parcels)
         except Rejected as rejected:
@@ -104,9 +105,9 @@ class LevelTakeover(Handler):
         else:
             self._counters.add("parked", [one.route for one in parcels])
 
-    def _too_often(self, delivery: Delivery, headers: dict[bytes, object]) -> bool:
+    def _is_too_often(self, delivery: Delivery, headers: dict[bytes, object]) -> bool:
         if not (delivery.redelivered and self._cascade.counts_deliveries):
-            return False  # The count is of another queue: a shovel or client passed the headers on.
+            return False  # The count is another queue's, and a shovel or client passed the headers on.
         deliveries = headers.get(_DELIVERIES)
         if not isinstance(deliveries, int) or deliveries < MOST_DELIVERIES:
             return False

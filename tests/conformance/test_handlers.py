@@ -19,9 +19,9 @@ from delayer.core.errors import StoreLost
 from delayer.core.message import Outgoing, Parcel, Target
 from delayer.core.plan import Mode, Policy, Route
 from delayer.daemon.live_settings import NATIVE_KEEP_MS
-from delayer.intake.consume import Handler, Session
-from delayer.intake.dispatch import Dispatch
+from delayer.intake.consume import Handler
 from delayer.intake.handle import KEEP_MS, DueHandler, IntakeHandler
+from delayer.intake.settle import Dispatch, Session
 from delayer.intake.takeover import LevelTakeover
 from delayer.retry import LOSSES
 from tests.support.fakes import Carrier, Heartbeat, HostLive, host_ms, ids
@@ -73,7 +73,8 @@ class Scene:
                 self.handler.flush()
                 await session.wait_until_idle()
         except LOSSES:
-            await session.wait_until_started(self.handler)  # A loss does not keep back the others.
+            self.handler.flush()
+            await session.wait_while(lambda: self.handler.is_waiting)  # A loss does not keep back the others.
             raise
         finally:
             if end_early:

@@ -131,7 +131,7 @@ async def test_isolated_messages_end_no_other_connection(place: Place) -> None:
             outcomes = await publisher.publish([*good[:20], ender, *good[20:]])
             assert codes(outcomes) == [*[CONFIRMED] * 20, 541, *[CONFIRMED] * 30]
             assert publisher.batch_limit == MAX_BATCH
-            assert not isolation.is_for_all
+            assert isolation.isolating_until == -math.inf
         assert reconnecting.connects == 1
         assert len(await world.hand.drain("q")) == 150
 

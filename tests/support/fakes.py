@@ -23,7 +23,8 @@ from delayer.core.message import Delivery, Due, LaneRow, LaneTable, Outgoing, Pa
 from delayer.core.operations import Applied, Fold, Term
 from delayer.core.plan import Mode, Policy
 from delayer.core.segment import Restoration
-from delayer.intake.consume import AckTracker, Handler, Session
+from delayer.intake.consume import Handler
+from delayer.intake.settle import AckTracker, Session
 
 NOW = 1_800_000_000_000
 

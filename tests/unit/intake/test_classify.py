@@ -24,20 +24,19 @@ from delayer.core.operations import Applied, Cancel, Operation
 from delayer.core.plan import Mode, Park, Policy, Route
 from delayer.core.retry_policy import RetryPolicy
 from delayer.intake import replies
-from delayer.intake.consume import Session
-from delayer.intake.dispatch import Dispatch
 from delayer.intake.handle import (
     PARK_BYTES,
     PARK_MESSAGES,
     BatchPlan,
     Classified,
     IntakeHandler,
-    answers_to,
     batch_plan,
+    cancels_to_answer,
     classify,
     operations_of,
 )
 from delayer.intake.refusals import with_short
+from delayer.intake.settle import Dispatch, Session
 from tests.support.fakes import NOW, ScriptedLive, ScriptedPublisher, ScriptedSubscription, delivery, ids
 from tests.support.raw import Header, Props, Value, array, nested, number, table, text, wire_instant
 from tests.unit.amqp.tables import properties
@@ -126,7 +125,7 @@ def test_clearing_a_saga_cancels_its_timeouts_and_is_not_answered() -> None:
     assert isinstance(second.key, KeyGroup)
     assert first.key is not None
     assert first.key.startswith(second.key)
-    assert not answers_to(batch), "an NServiceBus endpoint expects no answer at its address"
+    assert not cancels_to_answer(batch), "an NServiceBus endpoint expects no answer at its address"
 
 
 def test_a_due_message_is_published_as_released() -> None:
@@ -244,9 +243,9 @@ def cancel(tag: int, key: bytes, reply_to: bytes = b"answers", *, correlation: b
 def test_a_reply_has_the_correlation_id_or_message_id_of_its_cancel() -> None:
     for correlation, known in ((b"c-1", b"c-1"), (b"", b"m-7")):
         delivery = cancel(7, b"caf\xc3\xa9", correlation=correlation)
-        ask = replies.asked(Properties.parse(delivery.properties), b"caf\xc3\xa9")
+        ask = replies.read_reply_request(Properties.parse(delivery.properties), b"caf\xc3\xa9")
         assert ask is not None
-        answer = replies.reply(ask, b"t", cancelled=False)
+        answer = replies.build_reply(ask, b"t", cancelled=False)
         said = Properties.parse(answer.properties)
         assert (answer.exchange, answer.routing_key, answer.token) == (b"", b"answers", b"t")
         assert said.short("correlation_id") == known
@@ -259,7 +258,7 @@ def test_a_reply_has_the_correlation_id_or_message_id_of_its_cancel() -> None:
 
 @pytest.mark.parametrize("reply_to", [b"", b"amq.rabbitmq.reply-to.g2EF.k"], ids=["none", "a direct one"])
 def test_no_reply_without_a_queue_for_it(reply_to: bytes) -> None:
-    assert replies.asked(Properties.parse(cancel(1, b"k", reply_to).properties), b"k") is None
+    assert replies.read_reply_request(Properties.parse(cancel(1, b"k", reply_to).properties), b"k") is None
 
 
 @pytest.mark.parametrize("failure", [returned(312, "NO_ROUTE"), BrokerLost("gone"), None])

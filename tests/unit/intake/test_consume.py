@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from delayer.core.errors import BrokerLost, NotTaken, StoreLost
 from delayer.core.message import Delivery
-from delayer.intake.consume import KEPT_BYTES, AckTracker, Intake, QueueConsumer, Session
+from delayer.intake.consume import Intake, QueueConsumer
+from delayer.intake.settle import KEPT_BYTES, AckTracker, Session
 from delayer.retry import Backoff, raise_first
 from tests.support.fakes import Carrier, Heartbeat, ScriptedConsumer, ScriptedSubscription, delivery, until
 

@@ -18,9 +18,8 @@ from delayer.core.hold import CONFIRMED, NACKED, Hold, HoldKind, Outcome, closed
 from delayer.core.marks import LAST_DUE
 from delayer.core.message import BROKER_LEAD_MS, Delivery, Parcel, Target
 from delayer.core.plan import LATEST_MS
-from delayer.intake.consume import AckTracker, Session
-from delayer.intake.dispatch import MAX_ATTEMPTS, Dispatch, Objection, Publication
 from delayer.intake.handle import SLOT_MS, DueHandler
+from delayer.intake.settle import MAX_ATTEMPTS, AckTracker, Dispatch, Objection, Publication, Session
 from tests.support.fakes import NOW, WHY, ScriptedLive, ScriptedPublisher, ScriptedSubscription, delivery, ids, outgoing
 from tests.support.memory_store import MemoryBacklog, MemoryStore
 
