@@ -18,8 +18,8 @@ from delayer.config.topology import unread_delays
 from delayer.core.readable import instant
 from delayer.daemon import set_aside
 from delayer.daemon.set_aside import NOUNS, SetAsideChange, not_seen
-from delayer.intake.refusals import AS_IT_IS, Mend
-from delayer.intake.set_aside import ANY, KEPT, Selection, SetAsideMessage, SetAsideName
+from delayer.intake.refusals import NO_EDITS, RetryEdits
+from delayer.intake.set_aside import ANY, MAX_LISTED, Selection, SetAsideMessage, SetAsideName
 
 LISTED: Final = 50
 """Messages that a list reads by default."""
@@ -101,18 +101,18 @@ def _list(context: click.Context, /, source: SetAsideQueue, *, limit: int | None
 
 def _change(context: click.Context, /, source: SetAsideQueue, verb: str, *, everything: bool, **given: Any) -> None:
     """Retry or drop messages of one of the queues."""
-    mends = [given.pop(name) for name in ("delay_ms", "headers", "dropped") if name in given]
+    edits_given = [given.pop(name) for name in ("delay_ms", "headers", "dropped") if name in given]
     wanted = Selection(**{name: given.pop(name) for name in Selection._fields if name in given})
     if everything == (wanted != ANY):
         raise click.UsageError("expected the messages: ids, a filter, or --all alone")
     settings = request_of(context).settings()
-    mend = AS_IT_IS
-    if mends:
-        delay_ms, headers, dropped = mends
-        mend = Mend.of(delay_ms, headers, map(raw, dropped), unread_delays(settings))
+    edits = NO_EDITS
+    if edits_given:
+        delay_ms, headers, dropped = edits_given
+        edits = RetryEdits.of(delay_ms, headers, map(raw, dropped), unread_delays(settings))
     if source is REFUSED and settings.store_url is None:
         note("There is no store, and so no audit log of this.")
-    change = SetAsideChange(settings, source.name, verb, wanted, mend)
+    change = SetAsideChange(settings, source.name, verb, wanted, edits)
     question = f"{verb.capitalize()} {{}} {source.noun}?"
     carry_out(context, change, question, named=bool(wanted.ids), everything=everything, **given)
 
@@ -134,7 +134,9 @@ _MENDING: Final = joined(
 def _group(source: SetAsideQueue) -> click.Group:
     """Build the verbs of one queue."""
     limit = click.option(
-        "--limit", type=click.IntRange(1, KEPT), help=f"Messages to look at. By default {LISTED}, and with an ID all."
+        "--limit",
+        type=click.IntRange(1, MAX_LISTED),
+        help=f"Messages to look at. By default {LISTED}, and with an ID all.",
     )
     retry = change_options(partial(_change, source=source, verb="retry"))
     verbs: dict[str, tuple[str, str, Any]] = {

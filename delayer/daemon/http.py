@@ -18,7 +18,7 @@ from delayer.daemon.wiring import Daemon
 from delayer.http.recent import Recent, host_ms
 from delayer.http.server import HttpPart
 from delayer.http.view import Depths, State
-from delayer.intake.refusals import Mend
+from delayer.intake.refusals import RetryEdits
 from delayer.intake.set_aside import Result, Selection, SetAsideName
 from delayer.store.admin.changes import ChangeResult
 
@@ -81,10 +81,10 @@ class DaemonInside:
             return await set_aside.look(self.settings, name, limit=limit)
 
     async def change_aside(
-        self, name: SetAsideName, verb: str, ids: frozenset[str], who: str, mend: Mend
+        self, name: SetAsideName, verb: str, ids: frozenset[str], who: str, edits: RetryEdits
     ) -> ChangeResult:
         with _reached():
-            return await SetAsideChange(self.settings, name, verb, Selection(ids), mend).carry_out(who)
+            return await SetAsideChange(self.settings, name, verb, Selection(ids), edits).carry_out(who)
 
 
 @contextmanager

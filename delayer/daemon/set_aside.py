@@ -14,10 +14,10 @@ from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, native_of
 from delayer.core.filters import naming_advice
-from delayer.intake.refusals import AS_IT_IS, EntryPoints, Mend
+from delayer.intake.refusals import NO_EDITS, EntryPoints, RetryEdits
 from delayer.intake.set_aside import (
     ANY,
-    SETTLED,
+    REFUSE_SECONDS,
     Add,
     Result,
     Selection,
@@ -37,13 +37,13 @@ _RETRIED: Final = {"refused": "Published again", "strays": "On their way again"}
 _STAYS: Final = {"refused": "stays refused", "strays": "stays a stray"}
 
 
-def queue_of(settings: Settings, name: SetAsideName, mend: Mend = AS_IT_IS) -> SetAside:
-    """Return the queue of refused messages or of strays. ``mend``: the fixes for refused messages that are retried."""
+def queue_of(settings: Settings, name: SetAsideName, edits: RetryEdits = NO_EDITS) -> SetAside:
+    """Return the queue of refused messages or of strays. ``edits``: those of retried refused messages."""
     where = settings.broker_url, settings.management_url
     if name == "strays":
         return strays_queue(*where, cascade_of(settings), settings.native.due_queue.encode())
     entries = EntryPoints.of(settings.intake.queue, (route.from_ for route in settings.routes))
-    return refused_queue(*where, settings.refused.queue, entries, mend)
+    return refused_queue(*where, settings.refused.queue, entries, edits)
 
 
 async def look(settings: Settings, name: SetAsideName, wanted: Selection = ANY, limit: int | None = None) -> Result:
@@ -74,7 +74,7 @@ class SetAsideChange:
     name: SetAsideName
     verb: str
     wanted: Selection
-    mend: Mend = AS_IT_IS
+    edits: RetryEdits = NO_EDITS
 
     async def count(self) -> ChangeResult:
         """Count the messages that would change."""
@@ -89,7 +89,7 @@ class SetAsideChange:
     ) -> ChangeResult:
         """Change the messages, but not those that came after ``counted``. ``say`` gets the number changed. With a
         store, a change of refused messages gets an audit-log entry; any other change is logged."""
-        queue = queue_of(self.settings, self.name, self.mend)
+        queue = queue_of(self.settings, self.name, self.edits)
         limit, changed = None if counted is None else counted.of, 0
         past = _RETRIED[self.name] if self.verb == "retry" else PAST[self.verb]
         if self.name == "strays" and not (seen := await look(self.settings, self.name, limit=1)).depth:
@@ -106,8 +106,8 @@ class SetAsideChange:
             async with pipelined_admin(self.settings.broker_url, "delayer strays") as broker:
                 await broker.declare(native_of(self.settings))
         if self.name == "refused" and (url := self.settings.store_url) is not None:
-            asked = {**self.wanted.as_dict(), **self.mend.asked}
-            async with actions.recorded(url, who, f"refused {self.verb}", asked) as (connection, log_id):
+            request = {**self.wanted.as_dict(), **self.edits.request}
+            async with actions.recorded(url, who, f"refused {self.verb}", request) as (connection, log_id):
                 record = partial(audit_log.add, connection, log_id)
                 done = await queue.change(self.verb, self.wanted, partial(add, record), limit)
         else:
@@ -118,8 +118,8 @@ class SetAsideChange:
             result = result._replace(of=counted.messages, lines=lines)
         if self.name == "strays" or self.verb != "retry" or not done.changed:
             return result
-        again = await queue.returned(done)
-        lines = [*result.lines, f"Refused again within {SETTLED:.0f} s: {again:,}."]
+        again = await queue.count_returned(done)
+        lines = [*result.lines, f"Refused again within {REFUSE_SECONDS:.0f} s: {again:,}."]
         return result._replace(lines=lines, complete=result.complete and not again)
 
     async def _log(self, who: str, messages: int) -> None:
@@ -129,11 +129,11 @@ class SetAsideChange:
 
     def _result(self, past: str, done: Result, messages: int) -> ChangeResult:
         lines = not_seen(self.name, done, cut=False)
-        for one, why in done.left:
+        for one, why in done.remaining:
             lines.append(f"{min(one.names, default='a message without an id')} {_STAYS[self.name]}: {why}.")
         stay = done.matched - done.changed if past != MATCHED else 0
-        if stay > len(done.left):
-            lines.append(f"{stay - len(done.left):,} more stay there.")
+        if stay > len(done.remaining):
+            lines.append(f"{stay - len(done.remaining):,} more stay there.")
         lines += [f"{name} is not in the queue.{naming_advice(name)}" for name in sorted(done.missing)]
         unread = 0 if done.may_delay else done.unread
         if unread:

@@ -27,7 +27,7 @@ from delayer.http.forms import FieldError, Search
 from delayer.http.pages import Pages, by_program
 from delayer.http.recent import host_ms
 from delayer.http.view import STORE_ERRORS
-from delayer.intake.refusals import AS_IT_IS
+from delayer.intake.refusals import NO_EDITS
 from delayer.intake.set_aside import Result, SetAsideName
 from delayer.store import held_messages, waiting
 from delayer.store.admin.changes import MATCHED, OF_HELD, ChangeResult, StoredChange
@@ -121,8 +121,8 @@ class Actions:
             seen = (await self.pages.answers.view.aside[name].get()).fresh or Result(0)
             told = {one.id: f"{one.place}, {one.reason}" for one in seen.found}
             return await self._ask_about_ids(request, verb, form, told)
-        mend = forms.mend(form, unread_delays(inside.settings)) if verb == "retry" else AS_IT_IS
-        return await inside.change_aside(name, verb, frozenset(ids), who, mend)
+        edits = forms.read_retry_edits(form, unread_delays(inside.settings)) if verb == "retry" else NO_EDITS
+        return await inside.change_aside(name, verb, frozenset(ids), who, edits)
 
     async def _told(self, tokens: Sequence[Token]) -> dict[str, str]:
         """Describe each message in the store: its destination, instant, key and message_id."""

@@ -15,7 +15,7 @@ from delayer.config.texts import instant_ms, shift_ms, typed_header
 from delayer.config.values import duration_ms
 from delayer.core import readable
 from delayer.core.filters import Filter, Token, read_place, read_token
-from delayer.intake.refusals import Mend
+from delayer.intake.refusals import RetryEdits
 from delayer.store.admin.actions import NewDue
 
 _RAW: Final = ("route", "to_exchange", "to_key", "key", "message_id")
@@ -215,8 +215,8 @@ MENDS: Final = ("delay", "set_header", "drop_header")
 """The fields that fix refused messages. The header fields may be repeated."""
 
 
-def mend(form: Mapping[str, Sequence[str]], unread: Mapping[bytes, str]) -> Mend:
-    """Read the fixes for refused messages; empty fields change nothing. ``unread``: see Mend.of. Raises FieldError."""
+def read_retry_edits(form: Mapping[str, Sequence[str]], unread: Mapping[bytes, str]) -> RetryEdits:
+    """Read the edits of a retry. Empty fields change nothing. ``unread``: see RetryEdits.of. Raises FieldError."""
     given = {name: [text for one in form.get(name, ()) if (text := one.strip())] for name in MENDS}
     once(["delay" for _ in given["delay"]])
     delay_ms = _understood("Delay", given["delay"][0], duration_ms) if given["delay"] else None
@@ -224,7 +224,7 @@ def mend(form: Mapping[str, Sequence[str]], unread: Mapping[bytes, str]) -> Mend
         headers = dict(map(typed_header, given["set_header"]))
     except ValueError as error:
         raise FieldError(f"Set header: {error}") from None
-    return Mend.of(delay_ms, headers, map(raw, given["drop_header"]), unread)
+    return RetryEdits.of(delay_ms, headers, map(raw, given["drop_header"]), unread)
 
 
 def back(form: Mapping[str, Sequence[str]], list_: str) -> str:

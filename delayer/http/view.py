@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.errors import BrokerLost, StoreLost
-from delayer.intake.refusals import Mend
+from delayer.intake.refusals import RetryEdits
 from delayer.intake.set_aside import Result, SetAsideName
 from delayer.store.admin import stats
 from delayer.store.admin.changes import ChangeResult
@@ -73,7 +73,7 @@ class DaemonPort(Protocol):
         """List the queue's first messages. Raises BrokerLost."""
 
     async def change_aside(
-        self, name: SetAsideName, verb: str, ids: frozenset[str], who: str, mend: Mend
+        self, name: SetAsideName, verb: str, ids: frozenset[str], who: str, edits: RetryEdits
     ) -> ChangeResult:
         """Apply "retry", with these fixes of refused messages, or "drop". Raises BrokerLost, StoreLost."""
 

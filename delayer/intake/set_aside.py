@@ -1,10 +1,10 @@
 """Queues of messages that wait for an operator: the refused queue, and the strays queue of native mode.
 
-A look consumes the queue and acknowledges the messages that it published again or dropped. When it ends, the broker
-returns the other messages to their places.
+A pass consumes the queue, and acknowledges the messages that it published again or dropped. Afterwards the broker
+returns the rest to their places.
 
-Messages that stay are not acknowledged, and fill the prefetch of their consumer. Then another consumer continues behind
-them. So a look reaches every message, and each is delivered once: a quorum queue counts the deliveries.
+The rest is not acknowledged, and fills the prefetch of its consumer. Then another consumer continues after it. So a
+pass reaches every message and each is delivered once, because a quorum queue counts deliveries.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from delayer.core.filters import OWN, names_of, own_name
 from delayer.core.hold import Confirmed, Hold, HoldKind
 from delayer.core.message import Delivery, Outgoing, Target, as_text
 from delayer.core.readable import COUNTS_AGE
-from delayer.intake.refusals import EntryPoints, Mend, Refusal, again, refusal_of
+from delayer.intake.refusals import EntryPoints, Refusal, RetryEdits, build_retry, read_refusal
 
-SETTLED: Final = 2.0
-"""Seconds that the daemon has to refuse retried messages again. It needs milliseconds."""
-AT_ONCE: Final = 500
-"""Messages that are published together; each is acknowledged when it is confirmed."""
-BACK: Final = 2.0
-"""Seconds that a look waits for its messages to be back in the queue. Another consumer may have taken them."""
+REFUSE_SECONDS: Final = 2.0
+"""Seconds after which retried messages are in the queue again if the daemon refuses them. It needs milliseconds."""
+PORTION: Final = 500
+"""Messages that are published together. Each is acknowledged when it is confirmed."""
+RETURN_SECONDS: Final = 2.0
+"""Seconds that a pass waits until its messages are back in the queue. Another consumer may have taken them."""
 SetAsideName = Literal["refused", "strays"]
 """One of the two queues."""
-KEPT: Final = 10_000
-"""The most messages of a list, and the prefetch of one consumer."""
-NAMED: Final = 20
-"""Messages that stay and are named; the rest are counted."""
+MAX_LISTED: Final = 10_000
+"""Maximum number of messages of a list, and the prefetch of one consumer."""
+MAX_NAMED: Final = 20
+"""Remaining messages that are named. The rest are counted."""
 UNKNOWN: Final = Hold(HoldKind.RETURNED, "the broker found no queue for it at the end of the cascade")
 
 
@@ -55,18 +55,18 @@ class SetAsideMessage(NamedTuple):
     """A refused message or a stray, with the beginning of its body."""
 
     id: str
-    """As operators write it; "" if the message has none."""
+    """The id in the form for operators; "" if the message has none."""
     message_id: str
     exchange: bytes | None
-    """The exchange that it came in by; None if unknown."""
+    """The exchange that it was published to; None if unknown."""
     place: str
-    """For operators: where a refused message came in, or where a stray goes."""
+    """Where a refused message was published, or where a stray goes, for operators."""
     reason: str
     properties: bytes
     head: bytes
     size: int
     more: Mapping[str, Any]
-    """The facts that only one of the two queues has, for programs."""
+    """JSON fields that only one of the two queues has."""
 
     @classmethod
     def refused(cls, delivery: Delivery, refusal: Refusal) -> SetAsideMessage:
@@ -81,7 +81,7 @@ class SetAsideMessage(NamedTuple):
 
     @classmethod
     def stray(cls, delivery: Delivery, read: Envelope | str) -> SetAsideMessage:
-        """``read``: its envelope, or why it has none."""
+        """``read``: the envelope, or why there is none."""
         if isinstance(read, str):
             more = _stray_facts(None, Target(b"", b""), b"", HoldNote(Hold(HoldKind.UNFIT, read), 0, None))
             return cls("", "", b"", "?", read, delivery.properties, *_head(delivery), more)
@@ -94,11 +94,11 @@ class SetAsideMessage(NamedTuple):
 
     @property
     def names(self) -> frozenset[str]:
-        """The ids that an operator may name it by."""
+        """The ids that an operator may use for it."""
         return names_of(self.id, self.message_id)
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """For JSON."""
         read = reading.read(self.properties)
         return {
             "id": self.id,
@@ -113,8 +113,8 @@ class SetAsideMessage(NamedTuple):
 
 
 def _head(delivery: Delivery) -> tuple[bytes, int]:
-    """The beginning of the body, and its size."""
-    # One byte more than is shown, so that a cut is seen. A copy, since a slice would keep the whole body in memory.
+    """Return the beginning of the body, and its size."""
+    # One byte more than is shown, so that a cut shows. A copy, because a slice would keep the whole body in memory.
     return bytes(delivery.body[: reading.PREVIEW + 1]), len(delivery.body)
 
 
@@ -132,13 +132,13 @@ def _stray_facts(due_ms: int | None, to: Target, route: bytes, held: HoldNote) -
 
 
 class Selection(NamedTuple):
-    """A filter of messages. Empty: all."""
+    """A filter of messages. An empty one matches all."""
 
     ids: frozenset[str] = frozenset()
     reason: str = ""
     exchange: str | None = None
     kind: str | None = None
-    """That of a stray's hold. Refused messages have none."""
+    """The kind of a stray's hold. Refused messages have none."""
 
     def matches(self, one: SetAsideMessage) -> bool:
         named = not self.ids or not self.ids.isdisjoint(one.names)
@@ -157,11 +157,13 @@ ANY: Final = Selection()
 
 @dataclass(slots=True)
 class Result:
-    """The outcome of a look or a change. ``matched`` messages match, and ``found`` has the first KEPT of a list. A
-    change took ``changed`` of them out of the queue; ``left`` has the first NAMED of the others, with the reason.
-    ``missing``: ids without a message. ``looked``: how many of ``depth`` messages were read; ``unread`` ones did not
-    come. ``delayed``: how many the broker itself delays, so that no look finds them; None: unknown. ``may_delay``:
-    whether it delays any."""
+    """The outcome of a pass.
+
+    ``matched`` messages match. A list has the first MAX_LISTED in ``found``. A change removed ``changed`` from the
+    queue, and ``remaining`` has the first MAX_NAMED of the rest, with the reason. ``missing``: ids without a message.
+    ``looked``: how many of ``depth`` messages were read; ``unread`` were not delivered. ``delayed``: how many the
+    broker itself delays, which no pass finds; None if unknown. ``may_delay``: whether it can delay messages.
+    """
 
     depth: int
     delayed: int | None = 0
@@ -171,11 +173,11 @@ class Result:
     changed: int = 0
     missing: set[str] = field(default_factory=set)
     found: list[SetAsideMessage] = field(default_factory=list)
-    left: list[tuple[SetAsideMessage, str]] = field(default_factory=list)
+    remaining: list[tuple[SetAsideMessage, str]] = field(default_factory=list)
     may_delay: bool = False
 
-    def meets(self, wanted: Selection, one: SetAsideMessage) -> bool:
-        """Whether this message matches; then count it."""
+    def count_match(self, wanted: Selection, one: SetAsideMessage) -> bool:
+        """Count the message if it matches. Returns whether it does."""
         if not wanted.matches(one):
             return False
         self.matched += 1
@@ -184,15 +186,15 @@ class Result:
 
     @property
     def hidden(self) -> str:
-        """For people: what no look finds; "" if nothing. Messages that came since the broker counted are not known, so
-        a look that found nothing says how old the count is."""
+        """The messages that no pass finds, for operators; "" if none. The broker's count lacks the latest messages, so
+        a pass that found nothing states its age."""
         if self.may_delay and self.delayed == 0 and not self.matched:
             return f"The broker itself delayed none there up to {COUNTS_AGE:.0f} s ago; later ones are not counted yet."
         why = delayed_reason(self.delayed)
         return f"The queue {why}." if why else ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """For JSON."""
         messages = [one.as_dict() for one in self.found]
         return {"depth": self.depth, "delayed": self.delayed, "hidden": self.hidden, "messages": messages}
 
@@ -200,36 +202,36 @@ class Result:
 Add = Callable[[int], Awaitable[None]]
 """Adds a number of changed messages to the audit log."""
 Publish = Callable[[Delivery, int], Outgoing | str]
-"""How a message is published again, or why it cannot be; with the most bytes of properties that fit a frame."""
+"""Returns how to publish a message again, or why not. The number is the maximum size of properties in a frame."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """One queue of such messages. All methods raise BrokerLost, BrokerRefused, QueueMissing."""
+    """One of the two queues. All methods raise BrokerLost, BrokerRefused, QueueMissing."""
 
     url: str
     management_url: str | None
     queue: str
     _read: Callable[[Delivery, int], SetAsideMessage]
-    _again: Publish
+    _build_retry: Publish
 
     async def look(self, wanted: Selection = ANY, limit: int | None = None) -> Result:
-        """The messages that match among the first ``limit``, or among all. They stay in the queue."""
-        async with self._reading(wanted, limit) as (reader, publisher, result):
-            async for some in reader:
-                for delivery in some:
+        """List the messages that match among the first ``limit``, or among all. They stay in the queue."""
+        async with self._pass(wanted, limit) as (reader, publisher, result):
+            async for portion in reader:
+                for delivery in portion:
                     one = self._read(delivery, publisher.max_properties)
-                    if result.meets(wanted, one) and len(result.found) < KEPT:
+                    if result.count_match(wanted, one) and len(result.found) < MAX_LISTED:
                         result.found.append(one)
         return result
 
     async def change(self, verb: str, wanted: Selection, add: Add, limit: int | None = None) -> Result:
-        """Publish again ("retry") or "drop" the messages that match among the first ``limit``, or among all that are
-        there now. Each is added to the audit log before it leaves the queue."""
-        async with self._reading(wanted, limit) as (reader, publisher, result):
-            async for some in reader:
-                read = [(delivery, self._read(delivery, publisher.max_properties)) for delivery in some]
-                matching = [(delivery, one) for delivery, one in read if result.meets(wanted, one)]
+        """Retry or drop (``verb``) the messages that match among the first ``limit``, or among all that exist now. Each
+        is in the audit log before it leaves the queue."""
+        async with self._pass(wanted, limit) as (reader, publisher, result):
+            async for portion in reader:
+                read = [(delivery, self._read(delivery, publisher.max_properties)) for delivery in portion]
+                matching = [(delivery, one) for delivery, one in read if result.count_match(wanted, one)]
                 whys = [""] * len(matching)
                 if verb == "retry":
                     whys = await self._publish(publisher, [delivery for delivery, _ in matching])
@@ -238,33 +240,30 @@ class SetAside:
                     if not why:
                         reader.ack(delivery)
                         result.changed += 1
-                    elif len(result.left) < NAMED:
-                        result.left.append((one, why))
+                    elif len(result.remaining) < MAX_NAMED:
+                        result.remaining.append((one, why))
         return result
 
-    async def returned(self, retried: Result) -> int:
-        """How many of the retried messages are here again after SETTLED seconds. Others that came meanwhile count
-        too."""
+    async def count_returned(self, retried: Result) -> int:
+        """Return how many retried messages are in the queue again after REFUSE_SECONDS, including messages that have
+        arrived since."""
         if not retried.changed:
             return 0
-        await asyncio.sleep(SETTLED)
+        await asyncio.sleep(REFUSE_SECONDS)
         return max((await self.look(limit=0)).depth + retried.changed - retried.depth, 0)
 
-    async def _publish(self, publisher: AmqpPublisher, some: Sequence[Delivery]) -> list[str]:
-        """For each "" when it is confirmed, else the reason why it stays."""
-        prepared = [self._again(one, publisher.max_properties) for one in some]
+    async def _publish(self, publisher: AmqpPublisher, portion: Sequence[Delivery]) -> list[str]:
+        """Publish again. Returns for each message why it stays, or "" if its publish is confirmed."""
+        prepared = [self._build_retry(delivery, publisher.max_properties) for delivery in portion]
         outcomes = iter(await publisher.publish([one for one in prepared if isinstance(one, Outgoing)]))
-        confirmed = Confirmed
-        return [
-            one if isinstance(one, str) else "" if isinstance(out := next(outcomes), confirmed) else out.text
-            for one in prepared
-        ]
+        whys = [one if isinstance(one, str) else next(outcomes) for one in prepared]
+        return [why if isinstance(why, str) else "" if isinstance(why, Confirmed) else why.text for why in whys]
 
     @asynccontextmanager
-    async def _reading(
+    async def _pass(
         self, wanted: Selection, limit: int | None
     ) -> AsyncIterator[tuple[QueueReader, AmqpPublisher, Result]]:
-        """Read the first ``limit`` messages, or all."""
+        """Begin a pass through the first ``limit`` messages, or all."""
         async with pipelined_admin(self.url, f"delayer {self.queue}") as admin:
             depth, may_delay = (await admin.depths([self.queue]))[self.queue], admin.may_delay
         if isinstance(depth, ChannelClosed):
@@ -288,19 +287,19 @@ class SetAside:
                 yield reader, publisher, result
             finally:
                 await reader.close()
-            await _until_back(connections[0], self.queue, depth - result.changed)
+            await _wait_until_returned(connections[0], self.queue, depth - result.changed)
         finally:
             await publisher.close()
             for connection in connections:
                 await connection.close()
 
 
-async def _until_back(reconnecting: ReconnectingConnection, queue: str, count: int) -> None:
-    """Wait until the queue has ``count`` messages ready, for BACK seconds at most. A quorum queue may return messages
-    a moment after the broker closed their channel, and the next look would miss them."""
+async def _wait_until_returned(reconnecting: ReconnectingConnection, queue: str, count: int) -> None:
+    """Wait at most RETURN_SECONDS until the queue has ``count`` messages ready. A quorum queue may return messages a
+    moment after the broker closed their channel, and the next pass would miss them."""
     with suppress(TimeoutError, BrokerLost):
-        async with asyncio.timeout(BACK):
-            admin = PipelinedAdmin(await reconnecting.connection(BACK), BACK)
+        async with asyncio.timeout(RETURN_SECONDS):
+            admin = PipelinedAdmin(await reconnecting.connection(RETURN_SECONDS), RETURN_SECONDS)
             while True:
                 ready = (await admin.depths([queue]))[queue]
                 if not isinstance(ready, int) or ready >= count:
@@ -309,61 +308,65 @@ async def _until_back(reconnecting: ReconnectingConnection, queue: str, count: i
 
 
 class QueueReader:
-    """Reads the next ``count`` messages of a queue in portions, but none that arrive later: a retried message may be
-    refused again. It stops when it has met every message that is named by an id of ours."""
+    """Reads the next ``count`` messages of a queue in portions, but none that arrive later, because a retried message
+    may be refused again. It stops early after the last wanted message if delayer's own ids name all of them."""
 
     def __init__(self, connection: ReconnectingConnection, queue: str, count: int, result: Result) -> None:
         self._queue = queue
         self._count = count
         self._result = result
-        self._unique = bool(result.missing) and all(name.startswith(OWN) for name in result.missing)
-        self._kept = 0
+        self._are_ids_unique = bool(result.missing) and all(name.startswith(OWN) for name in result.missing)
+        self._unsettled = 0
         self._consumer = AmqpConsumer(connection, flow_control=FlowControl())
         self._subscriptions: list[AmqpSubscription] = []
 
     async def __aiter__(self) -> AsyncIterator[list[Delivery]]:
         empty = 0
-        while (left := self._count - self._result.looked) > 0 and not (self._unique and not self._result.missing):
-            if not self._subscriptions or self._kept == KEPT:
-                self._subscriptions.append(await self._consumer.subscribe(self._queue, min(left, KEPT)))
-                self._kept = 0
-            some = await self._subscriptions[-1].next_batch(min(left, AT_ONCE), 0.02)
-            empty = 0 if some else empty + 1
-            if empty == 3:  # Three seconds; after that, another consumer has the rest.
+        while (left := self._count - self._result.looked) > 0:
+            if self._are_ids_unique and not self._result.missing:
+                return
+            if not self._subscriptions or self._unsettled == MAX_LISTED:
+                self._subscriptions.append(await self._consumer.subscribe(self._queue, min(left, MAX_LISTED)))
+                self._unsettled = 0
+            portion = await self._subscriptions[-1].next_batch(min(left, PORTION), 0.02)
+            empty = 0 if portion else empty + 1
+            if empty == 3:  # Three seconds. Another consumer has the rest.
                 self._result.unread = left
                 return
-            self._result.looked += len(some)
-            self._kept += len(some)
-            if some:
-                yield some
+            self._result.looked += len(portion)
+            self._unsettled += len(portion)
+            if portion:
+                yield portion
 
     def ack(self, delivery: Delivery) -> None:
         """Acknowledge a message of the last portion."""
         self._subscriptions[-1].ack(delivery.tag, multiple=False)
-        self._kept -= 1
+        self._unsettled -= 1
 
     async def close(self) -> None:
-        """Return the rest to the queue, when no consumer would take it again."""
+        """Return the rest to the queue, after cancelling all consumers, so that none receives it again."""
         for subscription in self._subscriptions:
             await subscription.cancel()
         for subscription in self._subscriptions:
             await subscription.close()
 
 
-def refused_queue(url: str, management_url: str | None, queue: str, entries: EntryPoints, mend: Mend) -> SetAside:
-    """The refused queue. A retried message goes back, mended, to its exchange, one of ``entries``."""
+def refused_queue(
+    url: str, management_url: str | None, queue: str, entries: EntryPoints, edits: RetryEdits
+) -> SetAside:
+    """Return the refused queue. A retried message returns with ``edits`` to its exchange, one of ``entries``."""
 
-    def read(delivery: Delivery, _most: int) -> SetAsideMessage:
-        return SetAsideMessage.refused(delivery, refusal_of(delivery, entries))
+    def read(delivery: Delivery, _max_properties: int) -> SetAsideMessage:
+        return SetAsideMessage.refused(delivery, read_refusal(delivery, entries))
 
-    return SetAside(url, management_url, queue, read, lambda delivery, most: again(delivery, entries, most, mend))
+    return SetAside(url, management_url, queue, read, lambda one, limit: build_retry(one, entries, limit, edits))
 
 
-def stray(delivery: Delivery, delivery_exchange: bytes, due_queue: bytes, max_properties: int) -> Envelope | str:
-    """The envelope in a message of the strays queue, or the reason why that message is not an envelope of ours.
+def read_stray(delivery: Delivery, delivery_exchange: bytes, due_queue: bytes, max_properties: int) -> Envelope | str:
+    """Read the envelope of a message in the strays queue. Returns the reason if it is not an envelope of ours.
 
-    A message is its publisher's own if the cascade delivered it to another address than the due queue. Its headers do
-    not matter then.
+    A message that the cascade delivered to another address than the due queue is its publisher's own, whatever its
+    headers say.
     """
     if delivery.exchange == delivery_exchange and not leads_to(delivery.routing_key, due_queue):
         found = as_text(delivery.routing_key)
@@ -375,14 +378,15 @@ def stray(delivery: Delivery, delivery_exchange: bytes, due_queue: bytes, max_pr
 
 
 def strays_queue(url: str, management_url: str | None, cascade: Cascade, due_queue: bytes) -> SetAside:
-    """The strays queue of ``cascade``. A retried message goes to the due queue, where the daemon tries it at once."""
+    """Return the strays queue of ``cascade``. A retried message goes to the due queue, and the daemon publishes it
+    immediately."""
     exchange = cascade.delivery.encode()
 
-    def read(delivery: Delivery, most: int) -> SetAsideMessage:
-        return SetAsideMessage.stray(delivery, stray(delivery, exchange, due_queue, most))
+    def read(delivery: Delivery, max_properties: int) -> SetAsideMessage:
+        return SetAsideMessage.stray(delivery, read_stray(delivery, exchange, due_queue, max_properties))
 
-    def publish(delivery: Delivery, most: int) -> Outgoing | str:
-        one = stray(delivery, exchange, due_queue, most)
+    def publish(delivery: Delivery, max_properties: int) -> Outgoing | str:
+        one = read_stray(delivery, exchange, due_queue, max_properties)
         if isinstance(one, str):
             return one
         held = one.held and HoldNote(one.held.hold, 0, time.time_ns() // 1_000_000)

@@ -241,10 +241,10 @@ def envelope(number: int, reason: str, body: bytes = b"body") -> tuple[Parcel, b
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """A consumer reads 6 messages ahead, in portions of 4."""
-    import_module("delayer.cli.set_aside")  # It bounds --limit by KEPT when it is loaded.
-    monkeypatch.setattr(set_aside, "KEPT", 6)
+    import_module("delayer.cli.set_aside")  # It bounds --limit by MAX_LISTED when it is loaded.
+    monkeypatch.setattr(set_aside, "MAX_LISTED", 6)
     monkeypatch.setattr(set_aside, "AT_ONCE", 4)
-    monkeypatch.setattr(set_aside, "NAMED", 3)
+    monkeypatch.setattr(set_aside, "MAX_NAMED", 3)
 
 
 async def put_strays(raw: Raw, count: int) -> None:
@@ -272,7 +272,7 @@ async def test_a_change_reaches_every_message(delayer: Run, vhost: str, monkeypa
         assert "Dropped: 15." in delayer("strays", "drop", "--reason", "late", "--yes").stdout
         unknown = delayer("strays", "drop", "id:0", expect=1)
         assert "0 of 1" in unknown.stdout and "id:0 is not in the queue" in unknown.stderr
-        monkeypatch.setattr(set_aside, "KEPT", 100)
+        monkeypatch.setattr(set_aside, "MAX_LISTED", 100)
         assert set(ids(delayer, "strays", "list")) == {f"id:{n:032x}" for n in range(1, 29, 2)}
         assert "Dropped: 14." in delayer("strays", "drop", "--all", "--yes").stdout
         assert left() == []
@@ -353,7 +353,7 @@ def test_store_mode_has_none(delayer: Run) -> None:
 def test_only_the_beginning_of_a_large_stray_is_kept() -> None:
     parcel, properties = envelope(1, "312", b"x" * 1_000_000)
     delivery = Delivery(1, False, b"", QUEUE, properties, parcel.body)
-    read = set_aside.stray(delivery, b"delayer.delay-delivery", b"delays.due", 10_000)
+    read = set_aside.read_stray(delivery, b"delayer.delay-delivery", b"delays.due", 10_000)
     shown = set_aside.SetAsideMessage.stray(delivery, read)
     assert len(pickle.dumps(shown)) < 1_000
     assert (shown.size, shown.reason) == (1_000_000, "312")

@@ -18,7 +18,7 @@ from delayer.http import server
 from delayer.http.access import HEADERS
 from delayer.http.server import HttpPart
 from delayer.http.view import Depths, State
-from delayer.intake.refusals import AS_IT_IS, Mend
+from delayer.intake.refusals import NO_EDITS, RetryEdits
 from delayer.intake.set_aside import Result, SetAsideMessage
 from delayer.store.admin.changes import ChangeResult
 from tests.support.fakes import until
@@ -45,7 +45,7 @@ class Inside:
         self.lost = False
         self.blocked = False
         self.done: list[tuple[str, frozenset[str], str]] = []
-        self.mends: list[Mend] = []
+        self.mends: list[RetryEdits] = []
         self.looks = 0
 
     def state(self) -> State:
@@ -61,7 +61,9 @@ class Inside:
     async def look_aside(self, name: str, limit: int) -> Result:
         return Result(1, found=[REFUSED if name == "refused" else STRAY][:limit])
 
-    async def change_aside(self, name: str, verb: str, ids: frozenset[str], who: str, mend: Mend) -> tuple[Result, int]:
+    async def change_aside(
+        self, name: str, verb: str, ids: frozenset[str], who: str, mend: RetryEdits
+    ) -> tuple[Result, int]:
         self.done.append((f"{name} {verb}", ids, who))
         self.mends.append(mend)
         return ChangeResult("Dropped", 1, len(ids), ["one stays"])
@@ -164,10 +166,10 @@ async def test_changes_need_the_token(headers: dict[str, str], status: int) -> N
 @pytest.mark.parametrize(
     ("form", "mend"),
     [
-        ({}, AS_IT_IS),
-        ({"delay": " 10s ", "set_header": "", "drop_header": ""}, Mend.of(10_000, {}, [], {})),
+        ({}, NO_EDITS),
+        ({"delay": " 10s ", "set_header": "", "drop_header": ""}, RetryEdits.of(10_000, {}, [], {})),
         ({"set_header": ["tries:int=3", "who=me"], "drop_header": ["x-dealy", "b"]},
-         Mend.of(None, {"tries": 3, "who": "me"}, [b"x-dealy", b"b"], {})),
+         RetryEdits.of(None, {"tries": 3, "who": "me"}, [b"x-dealy", b"b"], {})),
         ({"delay": "soon"}, "Delay: expected a duration"),
         ({"delay": ["1s", "2s"]}, "delay: expected once"),
         ({"set_header": "tries:int=x"}, "Set header: tries: expected a value of type int"),
@@ -175,7 +177,7 @@ async def test_changes_need_the_token(headers: dict[str, str], status: int) -> N
     ],
     ids=str,
 )  # fmt: skip
-async def test_a_retry_of_refused_messages_mends_headers(form: dict[str, Any], mend: Mend | str) -> None:
+async def test_a_retry_of_refused_messages_mends_headers(form: dict[str, Any], mend: RetryEdits | str) -> None:
     inside = Inside()
     async with served(inside) as web:
         headers = {"Authorization": f"Bearer {TOKEN}", "Accept": "application/json"}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from delayer.amqp import reading
 from delayer.core.filters import Filter, Token, names_of, own_name, read_token
 from delayer.core.message import Delivery
-from delayer.intake.refusals import EntryPoints, refusal_of, with_short
+from delayer.intake.refusals import EntryPoints, read_refusal, with_short
 from delayer.intake.set_aside import Result
 from delayer.store.lanes.notify import HELD, WAITING, parsed
 from tests.support.raw import Props, Value, array, number, octets, table, text
@@ -108,7 +108,7 @@ def test_any_bytes_can_be_read(raw: bytes) -> None:
     test = reading.properties_test(Filter(headers=((b"", ""),)))
     assert test is not None
     test(raw)
-    refusal_of(Delivery(1, False, b"", b"", raw, b""), ENTRIES)
+    read_refusal(Delivery(1, False, b"", b"", raw, b""), ENTRIES)
 
 
 @given(st.binary(max_size=60), st.integers(0, 60))

@@ -9,7 +9,7 @@ import pytest
 from delayer.amqp import edits
 from delayer.amqp.properties import Properties
 from delayer.core.message import Delivery, Outgoing
-from delayer.intake.refusals import AS_IT_IS, EntryPoints, Mend, again, refusal_of
+from delayer.intake.refusals import NO_EDITS, EntryPoints, RetryEdits, build_retry, read_refusal
 from tests.support.raw import Header, Props, Value, array, content, decimal, nested, number, table, text
 
 LIMIT = 100_000
@@ -32,14 +32,14 @@ def test_a_retry_has_the_original_bytes_and_delay(props: Props) -> None:
     came = Delivery(1, False, b"delayer.in", b"orders.eu", props.encode(), b"body")
     properties, token = edits.refused(came, "too long", b"abc", LIMIT)
     stands = Delivery(2, True, b"delays.refused", b"orders.eu", properties, b"body")
-    said = refusal_of(stands, ENTRIES)
+    said = read_refusal(stands, ENTRIES)
     assert (said.id, said.reason, said.exchange, said.routing_key) == (
         "id:abc",
         "too long",
         b"delayer.in",
         b"orders.eu",
     )
-    back = again(stands, ENTRIES, LIMIT, AS_IT_IS)
+    back = build_retry(stands, ENTRIES, LIMIT, NO_EDITS)
     assert isinstance(back, Outgoing)
     assert back._replace(properties=b"") == Outgoing(b"delayer.in", b"orders.eu", b"", b"body", token)
     expected = props if props.headers is not None else Props(**{**vars(props), "headers": ()})
@@ -86,17 +86,17 @@ def says(exchange: str, key: str = "orders.eu", reason: str = "too long") -> tup
     ],
 )
 def test_a_retry_goes_back_through_its_exchange(stands: Delivery, reason: str) -> None:
-    back = again(stands, ENTRIES, LIMIT, AS_IT_IS)
+    back = build_retry(stands, ENTRIES, LIMIT, NO_EDITS)
     assert isinstance(back, Outgoing)
     assert (back.exchange, back.routing_key) == (b"delayer.in", b"orders.eu")
-    assert refusal_of(stands, ENTRIES).reason == reason
+    assert read_refusal(stands, ENTRIES).reason == reason
     props = Props.decode(back.properties)
     assert (props.user_id, props.expiration) == (None, None)
     assert content(props.one(b"x-delayer-id")) == back.token
 
 
 def test_a_retry_without_an_exchange_goes_to_the_intake_queue() -> None:
-    back = again(standing(*says("", "delays")), ENTRIES, LIMIT, AS_IT_IS)
+    back = build_retry(standing(*says("", "delays")), ENTRIES, LIMIT, NO_EDITS)
     assert isinstance(back, Outgoing)
     assert (back.exchange, back.routing_key) == (b"", b"delays")
 
@@ -118,7 +118,7 @@ def test_a_retry_without_an_exchange_goes_to_the_intake_queue() -> None:
     ],
 )
 def test_forged_headers_stop_a_retry(stands: Delivery, why: str) -> None:
-    assert why in str(again(stands, ENTRIES, LIMIT, AS_IT_IS))
+    assert why in str(build_retry(stands, ENTRIES, LIMIT, NO_EDITS))
 
 
 @pytest.mark.parametrize("when", [number("l", 1_800_000_000_000_000), number("T", 1_800_000_000_000)])
@@ -126,7 +126,7 @@ def test_no_retry_carries_a_time_that_ends_a_queue_of_rabbitmq_44(when: Value) -
     came = Delivery(1, False, b"delayer.in", b"k", Props(headers=((b"x-opt-delivery-time", when),)).encode(), b"")
     properties, _ = edits.refused(came, "too long", b"abc", LIMIT)
     assert b"x-opt-delivery-time" not in properties, "the header would end the refused queue too"
-    back = again(Delivery(2, True, b"delays.refused", b"k", properties, b""), ENTRIES, LIMIT, AS_IT_IS)
+    back = build_retry(Delivery(2, True, b"delays.refused", b"k", properties, b""), ENTRIES, LIMIT, NO_EDITS)
     assert isinstance(back, str) and "too far ahead" in back
 
 
@@ -137,19 +137,21 @@ def test_a_decimal_time_leaves_by_no_publish() -> None:
     properties, _ = edits.refused(came, "no instant", b"abc", LIMIT)
     assert Properties.parse(properties).get(b"x-opt-delivery-time") is None
     stands = Delivery(2, True, b"delays.refused", b"k", properties, b"")
-    assert "is no number" in str(again(stands, ENTRIES, LIMIT, AS_IT_IS))
-    assert isinstance(again(stands, ENTRIES, LIMIT, Mend.of(None, {}, [b"x-opt-delivery-time"], {})), Outgoing)
+    assert "is no number" in str(build_retry(stands, ENTRIES, LIMIT, NO_EDITS))
+    assert isinstance(
+        build_retry(stands, ENTRIES, LIMIT, RetryEdits.of(None, {}, [b"x-opt-delivery-time"], {})), Outgoing
+    )
 
 
 def test_a_new_time_that_ends_a_queue_stops_a_retry() -> None:
-    mend = Mend.of(None, {"x-opt-delivery-time": 1_800_000_000_000_000}, [], {})
-    assert "too far ahead" in str(again(standing(*says("delayer.in")), ENTRIES, LIMIT, mend))
+    mend = RetryEdits.of(None, {"x-opt-delivery-time": 1_800_000_000_000_000}, [], {})
+    assert "too far ahead" in str(build_retry(standing(*says("delayer.in")), ENTRIES, LIMIT, mend))
 
 
 def test_a_failed_retry_has_a_reason() -> None:
     nowhere = Delivery(1, False, b"", b"", Props().encode(), b"")
-    assert again(nowhere, ENTRIES, LIMIT, AS_IT_IS).startswith("its origin is unknown")
+    assert build_retry(nowhere, ENTRIES, LIMIT, NO_EDITS).startswith("its origin is unknown")
     broken = Delivery(1, False, b"in", b"k", b"\x20\x00\x00\x00\x00\x02\x05x", b"")
     properties, _ = edits.refused(broken, "malformed", b"abc", LIMIT)
-    assert "refused again" in str(again(broken._replace(properties=properties), ENTRIES, LIMIT, AS_IT_IS))
-    assert "refused again" in str(again(broken, ENTRIES, LIMIT, AS_IT_IS))
+    assert "refused again" in str(build_retry(broken._replace(properties=properties), ENTRIES, LIMIT, NO_EDITS))
+    assert "refused again" in str(build_retry(broken, ENTRIES, LIMIT, NO_EDITS))
