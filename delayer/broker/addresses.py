@@ -1,4 +1,4 @@
-"""The addresses of one broker: several URLs, and several addresses behind one host name. Any of them will do."""
+"""The addresses of one broker: several URLs, and several addresses of one host name. All are equivalent."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from delayer.core.errors import BrokerLost
 T = TypeVar("T")
 
 CONNECT_SECONDS: Final = 10.0
-"""How long one address may take, so that a node that hangs does not keep a client from the next one."""
+"""Timeout of one address, so that a hanging node does not keep a client from the next address."""
 
 
 def addresses_of(urls: str) -> list[Address]:
-    """The addresses of these URLs, separated by commas. It reads the files that they name.
+    """Parse URLs, separated by commas, and read the files that they name.
 
-    Raises BrokerUnreachable: URLs were checked before, so a file is missing at this moment, or half written.
+    Raises BrokerUnreachable if a file is missing now, or half written. The URLs were checked before.
     """
     try:
         return Address.parse_all(urls)
@@ -32,13 +32,13 @@ def addresses_of(urls: str) -> list[Address]:
         raise BrokerUnreachable(str(error), advice=advice) from error
 
 
-async def of_first(
+async def first_success(
     addresses: Sequence[Address], attempt: Callable[[Address], Awaitable[T]], avoided: Address | None = None
 ) -> T:
-    """The result of the first ``attempt`` that succeeds. Each address gets one, in turn from a random one on;
-    ``avoided``, which was lost last, comes last.
+    """Return the result of the first successful ``attempt``. Tries each address once, in order from a random one, and
+    ``avoided``, which was lost last, at the end.
 
-    Raises BrokerRefused or BrokerLost: a refusal if there was any, else the reasons of all.
+    Raises BrokerRefused or BrokerLost: a refusal if any, otherwise the reasons of all.
     """
     losses: list[BrokerLost | BrokerRefused] = []
     places: list[Address] = []
@@ -60,7 +60,7 @@ async def of_first(
             losses.append(lost)
     if len(losses) == 1:
         raise losses[0]
-    losses.sort(key=str)  # The same texts in every round: the log tells a reason once.
+    losses.sort(key=str)  # The same text in every round, so that the log states a reason once.
     for loss in losses:
         if isinstance(loss, AccessRefused | BrokerRefused) or loss.advice:
             raise loss
@@ -68,7 +68,7 @@ async def of_first(
 
 
 async def _places(address: Address) -> list[Address]:
-    """One for each address of its host; itself if there is only one. Raises BrokerUnreachable."""
+    """Return one per address of its host, or itself if there is only one. Raises BrokerUnreachable."""
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
             places = await look_up(address.host, address.port)
@@ -80,6 +80,6 @@ async def _places(address: Address) -> list[Address]:
 
 
 async def look_up(host: str, port: int) -> list[str]:
-    """The addresses of a host. Raises OSError."""
+    """Look up the addresses of a host. Raises OSError."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found))

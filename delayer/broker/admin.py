@@ -1,6 +1,6 @@
-"""Administration of a broker, over aio-pika: verify, inspect, remove. Not for the hot path.
+"""Administration of a broker over aio-pika: verify, inspect, remove. Not for the hot path.
 
-It reads topologies as values. Parts that another system owns (``shared``) are never removed.
+Parts that another system owns (``shared``) are never removed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from delayer.amqp.framing import UncheckedMethod
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding
 from delayer.broker.management_api import Management, delayed_in, delayed_reason
-from delayer.broker.pipelined_admin import DELAYS_FROM, PATIENCE, QueueDelete, exchange_look, queue_look
+from delayer.broker.pipelined_admin import DELAYS_FROM, PATIENCE, QueueDelete, check_exchange, check_queue
 from delayer.broker.verify import Verifier
 from delayer.core.clocks import ClockOffset
 from delayer.core.readable import COUNTS_AGE
@@ -43,22 +43,22 @@ class QueueState(NamedTuple):
 
 @dataclass(slots=True)
 class Removal:
-    """The result of a removal. ``left`` gives a reason for every part of the topology that still exists."""
+    """The result of a removal. ``left``: the parts of the topology that still exist, with the reason."""
 
     removed: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
 
 
 LEADER_SECONDS: Final = 0.25
-"""If the leader of a quorum queue does not answer for so long, RabbitMQ counts 0 messages."""
+"""If the leader of a quorum queue does not answer for this long, RabbitMQ counts 0 messages."""
 LEADER_TRIES: Final = 40
 
 
 class Remover:
     """One removal of a topology; see :meth:`Admin.remove`.
 
-    Quorum queues do not support the broker's "delete if empty"; they close the connection. So this counts the messages
-    first, and removes each exchange before the last count of its queue.
+    For "delete if empty" of a quorum queue, the broker closes the connection. So this counts the messages first, and
+    removes each exchange before the last count of its queue.
     """
 
     def __init__(self, admin: Admin, topology: Topology, *, force: bool) -> None:
@@ -94,7 +94,7 @@ class Remover:
         return not shared
 
     async def _state(self, name: str) -> QueueState | None:
-        """The state of a queue, asked again while its leader is slow. Raises BrokerUnreachable if it stays slow."""
+        """Return the state of a queue. Retries while its leader is slow. Raises BrokerUnreachable if it stays slow."""
         for _ in range(LEADER_TRIES):
             began = time.monotonic()
             state = await self._admin.state(name)
@@ -114,7 +114,7 @@ class Remover:
         return {f"queue {name}": reason for name, count in delayed.items() if (reason := delayed_reason(count))}
 
     async def _remove_exchange(self, exchange: Exchange) -> None:
-        if isinstance(await self._ask(exchange_look(exchange.name)), ChannelClosed):
+        if isinstance(await self._ask(check_exchange(exchange.name)), ChannelClosed):
             return
         for binding in self._topology.bindings:
             if binding.source == exchange.name:
@@ -126,7 +126,7 @@ class Remover:
             self._result.removed.append(f"exchange {exchange.name}")
 
     async def _unbind(self, binding: Binding) -> None:
-        """Remove a binding. If its destination is gone, the binding is gone too."""
+        """Remove a binding, unless it is gone with its destination."""
         source, key, destination = binding.source, binding.key, binding.destination
         _accepted(
             await self._ask(
@@ -137,14 +137,14 @@ class Remover:
         )
 
     async def _remove_queue(self, name: str) -> bool:
-        """Remove a queue. Returns False if it has new messages, and so stays."""
+        """Remove a queue, unless it has new messages. Returns whether it is gone."""
         state = await self._state(name)
         if state is None:
             return True
         if not self._force and (reason := _reason(state)):
             self._result.left[f"queue {name}"] = reason
             return False
-        # This deletes the queue's messages too: quorum queues have no "if empty".
+        # Also deletes the queue's messages, because quorum queues do not have "if empty".
         _accepted(await self._ask(QueueDelete(queue=name)))
         self._result.removed.append(f"queue {name}")
         return True
@@ -167,10 +167,10 @@ class Admin:
     async def connect(
         cls, urls: str, *, management_url: str | None = None, name: str = "delayer admin", patience: float = PATIENCE
     ) -> Self:
-        """Connect to one of ``urls``; scheme and query configure TLS. ``patience``: seconds, for each call.
+        """Connect to one of ``urls``, which configure TLS. ``patience``: timeout of each call, in seconds.
 
-        ``management_url`` (``http://user:password@host:15672``) lets verify() see bindings and policies; it uses the
-        TLS settings of ``urls``. Raises BrokerUnreachable, BrokerRefused.
+        ``management_url`` (``http://user:password@host:15672``) lets verify() read bindings and policies, with the TLS
+        settings of ``urls``. Raises BrokerUnreachable, BrokerRefused.
         """
         management = Management.beside(urls, management_url, timeout=patience)
         return cls(await AdminConnection.open(urls, name=name, patience=patience), management)
@@ -183,31 +183,32 @@ class Admin:
 
     @property
     def clock(self) -> ClockOffset | None:
-        """The broker's clock, by the last answer of the management API; None without one."""
+        """The broker's clock by the last answer of the management API, if any."""
         return None if self._management is None else self._management.clock
 
     async def verify(self, topology: Topology) -> list[TopologyFinding]:
-        """Compare the broker with the topology, without changes. All is well if no finding has severity "error".
+        """Compare the broker with the topology, without changes. They match if no finding has severity "error".
 
-        Each part is declared passively, and then actively. A part deleted in the microseconds between is created again.
+        Declares each part passively, then actively. A part deleted in the microseconds between is created again.
         """
         return await Verifier(self.connection, topology, self._management).findings()
 
     async def depths(self, queues: Iterable[str]) -> dict[str, int | None]:
-        """Messages ready in each queue; None if it is missing, or another connection owns it exclusively."""
+        """Return the number of messages ready in each queue; None if it is missing, or exclusive to another
+        connection."""
         states = {name: await self.state(name) for name in queues}
         return {name: state.messages if state else None for name, state in states.items()}
 
     async def state(self, queue: str) -> QueueState | None:
-        """Messages and consumers of a queue; None as in :meth:`depths`."""
-        answer = await self.connection.ask(queue_look(queue))
+        """Return the state of a queue; None as in :meth:`depths`."""
+        answer = await self.connection.ask(check_queue(queue))
         if not isinstance(answer, QueueMethods.DeclareOk):
             return None
         return QueueState(answer.message_count or 0, answer.consumer_count or 0)
 
     async def delayed(self, queues: Collection[str], *, fresh: bool = True) -> dict[str, int | None]:
-        """The messages of each queue that the broker itself delays, which AMQP does not show. None: unknown, because
-        the management API is not configured, or out of reach.
+        """Count the messages of each queue that the broker itself delays, which AMQP does not report. None if unknown,
+        because the management API is not configured or unreachable.
 
         ``fresh``: wait until the broker's counts are no older than this call.
         """
@@ -217,8 +218,8 @@ class Admin:
         return await delayed_in(queues, self._management)
 
     async def may_consume(self, queue: str) -> bool:
-        """Whether this user may read the queue, without reading a message. The broker checks the permission first, and
-        then refuses the invalid priority of this request. True if the queue is missing."""
+        """Whether this user may read the queue; True if it is missing. Reads no message: the broker checks the
+        permission first, and then rejects the invalid priority of this request."""
         try:
             await self.connection.ask(BasicMethods.Consume(queue=queue, arguments={"x-priority": "none"}))
         except BrokerRefused:
@@ -226,26 +227,26 @@ class Admin:
         return True
 
     async def queue_exists(self, name: str) -> bool:
-        answer = await self.connection.ask(queue_look(name))
+        answer = await self.connection.ask(check_queue(name))
         return isinstance(answer, ChannelLockedResource) or _accepted(answer)
 
     async def exchange_exists(self, name: str) -> bool:
-        return not name or _accepted(await self.connection.ask(exchange_look(name)))
+        return not name or _accepted(await self.connection.ask(check_exchange(name)))
 
     async def remove(self, topology: Topology, *, force: bool = False) -> Removal:
-        """Remove our parts in the order of the topology: a cascade from its top, each exchange before its queue. So no
-        message enters a level after its queue is gone.
+        """Remove our parts in the order of the topology: a cascade from its top, each exchange before its queue. So a
+        message cannot enter a level after its queue is gone.
 
-        Without ``force`` this removes nothing while a queue has consumers or messages. The same holds for a queue that
-        may have hidden messages. An exchange stays if others bound something to it. If a message enters a level
-        meanwhile, its queue and all levels below stay; call this again when the message has left. The broker's counts
-        do not include unacknowledged messages, and those in a dead-letter worker, so stop the daemon first.
+        Without ``force``, removes nothing while a queue has consumers, messages, or possibly hidden messages. An
+        exchange with foreign bindings stays. If a message enters a level during the removal, its queue and all levels
+        below stay; call this again when the message has left. The broker does not count unacknowledged messages or
+        those in a dead-letter worker, so stop the daemon first.
         """
         return await Remover(self, topology, force=force).run()
 
 
 def _accepted(answer: object) -> bool:
-    """Whether the broker did as asked; False if the part is missing. Raises BrokerRefused for any other refusal."""
+    """Whether the broker accepted; False if the part is missing. Raises BrokerRefused for any other refusal."""
     if isinstance(answer, ChannelClosed) and not isinstance(answer, ChannelNotFoundEntity):
         raise BrokerRefused(str(answer)) from answer
     return not isinstance(answer, ChannelNotFoundEntity)

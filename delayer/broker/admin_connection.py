@@ -1,7 +1,7 @@
 """One plain connection for administration. Its channel opens again after the broker closed it.
 
-The broker closes the channel when a question concerns a missing part, so here that is a normal answer. The connection
-does not reconnect on purpose: an administrator wants to know that it is gone.
+The broker closes the channel if a request names a missing part, so here that is a normal answer. The connection does
+not reconnect, so that an administrator sees its loss.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pamqp.base import Frame
 from delayer.amqp.address import Address
 from delayer.amqp.errors import NOT_ALLOWED, PERMISSION
 from delayer.amqp.handshake import server_version
-from delayer.broker.addresses import CONNECT_SECONDS, addresses_of, of_first
+from delayer.broker.addresses import CONNECT_SECONDS, addresses_of, first_success
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.broker.pipelined_admin import connected
+from delayer.broker.pipelined_admin import open_connection
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ _UNEXPLAINED = (driver.ProbableAuthenticationError, driver.AuthenticationError, 
 
 
 class AdminConnection:
-    """One connection. ``patience``: seconds for each call; be generous, since a new quorum queue elects a leader."""
+    """One connection. ``patience``: timeout of each call in seconds, long enough for a new quorum queue's election."""
 
     def __init__(self, connection: AbstractConnection, where: str, patience: float) -> None:
         self.where = where
@@ -49,18 +49,18 @@ class AdminConnection:
             connection = _prepared(address, name)
             seconds = min(patience, CONNECT_SECONDS) if address.timeout is None else address.timeout
             try:
-                with translated(where):
+                with translate_errors(where):
                     await connection.connect(timeout=seconds)
             except BaseException as error:
                 # Otherwise the driver would close it during garbage collection, perhaps without a loop.
                 await connection.close()
                 if isinstance(error.__cause__, _UNEXPLAINED):
                     # The driver hides the broker's reason; our own client raises it.
-                    await (await connected(address, name, seconds)).close()
+                    await (await open_connection(address, name, seconds)).close()
                 raise
             return cls(connection, where, patience)
 
-        return await of_first(addresses_of(urls), attempt)
+        return await first_success(addresses_of(urls), attempt)
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ class AdminConnection:
         Raises ChannelClosed (the broker's answer: not found, precondition failed, or locked), BrokerRefused if a
         permission is missing, BrokerUnreachable.
         """
-        with translated(self.where):
+        with translate_errors(self.where):
             try:
                 async with asyncio.timeout(self._patience):
                     return await method(await self._open_channel())
@@ -86,7 +86,7 @@ class AdminConnection:
                 raise BrokerRefused(f"{self.where}: {_text(error)}", PERMISSION) from error
 
     async def ask(self, method: Frame) -> Frame | ChannelClosed | None:
-        """The broker's answer to one method; a refusal is a value. Raises as :meth:`call`."""
+        """Return the broker's answer to one method, even if it is a refusal. Raises as :meth:`call`."""
         try:
             return await self.call(lambda channel: channel.rpc(method))
         except ChannelClosed as error:
@@ -105,12 +105,12 @@ class AdminConnection:
         return channel
 
     async def close(self) -> None:
-        with translated(self.where):
+        with translate_errors(self.where):
             await self._connection.close()
 
 
 def _prepared(address: Address, name: str) -> aio_pika.Connection:
-    """A connection that is not open yet and does not reconnect, with the parameters of delayer's own AMQP client."""
+    """Build an unopened connection without reconnects, with the parameters of delayer's own AMQP client."""
     url = aio_pika.connection.make_url(
         host=address.at or address.host,
         port=address.port,
@@ -128,10 +128,10 @@ def _prepared(address: Address, name: str) -> aio_pika.Connection:
 
 
 @contextmanager
-def translated(where: str) -> Iterator[None]:
-    """Turn the driver's errors into ours. ``where`` names the broker: host, port, vhost.
+def translate_errors(where: str) -> Iterator[None]:
+    """Translate the driver's errors into ours. ``where``: the broker's host, port and vhost.
 
-    A ChannelClosed passes unchanged. It is the broker's answer to one call, and only the caller knows the question.
+    A ChannelClosed passes unchanged, because it is the broker's answer to one call.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The depths of a cascade: the messages that wait in each level, and in the queues around it."""
+"""The depths of a cascade: the number of messages in each level, and in the queues around it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from delayer.core.cascade import LEVELS, Cascade
 
 @dataclass(frozen=True, slots=True)
 class LevelState:
-    """One level of a cascade. ``depth``: messages ready in its queue, None if the queue is missing."""
+    """One level of a cascade. ``depth``: messages ready in its queue; None if the queue is missing."""
 
     level: int
     name: str
@@ -23,10 +23,10 @@ class LevelState:
 
 @dataclass(frozen=True, slots=True)
 class CascadeDepths:
-    """The output of ``topology show``. ``queues``: depths of the queues around the cascade, None for a missing one.
-    ``hidden``: queues that the broker does not show to this user; their depths are None too. ``delayed``: the messages
-    of each level and queue that the broker delays itself, which no depth counts; None if unknown. It is empty for a
-    broker that delays none."""
+    """The output of ``topology show``. ``queues``: depths of the queues around the cascade; None for a missing queue.
+    ``hidden``: queues that the broker does not show to this user, also with a depth of None. ``delayed``: by level and
+    queue, the messages that the broker itself delays, which depths do not include; None if unknown. Empty for a broker
+    that does not delay messages."""
 
     kind: str
     delivery: str
@@ -45,11 +45,11 @@ async def cascade_depths(
     patience: float = PATIENCE,
     management_url: str | None = None,
 ) -> CascadeDepths:
-    """Levels with their depths, and the depths of ``queues`` and of the strays queue.
+    """Read the depths of all levels, of ``queues`` and of the strays queue.
 
-    A cascade without its first and its last level counts as missing, because the broker logs each request for a missing
-    queue. Queues without permission are hidden: in store mode the daemon has no rights in the cascade, and RabbitMQ 4.3
-    then hides it. ``name``: the connection's. Raises BrokerLost, and BrokerRefused if all queues are hidden.
+    A cascade without its first and last level counts as missing, because the broker logs each request for a missing
+    queue. Queues without permission are hidden. In store mode the daemon has no rights in the cascade, and RabbitMQ 4.3
+    hides it. ``name``: the connection's. Raises BrokerLost, and BrokerRefused if all queues are hidden.
     """
     wanted = list(queues)
     first, last = cascade.level(LEVELS - 1), cascade.level(0)

@@ -1,7 +1,7 @@
-"""Circuit breakers of destinations: while one is open, its messages are held at once and not published.
+"""Circuit breakers of destinations. While one is open, its messages are held immediately instead of published.
 
 A breaker is *closed* (not in the table), *open* until a time, or *half-open* after it. A half-open breaker lets one
-batch through as a probe. The probe closes the breaker, or opens it for longer. This module publishes nothing.
+batch through as a probe, which closes the breaker or opens it for longer. This module does not publish.
 """
 
 from __future__ import annotations
@@ -18,20 +18,18 @@ from delayer.core.hold import CONFIRMED, Hold, HoldKind, Outcome
 from delayer.core.message import Outgoing
 
 MANY: Final = 3
-"""With so many open breakers, the other keys of an exchange are doubtful: if keys name orders, each key is new."""
-
-
+"""With this many open breakers, all keys of an exchange are doubtful, because if keys name orders, each key is new."""
 SILENT_PAUSES: Final = (5.0, 30.0)
-"""Seconds that the breaker of a silent queue stays open at first, and at most. Its probe takes a second."""
+"""First and longest time that the breaker of a silent queue stays open, in seconds. Its probe takes a second."""
 CLOSED_PAUSES: Final = (1.0, 10.0)
-"""The same for a destination whose probe closes a channel. Such a probe takes some milliseconds."""
+"""First and longest time for a destination whose probe closes a channel. Such a probe takes milliseconds."""
 
 
 class Destination(NamedTuple):
-    """The key of a breaker: everything that decides which queues a publish reaches. With ``routing_key`` None it stands
-    for all keys of a missing exchange.
+    """The key of a breaker: everything that decides which queues a publish reaches. A ``routing_key`` of None means all
+    keys of a missing exchange.
 
-    ``copies`` are the bytes of CC and BCC. A silent queue behind a copy proves nothing about the same key without it.
+    ``copies``: the bytes of CC and BCC. If a copy's queue is silent, the same key without the copy may not be.
     """
 
     exchange: bytes
@@ -39,8 +37,8 @@ class Destination(NamedTuple):
     copies: bytes = b""
 
 
-def destination(message: Outgoing) -> Destination:
-    """The destination of ``message``. This parses the properties, so only doubtful messages need it."""
+def destination_of(message: Outgoing) -> Destination:
+    """Return the destination of a message. Parses its properties, so use it only for doubtful messages."""
     try:
         properties = Properties.parse(message.properties)
         copies = b"\0".join(field.content for name in (b"CC", b"BCC") if (field := properties.get(name)) is not None)
@@ -52,13 +50,13 @@ def destination(message: Outgoing) -> Destination:
 @dataclass(slots=True)
 class _Breaker:
     outcome: Outcome
-    """CONFIRMED: the destination answered lately, although its exchange has many open breakers."""
+    """CONFIRMED if the destination answered recently although its exchange has many open breakers."""
     failures: int
     until: float
 
 
 class CircuitBreaker:
-    """The breakers of one process. ``clock`` returns seconds; ``most`` bounds the table."""
+    """The breakers of one process. ``clock``: returns seconds. ``most``: maximum size of the table."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, most: int = 10_000) -> None:
         self._clock = clock
@@ -69,10 +67,10 @@ class CircuitBreaker:
         self._turn = 0.0  # No batch probes silent queues before this time.
 
     def partition(self, batch: Sequence[Outgoing], indexes: Iterable[int]) -> tuple[dict[int, Outcome], list[int]]:
-        """The messages that an open breaker holds, with their outcome, and the doubtful ones, whose destination needs a
-        probe first. All others take the shared channel.
+        """Return the messages that an open breaker holds, with their outcome, and the doubtful messages, whose
+        destination needs a probe first. The rest uses the shared channel.
 
-        A batch waits a second for probes of silent queues, so only one batch in five seconds sends such probes.
+        Probes of silent queues delay a batch by a second, so only one batch in five seconds sends them.
         """
         now = self._clock()
         self._forget(now)
@@ -96,17 +94,17 @@ class CircuitBreaker:
         return held, doubtful
 
     def groups(self, batch: Sequence[Outgoing], indexes: Iterable[int]) -> dict[Destination, list[int]]:
-        """The indexes of these messages by their breaker."""
+        """Group the indexes of messages by their breaker."""
         found: dict[Destination, list[int]] = {}
         for index in indexes:
             one = Destination(batch[index].exchange, None)
             if one not in self.table:
-                one = destination(batch[index])
+                one = destination_of(batch[index])
             found.setdefault(one, []).append(index)
         return found
 
     def suspects(self, one: Destination) -> bool:
-        """Whether a short wait for its answer is enough: a probe of it failed, or its exchange has silent queues."""
+        """Whether a short timeout is enough, because a probe failed or the exchange has silent queues."""
         return one in self.table or self._open[one.exchange] >= MANY
 
     def open(self, one: Destination, outcome: Outcome) -> None:
@@ -118,7 +116,7 @@ class CircuitBreaker:
         self._enter(one, _Breaker(outcome, failures, self._clock() + pause))
 
     def close(self, one: Destination) -> None:
-        """Close the breaker: the destination answered, with any outcome."""
+        """Close the breaker, because the destination answered with any outcome."""
         self._remove(one)
         if one.routing_key is not None and self._open[one.exchange] >= MANY:
             self._enter(one, _Breaker(CONFIRMED, 0, self._clock() + 60.0))

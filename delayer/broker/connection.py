@@ -1,4 +1,4 @@
-"""A connection of the hot path that reconnects. Publishers and consumers use it."""
+"""The reconnecting connection of the hot path, for publishers and consumers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import structlog
 from delayer.amqp.address import Address
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
-from delayer.broker.addresses import CONNECT_SECONDS, of_first
+from delayer.broker.addresses import CONNECT_SECONDS, first_success
 from delayer.core.backoff import LogThrottle, pause
 from delayer.core.errors import OF_BROKER, BrokerLost, certificate_advice
 
 log = structlog.get_logger(__name__)
 
 SETTLED: Final = 5.0
-"""A connection that lasts for so many seconds is followed by the next one at once."""
+"""After a connection that lasted for this many seconds, the next attempt is immediate."""
 SHORT_LIVED: Final = 3
-"""The most failures that shorter ones count as, so that the pause after them stays below a second."""
+"""Maximum failures that shorter connections count as, so that the pause after them stays below a second."""
 
 
 class ReconnectingConnection:
@@ -40,10 +40,9 @@ class ReconnectingConnection:
         throttle: LogThrottle | None = None,
         accept: Callable[[Connection], Awaitable[None]] | None = None,
     ) -> None:
-        """``addresses``: those of the broker, with the login and the certificates as they are now; asked before each
-        round of attempts. It may raise BrokerLost. ``throttle``: of failures to connect, shared by connections to one
-        broker, so that one of them logs.
-        ``accept``: raises BrokerLost if a new connection must not be used."""
+        """``addresses``: reads the broker's addresses before each round of attempts, with the current login and
+        certificates. It may raise BrokerLost. ``throttle``: of failures to connect, shared by connections to one
+        broker, so that only one of them logs. ``accept``: raises BrokerLost if a new connection must not be used."""
         self._accept = accept
         self._throttle = throttle or LogThrottle()
         self._addresses = addresses
@@ -65,8 +64,8 @@ class ReconnectingConnection:
 
     @property
     def blocked(self) -> bool:
-        """Whether the broker accepts no publishes (a resource alarm). The broker tells this only to connections that
-        publish, so perhaps only to one of :meth:`another`."""
+        """Whether the broker rejects publishes (a resource alarm). It reports this only to connections that publish, so
+        perhaps only to one of :meth:`another`."""
         return any(one.blocked for one in self._open())
 
     async def unblocked(self, timeout: float) -> None:
@@ -88,9 +87,9 @@ class ReconnectingConnection:
             self._keeper = asyncio.create_task(self._keep(), name=f"keep {self._name}")
 
     async def connection(self, timeout: float) -> Connection:
-        """The open connection. Raises BrokerLost if there is none after ``timeout`` seconds.
+        """Return the open connection. Raises BrokerLost if there is none after ``timeout`` seconds.
 
-        It also raises an unexpected error of the reconnecting task, because there would never be a connection again.
+        Also raises an unexpected error of the reconnecting task, because no connection would ever follow.
         """
         if self._keeper is not None and self._keeper.done():
             self._keeper.result()
@@ -105,14 +104,14 @@ class ReconnectingConnection:
         return self._connection
 
     async def another(self, timeout: float) -> Connection:
-        """A second connection. It ends with this one, or when the caller closes it. Raises BrokerLost.
+        """Open a second connection. It closes with this one, or when the caller closes it. Raises BrokerLost.
 
-        The URL may shorten ``timeout``, but not extend it, because messages wait.
+        The URL may shorten ``timeout`` but not extend it, because messages wait.
         """
         last, name = self._address, f"{self._name}, isolation"
         if last is None:
             raise BrokerLost(f"no connection to {self._where} yet")
-        # At the same place, with the login of now.
+        # At the same address, with the current login.
         now = next((one for one in self._addresses() if (one.host, one.port) == (last.host, last.port)), last)
         address = replace(now, at=last.at, timeout=timeout if now.timeout is None else min(timeout, now.timeout))
         connection = await Connection.open(address, name=name, heartbeat=self._heartbeat)
@@ -121,10 +120,10 @@ class ReconnectingConnection:
         return connection
 
     async def confirming_channel(self, connection: Connection, seconds: float | None) -> Channel:
-        """A new channel of ours or of :meth:`another`. Raises BrokerLost if the broker opens none within ``seconds``.
+        """Open a channel of this connection or of :meth:`another`. Raises BrokerLost if that takes over ``seconds``.
 
-        It then drops the connection, except during a resource alarm. The broker may have stopped to read the connection
-        because one of its channels waits for a silent queue.
+        Then it also drops the connection, except during a resource alarm. The broker may have stopped reading the
+        connection, because one of its channels waits for a silent queue.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -153,7 +152,7 @@ class ReconnectingConnection:
             try:
                 connection = await self._open_any()
             except BrokerLost as lost:
-                # A refused password and a missing vhost are retried too: an operator can repair them meanwhile.
+                # Retry even a rejected password or missing vhost, because an operator may fix it in the meantime.
                 told = self._throttle.should_log(str(lost), time.monotonic())
                 advice = lost.advice or certificate_advice(str(lost), *OF_BROKER)
                 if told and advice:
@@ -174,14 +173,14 @@ class ReconnectingConnection:
             self._connection = None
             step = {"next_step": reason.advice} if reason.advice else {}
             log.warning("broker connection lost", connection=self._name, reason=str(reason), **step)
-            # Only failures make the pause grow, but a broker that ends each connection must not be asked without one.
+            # Only failures make the pause grow, but a broker that closes each connection needs a pause too.
             failures = 0 if time.monotonic() - began > SETTLED else min(failures + 1, SHORT_LIVED)
 
     async def _open_any(self) -> Connection:
         """Raises BrokerLost."""
         addresses = self._addresses()
         self._where = ", ".join(map(str, addresses))
-        return await of_first(addresses, self._open_accepted, self._address)
+        return await first_success(addresses, self._open_accepted, self._address)
 
     async def _open_accepted(self, address: Address) -> Connection:
         """Raises BrokerLost."""

@@ -15,7 +15,7 @@ from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import ConsumerCancelled
 from delayer.broker.connection import ReconnectingConnection
-from delayer.broker.pipelined_admin import queue_look
+from delayer.broker.pipelined_admin import check_queue
 from delayer.core.errors import BrokerLost
 from delayer.core.message import Delivery
 
@@ -241,7 +241,7 @@ class AmqpSubscription:
         """Start the consumer. Raises BrokerLost."""
         if self._one_active:
             # A quorum queue counts only its active consumer, so the count is meaningless once we consume.
-            seen = await self._channel.call(queue_look(self._queue), QueueMethods.DeclareOk)
+            seen = await self._channel.call(check_queue(self._queue), QueueMethods.DeclareOk)
             self.active = not seen.consumer_count
             if not self.active:
                 log.info("standing by", queue=self._queue)

@@ -1,4 +1,4 @@
-"""Errors of a broker, and differences of its topology. No text has a password: they name host, port and vhost only."""
+"""Errors of a broker, and differences of its topology. Their texts never have a password, only host, port and vhost."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from delayer.core.errors import BrokerLost
 
 
 class BrokerUnreachable(BrokerLost):
-    """There is no connection to the broker, it broke, or the broker did not answer in time."""
+    """The broker cannot be reached, the connection broke, or the broker did not answer in time."""
 
 
 RIGHTS: Final = "check user, password, vhost and permissions"
 
 
 class BrokerRefused(Exception):
-    """The broker answered and refused: the login, the vhost, or the operation. A retry seldom helps. ``advice``: the
-    next step, as an imperative."""
+    """The broker refused the login, the vhost or the operation. A retry seldom helps. ``advice``: the next step, as an
+    imperative."""
 
     def __init__(self, text: str, advice: str = "") -> None:
         super().__init__(text)
@@ -27,7 +27,7 @@ class BrokerRefused(Exception):
 
 
 class QueueMissing(Exception):
-    """A queue does not exist that a command needs."""
+    """A queue that a command needs does not exist."""
 
 
 OTHER_CONSUMERS: Final = (
@@ -37,7 +37,8 @@ OTHER_CONSUMERS: Final = (
 
 
 def mismatch_advice(broker_says: str) -> str:
-    """The next step for a queue that differs, if the broker names the argument of ``[intake] consumers``; else ""."""
+    """Return the next step for a queue that differs, if the broker names the argument of ``[intake] consumers``; else
+    ""."""
     return OTHER_CONSUMERS if ONE_CONSUMER in broker_says else ""
 
 

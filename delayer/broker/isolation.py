@@ -27,7 +27,7 @@ from delayer.amqp.channel import TOKEN_HEADER, Channel, seconds_until_due
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, ConnectionLost, ReplyCode
 from delayer.amqp.properties import encode_headers, entry, long_string
-from delayer.broker.circuit_breaker import CircuitBreaker, Destination, destination
+from delayer.broker.circuit_breaker import CircuitBreaker, Destination, destination_of
 from delayer.broker.connection import ReconnectingConnection
 from delayer.core.errors import BrokerLost
 from delayer.core.hold import Outcome, closed_channel, closed_connection, unanswered
@@ -319,7 +319,7 @@ class Isolation:
                 self.isolating_until = _now() + ISOLATE_SECONDS
             outcomes[index] = closed_connection(lost.code, lost.text)
             return
-        one = destination(batch[index])
+        one = destination_of(batch[index])
         every_key = Destination(one.exchange, None)
         outcome = closed_channel(lost.code, lost.text)
         # A breaker that another probe of this round opened stays as it is.
@@ -334,7 +334,7 @@ class Isolation:
             outcomes[index] = outcome
             return
         same_key = [i for i in case.indexes if batch[i][:2] == one[:2]]
-        if case.hold([i for i in same_key if destination(batch[i]) == one], outcome):
+        if case.hold([i for i in same_key if destination_of(batch[i]) == one], outcome):
             self.breaker.open(one, outcome)
 
 

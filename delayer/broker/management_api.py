@@ -1,4 +1,4 @@
-"""A client for RabbitMQ's management API, for bindings and policies, which AMQP does not tell. Read only, optional."""
+"""An optional, read-only client of RabbitMQ's management API, for bindings and policies, which AMQP does not show."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from delayer.core.clocks import ClockOffset
 from delayer.core.topology import Binding
 
 DATE_SECONDS: Final = 2.0
-"""How old the time in the header ``Date`` may be: it has whole seconds, and the server computes it once a second."""
+"""Maximum age of the ``Date`` header. It has whole seconds, and the server computes it once a second."""
 _OTHER: Final = "this is not RabbitMQ's management API"
 
 
 class Management:
     """A client. ``url``: ``http[s]://user:password@host:port``. Raises ValueError for another scheme or no host.
 
-    It makes blocking requests in a thread: a command makes a few dozen, too few for a dependency.
+    Makes blocking requests in a thread. A command makes a few dozen, too few for a dependency.
     """
 
     def __init__(self, url: str, vhost: str, *, timeout: float = 30.0, tls: ssl.SSLContext | None = None) -> None:
@@ -45,23 +45,23 @@ class Management:
         self._timeout = timeout
         login = f"{unquote(parts.username or 'guest')}:{unquote(parts.password or 'guest')}"
         self._authorization = "Basic " + base64.b64encode(login.encode()).decode()
-        # Proxies of the environment are ignored, because the request carries a password, and brokers are near.
+        # Ignore proxies of the environment, because the request has a password, and brokers are near.
         self._opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
         )
 
     @classmethod
     def beside(cls, broker_urls: str, management_url: str | None, *, timeout: float = 5.0) -> Self | None:
-        """The API of the broker at ``broker_urls``, with its virtual host and TLS settings. None without a URL."""
+        """Return the API of the broker at ``broker_urls``, with its vhost and TLS settings. None without a URL."""
         if management_url is None:
             return None
         address = addresses_of(broker_urls)[0]
         return cls(management_url, address.vhost, timeout=timeout, tls=address.tls)
 
     async def delayed(self) -> dict[str, int | None]:
-        """For every queue of the vhost the messages that are neither ready nor unacknowledged: the broker itself delays
-        them. The broker counts up to COUNTS_AGE seconds late. None: it has not counted the messages of a new queue yet,
-        or counts none (``management.disable_stats``)."""
+        """Count, for every queue of the vhost, the messages that the broker itself delays: neither ready nor
+        unacknowledged. The broker's counts are up to COUNTS_AGE seconds old. None if it has not counted a new queue
+        yet, or does not count (``management.disable_stats``)."""
         rows = await self.get(f"queues/{self.vhost}?columns=name,messages,messages_ready,messages_unacknowledged")
         try:
             return {row["name"]: _delayed(row) for row in rows}
@@ -69,16 +69,16 @@ class Management:
             raise BrokerUnreachable(f"{self.where}: {_OTHER}") from error
 
     async def bindings(self, path: str) -> list[tuple[Binding, dict[str, Any]]]:
-        """The bindings at a ``path`` below /api, each with its arguments."""
+        """Read the bindings at a ``path`` below /api, with their arguments."""
         return [
             (Binding(row["source"], row["destination"], row["destination_type"], row["routing_key"]), row["arguments"])
             for row in await self.get(path)
         ]
 
     async def get(self, path: str, answers: int = 200) -> Any:
-        """The decoded answer to a ``path`` below /api; an error of the code ``answers`` has one too.
+        """Return the decoded answer to a ``path`` below /api, even of an error with the code ``answers``.
 
-        Raises BrokerRefused (401, 403), and BrokerUnreachable for all other errors. A 404 is one of those: a server
+        Raises BrokerRefused (401, 403), and BrokerUnreachable for all other errors, including 404, because a server
         that does not find existing parts is not our broker.
         """
         return await asyncio.to_thread(self._get_blocking, path, answers)
@@ -114,14 +114,14 @@ def _delayed(row: Mapping[str, Any]) -> int | None:
 
 
 def delayed_reason(count: int | None) -> str:
-    """What a queue may hide, for people; "" if nothing. None: unknown."""
+    """Describe for operators what a queue may hide; "" if nothing. ``count``: None if unknown."""
     if count is None:
         return "may hold messages that this broker delays itself: broker.management_url is not set, or gives no count"
     return f"holds {count} message{'s' * (count != 1)} that the broker itself delays" if count else ""
 
 
 async def delayed_in(queues: Iterable[str], management: Management | None) -> dict[str, int | None]:
-    """The messages of each queue that the broker delays, by one request. None: unknown."""
+    """Count the messages of each queue that the broker delays, by one request; None if unknown."""
     try:
         found = None if management is None else await management.delayed()
     except (BrokerRefused, BrokerUnreachable):

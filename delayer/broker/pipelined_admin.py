@@ -1,6 +1,6 @@
 """Short requests to a broker with delayer's own AMQP client, pipelined: declare, count, probe.
 
-The daemon uses these, because a switch of its mode waits for them, and commands that an operator waits for.
+For the daemon, whose switch of mode waits for them, and for commands that an operator waits for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from delayer.amqp.connection import Connection
 from delayer.amqp.errors import AccessRefused, ChannelClosed, ReplyCode
 from delayer.amqp.framing import UncheckedMethod
 from delayer.amqp.properties import encode_headers, entry, int64
-from delayer.broker.addresses import CONNECT_SECONDS, addresses_of, of_first
+from delayer.broker.addresses import CONNECT_SECONDS, addresses_of, first_success
 from delayer.broker.errors import UNDECLARED, BrokerRefused, BrokerUnreachable, TopologyFinding, TopologyMismatch
 from delayer.core.delay_headers import OPT_TIME
 from delayer.core.message import Delivery, Outgoing
@@ -54,7 +54,7 @@ _ANSWERS: Final[dict[type[Frame], type[Frame]]] = {
 
 
 def declaration(wanted: TopologyPart) -> Frame:
-    """The method that declares a part of a topology.
+    """Build the method that declares a part of a topology.
 
     pamqp sends an integer argument in the smallest type that holds it: 64 bits for the TTLs from level 22 up. The
     broker compares values without their integer types, so declarations of other systems' clients are equal to ours.
@@ -70,16 +70,16 @@ def declaration(wanted: TopologyPart) -> Frame:
     return ExchangeBind(destination=wanted.destination, source=wanted.source, routing_key=wanted.key)
 
 
-def look(part: Exchange | Queue) -> Frame:
-    """The method that asks whether a part exists."""
-    return queue_look(part.name) if isinstance(part, Queue) else exchange_look(part.name)
+def check(part: Exchange | Queue) -> Frame:
+    """Build the method that checks whether a part exists."""
+    return check_queue(part.name) if isinstance(part, Queue) else check_exchange(part.name)
 
 
-def exchange_look(name: str) -> ExchangeDeclare:
+def check_exchange(name: str) -> ExchangeDeclare:
     return ExchangeDeclare(exchange=name, passive=True)
 
 
-def queue_look(name: str) -> QueueDeclare:
+def check_queue(name: str) -> QueueDeclare:
     return QueueDeclare(queue=name, passive=True)
 
 
@@ -90,18 +90,18 @@ PATIENCE: Final = 30.0
 DELAYS_FROM: Final = (4, 3)
 """The first version of RabbitMQ whose quorum queues delay messages: returned ones, and from 4.4 on published ones."""
 MOST_AT_ONCE: Final = 256
-"""The most questions that wait for their answers."""
+"""Maximum number of unanswered requests."""
 PROBE_MS: Final = 500
-"""How far ahead the message lies that asks whether the broker delays."""
+"""Delay of the message that probes whether the broker delays messages."""
 PROBE_LATE_MS: Final = 10_000
-"""How late that message may be, on a busy broker, before the broker counts as one that does not delay. A broker that
-ignores its time delivers it at once, so the wait costs nothing there."""
+"""How late that message may be on a busy broker. Later, the broker counts as one that does not delay. A broker that
+ignores the time delivers the message immediately, so this timeout costs nothing there."""
 
 
 class PipelinedAdmin:
     """One connection; see :func:`pipelined_admin`. Every method may raise BrokerLost.
 
-    ``async with`` closes its channel, on a connection that has other users too.
+    ``async with`` closes its channel, on a connection that also has other users.
     """
 
     def __init__(self, connection: Connection, patience: float) -> None:
@@ -125,8 +125,8 @@ class PipelinedAdmin:
         """Declare the topology; existing parts stay as they are.
 
         Raises TopologyMismatch with every part that differs. Then nothing is bound, because bindings between wrong
-        parts could route messages anywhere. Raises BrokerRefused if a part was removed meanwhile, a queue's node is
-        down, or the broker has reached a limit: then a retry may help.
+        parts could route messages anywhere. Raises BrokerRefused if a part has just been removed, a queue's node is
+        down, or the broker has reached a limit. Then a retry may help.
         """
         wrong = await self._different([*wanted.exchanges, *wanted.queues])
         if different := wrong or await self._different(wanted.bindings):
@@ -140,7 +140,7 @@ class PipelinedAdmin:
                 if answer.code not in (ReplyCode.PRECONDITION_FAILED, ReplyCode.RESOURCE_LOCKED):
                     raise BrokerRefused(f"{part.kind} {name!r}: {answer.text}", answer.advice) from answer
                 found[part] = TopologyFinding(part.kind, name, str(part), answer.text)
-        # A part that does not exist differs in nothing: the broker has reached a limit.
+        # A part that does not exist does not differ: the broker has reached a limit.
         missing = await self.missing([part for part in found if not isinstance(part, Binding)])
         if missing and len(missing) == len(found):
             why = found[missing[0]].found
@@ -148,8 +148,8 @@ class PipelinedAdmin:
         return [finding for part, finding in found.items() if part not in missing]
 
     async def missing(self, parts: Sequence[Exchange | Queue]) -> list[Exchange | Queue]:
-        """The parts that do not exist. A part that this user may not see is not among them."""
-        answers = await self._ask([look(one) for one in parts])
+        """Return the parts that do not exist, without parts that this user may not see."""
+        answers = await self._ask([check(one) for one in parts])
         return [
             part
             for part, answer in zip(parts, answers, strict=True)
@@ -163,21 +163,21 @@ class PipelinedAdmin:
 
     async def exchange_exists(self, exchange: str) -> bool:
         """Whether the exchange exists. Raises BrokerRefused if this user may not see it."""
-        [answer] = await self._ask([exchange_look(exchange)])
+        [answer] = await self._ask([check_exchange(exchange)])
         if isinstance(answer, ChannelClosed) and answer.code != ReplyCode.NOT_FOUND:
             raise BrokerRefused(f"exchange {exchange!r}: {answer.text}", answer.advice) from answer
         return not isinstance(answer, ChannelClosed)
 
     async def depths(self, queues: Iterable[str]) -> dict[str, int | ChannelClosed]:
-        """Messages ready in each queue, or the broker's refusal."""
+        """Return the number of messages ready in each queue, or the broker's refusal."""
         names = list(queues)
-        answers = await self._ask([queue_look(name) for name in names])
+        answers = await self._ask([check_queue(name) for name in names])
         return dict(zip(names, map(_ready, answers), strict=True))
 
     async def why_no_delays(self, exchange: str, name: str) -> str:
-        """Why the broker cannot delay messages for us. "" if a message half a second ahead came back on time.
+        """Return why the broker cannot delay messages for us, or "" if a message delayed by 0.5 s returned on time.
 
-        It goes through ``exchange`` to a queue of its own, ``name`` and a number, which lasts a minute at most.
+        The message goes through ``exchange`` to a dedicated queue, ``name`` and a number, which lasts at most a minute.
         """
         if not self.may_delay:
             return f"RabbitMQ {'.'.join(map(str, self._connection.version))} delays no messages"
@@ -197,7 +197,7 @@ class PipelinedAdmin:
         return "" if late_ms >= 0 else "the broker delays no messages, or its clock is ahead of ours"
 
     async def _probed(self, exchange: str, queue: str) -> int | None:
-        """The milliseconds by which a delayed message came late; None if it did not come in time."""
+        """Return how late a delayed message arrived, in milliseconds; None if it did not arrive in time."""
         came_ms: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
         def on_delivery(_: Delivery) -> None:
@@ -217,8 +217,8 @@ class PipelinedAdmin:
             return None
 
     async def _ask(self, questions: Sequence[Frame]) -> list[Frame | ChannelClosed]:
-        """The answers, in order; a refusal is an answer. A refusal closes the channel, and the later questions go over
-        a new one. So after a refusal one question is sent, then two, then four: otherwise most are sent in vain."""
+        """Return the answers in order, including refusals. A refusal closes the channel, and later requests go over a
+        new one. So after a refusal send one request, then two, then four, because most would be sent in vain."""
         answers: list[Frame | ChannelClosed] = []
         at_once = MOST_AT_ONCE
         while len(answers) < len(questions):
@@ -258,8 +258,8 @@ def _now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-async def connected(address: Address, name: str, patience: float) -> Connection:
-    """A connection for the caller to close. Raises BrokerLost, and BrokerRefused for login, vhost or limits."""
+async def open_connection(address: Address, name: str, patience: float) -> Connection:
+    """Open a connection, which the caller closes. Raises BrokerLost, and BrokerRefused for login, vhost or limits."""
     try:
         return await Connection.open(address, name=name, timeout=min(patience, CONNECT_SECONDS))
     except AccessRefused as refused:
@@ -268,11 +268,11 @@ async def connected(address: Address, name: str, patience: float) -> Connection:
 
 @asynccontextmanager
 async def pipelined_admin(urls: str, name: str, *, patience: float = PATIENCE) -> AsyncIterator[PipelinedAdmin]:
-    """Connect to one of these URLs; their schemes and queries configure TLS. ``patience``: seconds without any answer.
+    """Connect to one of these URLs, which configure TLS. ``patience``: seconds without any answer.
 
-    Raises as :func:`connected`.
+    Raises as :func:`open_connection`.
     """
-    connection = await of_first(addresses_of(urls), lambda address: connected(address, name, patience))
+    connection = await first_success(addresses_of(urls), lambda address: open_connection(address, name, patience))
     try:
         yield PipelinedAdmin(connection, patience)
     finally:

@@ -1,10 +1,10 @@
 """The publishing side of the broker: batches on one channel, with confirms and the mandatory flag.
 
-The isolation (delayer/broker/isolation.py) publishes messages that got no confirm in time, that were in flight when the
-broker closed the channel or the connection, or that may cause such a close. A destination with an open circuit breaker
-gets no message (delayer/broker/circuit_breaker.py).
+The isolation (delayer/broker/isolation.py) publishes messages that were not confirmed in time, that were in flight when
+the broker closed the channel or the connection, or that may cause such a close. A destination with an open circuit
+breaker does not get messages (delayer/broker/circuit_breaker.py).
 
-A return names a message by its token. Copies of one message share a token, so only one copy at a time takes the shared
+A return names a message by its token. Copies of one message share a token, so only one copy at a time uses the shared
 channel.
 """
 
@@ -29,18 +29,18 @@ from delayer.retry import raise_first
 log = structlog.get_logger(__name__)
 
 CONFIRM_TIMEOUT: Final = 8.0
-"""Seconds to wait for the confirms of a batch. It is shorter than the store's idle transaction timeout."""
+"""Seconds to wait for the confirms of a batch, less than the store's idle transaction timeout."""
 SHARED_FRACTION: Final = 0.625
-"""The share of that time for the shared channel. The rest is for the isolation of unconfirmed messages."""
+"""The share of CONFIRM_TIMEOUT for the shared channel. The rest is for isolating unconfirmed messages."""
 MAX_BATCH: Final = 10_000
-"""The most messages of a batch."""
+"""Maximum number of messages in a batch."""
 LONGEST_AHEAD: Final = 2.0
-"""Seconds that the last message of a schedule may be ahead at most: claims and kept messages are due sooner. If a clock
-was set back, it is further ahead. Then the deadline ends the wait, and the messages are planned by the new time."""
+"""Maximum seconds that the last message of a schedule may be ahead. Claims and kept messages are due sooner, unless a
+clock was set back. Then the deadline ends the wait, and the messages are planned by the new time."""
 
 
 class AmqpPublisher:
-    """Satisfies core.publisher.Publisher: a channel with confirms, which reopens after a loss."""
+    """Satisfies core.publisher.Publisher with a channel that reopens after a loss."""
 
     def __init__(
         self,
@@ -49,16 +49,16 @@ class AmqpPublisher:
         isolation: Isolation | None = None,
         confirm_timeout: float = CONFIRM_TIMEOUT,
     ) -> None:
-        """``isolation``: the one that all publishers of the process share."""
+        """``isolation``: shared by all publishers of the process."""
         self._reconnecting = reconnecting
         self._isolation = isolation or Isolation(reconnecting, timeout=confirm_timeout)
         self._timeout = confirm_timeout
         self._channel: Channel | None = None
         self._opening = asyncio.Lock()
         self._tokens: set[bytes] = set()  # Tokens in flight on the shared channel.
-        self._frame_max = DEFAULT_FRAME_MAX  # As agreed on the last connection.
+        self._frame_max = DEFAULT_FRAME_MAX  # As the last connection negotiated.
         self.batch_limit = MAX_BATCH
-        """A late batch divides it by four, a quick batch doubles it."""
+        """A late batch divides the limit by four, a quick batch doubles it."""
 
     @property
     def ready(self) -> bool:
@@ -72,10 +72,10 @@ class AmqpPublisher:
         return header_limit(self._frame_max)
 
     async def publish(self, batch: Sequence[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
-        """Publish: see core.publisher. Messages of a ``schedule`` leave in clumps of 2 ms at most. Those in isolation
-        leave later, when the last of them is due.
+        """Publish: see core.publisher. Messages of a ``schedule`` are written every 2 ms. Isolated messages are written
+        later, when the last of them is due.
 
-        Raises BrokerLost if an outcome is missing ``confirm_timeout`` seconds after the call and the last instant.
+        Raises BrokerLost if an outcome is missing ``confirm_timeout`` seconds after the last message is due.
         """
         if not batch:
             return []
@@ -84,7 +84,7 @@ class AmqpPublisher:
         pending = Pending(batch, loop.time() + self._timeout + ahead, schedule)
         lost: Exception | None = None
         try:
-            # This bounds every other wait, such as the opening of a channel.
+            # This bounds everything else, such as opening a channel.
             async with asyncio.timeout_at(pending.deadline + 0.5):
                 await self._reconnecting.connection(self._timeout)
                 await self._reconnecting.unblocked(self._timeout)
@@ -108,9 +108,9 @@ class AmqpPublisher:
             channel.abandon()
 
     async def _publish(self, pending: Pending, indexes: Sequence[int], *, tried: bool = False) -> None:
-        """Publish, and enter outcomes as they become known. Silent destinations leave outcomes missing.
+        """Publish, and enter outcomes as they become known. The outcomes of silent destinations stay missing.
 
-        ``tried``: the first message for each new exchange was published before. Raises BrokerLost.
+        ``tried``: whether the first message for each new exchange was published. Raises BrokerLost.
         """
         isolation, batch = self._isolation, pending.batch
         special = [index for index in indexes if batch[index].isolated]
@@ -135,17 +135,17 @@ class AmqpPublisher:
         raise_first(await asyncio.gather(*work, return_exceptions=True))
 
     async def _publish_new(self, pending: Pending, indexes: Sequence[int]) -> None:
-        """Publish the first message for each new exchange alone, because a missing exchange closes the channel; then
-        the others."""
+        """Publish the first message for each new exchange alone, because a missing exchange closes the channel. Then
+        publish the rest."""
         firsts = {pending.batch[index].exchange: index for index in reversed(indexes)}
         await self._isolation.publish(pending, sorted(firsts.values()))
         await self._publish(pending, pending.publishable(indexes), tried=True)
 
     async def _publish_ordinary(self, pending: Pending, indexes: Sequence[int]) -> None:
-        """Publish on the shared channel. The isolation publishes copies, and messages in doubt. Raises BrokerLost."""
+        """Publish on the shared channel, and publish copies and messages in doubt in isolation. Raises BrokerLost."""
         isolating = self._isolation.isolating_until > asyncio.get_running_loop().time()
         if pending.schedule is not None and (isolating or not indexes):
-            pending.schedule.on_written()  # The next batch need not wait for the isolation.
+            pending.schedule.on_written()  # Let the next batch begin without waiting for the isolation.
         if isolating:
             return await self._isolation.publish(pending, indexes)
         together: list[int] = []
@@ -203,7 +203,7 @@ def _without(indexes: Sequence[int], others: Collection[int]) -> Sequence[int]:
 
 
 def _unconfirmed(batch: Sequence[Outgoing], outcomes: dict[int, Outcome], lost: Exception | None) -> BrokerLost:
-    """The error for missing outcomes, with the known ones."""
+    """Build the error for missing outcomes, with the known outcomes."""
     if not outcomes and isinstance(lost, BrokerLost):
         return lost
     known = [outcomes.get(index) for index in range(len(batch))]

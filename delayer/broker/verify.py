@@ -1,7 +1,7 @@
-"""The comparison of a broker with a topology, without changes.
+"""Compares a broker with a topology, without changes.
 
-AMQP tells whether a part exists (passive declaration), and whether it is as configured (active declaration: it changes
-nothing, or is refused). Only the management API tells bindings and policies. Without it, they are reported as unknown.
+AMQP shows whether a part exists (passive declaration), and whether it is as configured (active declaration, which
+changes nothing or is refused). Only the management API has bindings and policies. Without it, they count as unknown.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from aiormq.exceptions import ChannelClosed, ChannelNotFoundEntity
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding, TopologySeverity
 from delayer.broker.management_api import Management
-from delayer.broker.pipelined_admin import DELAYS_FROM, declaration, look
+from delayer.broker.pipelined_admin import DELAYS_FROM, check, declaration
 from delayer.core.cascade import LEVELS, bindable
 from delayer.core.topology import Binding, Exchange, Queue, Topology
 
@@ -41,7 +41,7 @@ class BrokerPolicy(NamedTuple):
 
 
 async def policies_of(management: Management) -> list[BrokerPolicy]:
-    """Every policy and operator policy of the vhost."""
+    """Read all policies and operator policies of the vhost."""
     return [
         BrokerPolicy(row["name"], row["pattern"], row["apply-to"], row["priority"], row["definition"], by_operator)
         for path, by_operator in (("policies", False), ("operator-policies", True))
@@ -50,7 +50,7 @@ async def policies_of(management: Management) -> list[BrokerPolicy]:
 
 
 async def bindings_from(management: Management, exchange: str) -> list[tuple[Binding, dict[str, Any]]]:
-    """Every binding out of ``exchange``, which must exist, with its arguments."""
+    """Read all bindings of the source ``exchange``, which must exist, with their arguments."""
     return await management.bindings(f"exchanges/{management.vhost}/{quote(exchange, safe='')}/bindings/source")
 
 
@@ -63,26 +63,28 @@ class Verifier:
         self._management = management
 
     async def findings(self) -> list[TopologyFinding]:
-        """All differences, and all parts that could not be checked. Raises BrokerUnreachable.
+        """Return all differences, and all parts that could not be checked. Raises BrokerUnreachable.
 
-        A missing permission, or a management API that does not answer, is a finding of severity "unknown".
+        A missing permission or a silent management API is a finding of severity "unknown".
         """
         things: tuple[Exchange | Queue, ...] = (*self._topology.exchanges, *self._topology.queues)
-        compared = [await self._thing(one) for one in things]
+        compared = [await self._part_finding(one) for one in things]
         found = [finding for finding in compared if finding is not None]
         missing = {finding.name for finding in found if finding.state == "missing"}
         if self._management is not None:
             try:
-                told = await self._told(self._management, missing) + await self._governed(self._management)
-                told += await self._down(self._management)
-                return found + told + await self._alone(self._management)
+                seen = await self._binding_findings(self._management, missing) + await self._policy_findings(
+                    self._management
+                )
+                seen += await self._down_findings(self._management)
+                return found + seen + await self._copy_findings(self._management)
             except (BrokerRefused, BrokerUnreachable) as error:
                 found.append(self._unseen(f"{error}"))
         else:
             found.append(self._unseen("no management_url is configured"))
         return found
 
-    async def _thing(self, wanted: Exchange | Queue) -> TopologyFinding | None:
+    async def _part_finding(self, wanted: Exchange | Queue) -> TopologyFinding | None:
         try:
             answer = await self._ask(wanted)
         except BrokerRefused as error:
@@ -93,12 +95,12 @@ class Verifier:
 
     async def _ask(self, wanted: Exchange | Queue) -> ChannelClosed | None:
         """Declare passively first, because an active declaration would create a missing part."""
-        answer = await self._connection.ask(look(wanted))
+        answer = await self._connection.ask(check(wanted))
         if not isinstance(answer, ChannelClosed):
             answer = await self._connection.ask(declaration(wanted))
         return answer if isinstance(answer, ChannelClosed) else None
 
-    async def _told(self, management: Management, missing: set[str]) -> list[TopologyFinding]:
+    async def _binding_findings(self, management: Management, missing: set[str]) -> list[TopologyFinding]:
         """Findings about bindings, from the management API."""
         wanted: dict[str, list[Binding]] = {exchange.name: [] for exchange in self._topology.exchanges}
         for binding in self._topology.bindings:
@@ -109,10 +111,10 @@ class Verifier:
         return [
             finding
             for source, rows in zip(sources, every, strict=True)
-            for finding in _compared(source, exchanges.get(source), wanted[source], rows, missing)
+            for finding in _compare_bindings(source, exchanges.get(source), wanted[source], rows, missing)
         ]
 
-    async def _governed(self, management: Management) -> list[TopologyFinding]:
+    async def _policy_findings(self, management: Management) -> list[TopologyFinding]:
         """Findings about policies that override the queues' arguments."""
         expected = "no policy about expiry, length, dead letters, retries or timeouts"
         policies = await policies_of(management)
@@ -123,8 +125,8 @@ class Verifier:
             if (risky := {key: value for key, value in policy.definition.items() if key in RISKY_POLICY_KEYS})
         ]
 
-    async def _down(self, management: Management) -> list[TopologyFinding]:
-        """Findings about queues whose process has ended: RabbitMQ 4.4 can lose one by a single message."""
+    async def _down_findings(self, management: Management) -> list[TopologyFinding]:
+        """Findings about queues whose process has ended. In RabbitMQ 4.4 a single message can cause that."""
         if self._connection.version < DELAYS_FROM:
             return []
         path = f"health/checks/quorum-queues-without-elected-leaders/vhost/{management.vhost}/pattern/.*"
@@ -135,8 +137,8 @@ class Verifier:
             if one.name in down
         ]
 
-    async def _alone(self, management: Management) -> list[TopologyFinding]:
-        """Findings about our queues that one node of a cluster has alone: its disk is their only copy."""
+    async def _copy_findings(self, management: Management) -> list[TopologyFinding]:
+        """Findings about our queues with a single copy, on one node of a cluster."""
         rows = await management.get(f"queues/{management.vhost}?columns=name,node,members,slave_nodes")
         copies = {row["name"]: row.get("members") or [row.get("node"), *row.get("slave_nodes", ())] for row in rows}
         alone = [one for one in self._topology.queues if not one.shared and len(copies.get(one.name, "ab")) == 1]
@@ -156,15 +158,15 @@ class Verifier:
         return TopologyFinding("binding", "*", expected, found, "unknown")
 
 
-def _compared(
+def _compare_bindings(
     source: str,
     exchange: Exchange | None,
     wanted: Sequence[Binding],
     rows: Sequence[tuple[Binding, dict[str, Any]]],
     missing: set[str],
 ) -> list[TopologyFinding]:
-    """Findings about ``rows``, the bindings out of ``source``."""
-    # Bindings with arguments are not ours, but on topic and fanout exchanges they route too.
+    """Findings about ``rows``, the bindings of ``source``."""
+    # Bindings with arguments are not ours, but topic and fanout exchanges also route by them.
     present = {binding for binding, arguments in rows if not arguments}
     found = [
         TopologyFinding("binding", source, str(binding), "nothing", state="missing")
@@ -192,12 +194,12 @@ def covers(policy: BrokerPolicy, queue: Queue) -> bool:
 
 
 def policies_in_force(policies: Iterable[BrokerPolicy], queue: Queue) -> list[BrokerPolicy]:
-    """The users' policy and the operators' policy of highest priority for this queue."""
+    """Return the user policy and the operator policy of the highest priority for this queue."""
     covering = sorted((policy for policy in policies if covers(policy, queue)), key=lambda policy: policy.priority)
     return list({policy.by_operator: policy for policy in covering}.values())
 
 
 def _is_address(key: str) -> bool:
-    """Whether a key is one of :func:`delayer.core.cascade.delivery_binding`: users may bind such addresses."""
+    """Whether a key is one of :func:`delayer.core.cascade.delivery_binding`, which users may bind."""
     stars = "*." * LEVELS
     return key.startswith(stars) and bindable(key[len(stars) :].encode())

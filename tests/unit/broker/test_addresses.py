@@ -11,7 +11,7 @@ import pytest
 from delayer.amqp.address import Address
 from delayer.amqp.errors import AccessRefused, ConnectionLost
 from delayer.broker import addresses
-from delayer.broker.addresses import addresses_of, of_first
+from delayer.broker.addresses import addresses_of, first_success
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.core.errors import BrokerLost
 
@@ -52,7 +52,7 @@ async def test_every_address_is_tried_once_a_round() -> None:
         random.seed(seed)
         attempts = Attempts()
         with pytest.raises(BrokerUnreachable) as caught:
-            await of_first(every, attempts)
+            await first_success(every, attempts)
         assert sorted(attempts.tried) == sorted(places)
         assert str(caught.value) == "; ".join(f"no connection to {place}" for place in sorted(places))
         firsts.add(attempts.tried[0])
@@ -63,7 +63,7 @@ async def test_the_first_that_answers_is_taken() -> None:
     for seed in range(20):
         random.seed(seed)
         attempts = Attempts("10.0.0.2")
-        assert await of_first(addresses_of("amqp://dead/,amqp://cluster/,amqp://nowhere/"), attempts) == "10.0.0.2"
+        assert await first_success(addresses_of("amqp://dead/,amqp://cluster/,amqp://nowhere/"), attempts) == "10.0.0.2"
         assert len(set(attempts.tried)) == len(attempts.tried) <= 3
 
 
@@ -72,7 +72,7 @@ async def test_the_one_that_was_lost_last_comes_last() -> None:
     for seed in range(20):
         random.seed(seed)
         attempts = Attempts("c")
-        await of_first(addresses_of("amqp://b/,amqp://c/"), attempts, lost)
+        await first_success(addresses_of("amqp://b/,amqp://c/"), attempts, lost)
         assert attempts.tried == ["c"]
 
 
@@ -81,14 +81,14 @@ async def test_a_refusal_is_told_before_an_outage() -> None:
     refusals[2].advice = "do this"  # type: ignore[attr-defined]
     for refusal in refusals:
         with pytest.raises(type(refusal), match="no"):
-            await of_first(addresses_of("amqp://a/,amqp://b/,amqp://c/"), Attempts(b=refusal))
+            await first_success(addresses_of("amqp://a/,amqp://b/,amqp://c/"), Attempts(b=refusal))
 
 
 async def test_a_single_failure_is_told_as_it_is() -> None:
     with pytest.raises(ConnectionLost):
-        await of_first(addresses_of("amqp://a/"), Attempts())
+        await first_success(addresses_of("amqp://a/"), Attempts())
     with pytest.raises(BrokerUnreachable, match="no such name"):
-        await of_first(addresses_of("amqp://nowhere/"), Attempts("nowhere"))
+        await first_success(addresses_of("amqp://nowhere/"), Attempts("nowhere"))
 
 
 def test_a_file_that_is_missing_now_is_an_outage(tmp_path: Any) -> None:
