@@ -91,8 +91,8 @@ def asked(
     from delayer.broker import route_check  # noqa: PLC0415 - only with a broker
 
     if options.broker is None:
-        answers = route_check.not_asked(targets, "the broker was not asked about destinations (--no-broker)")
+        answers = route_check.skip_targets(targets, "the broker was not asked about destinations (--no-broker)")
     else:
         management = options.management.reveal() if options.management else None
-        answers = asyncio.run(route_check.ask(options.broker.reveal(), management, targets))
+        answers = asyncio.run(route_check.check_targets(options.broker.reveal(), management, targets))
     return rules.with_destinations(report, answers, unseen), answers.remarks

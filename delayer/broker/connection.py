@@ -46,7 +46,7 @@ class ReconnectingConnection:
         self._accept = accept
         self._throttle = throttle or LogThrottle()
         self._addresses = addresses
-        self._address: Address | None = None  # Of the last connection.
+        self._address: Address | None = None  # The last connection's.
         self._where = "the broker"
         self._name = name
         self._heartbeat = heartbeat

@@ -232,7 +232,7 @@ class AmqpSubscription:
         self._bytes = 0
         self._arrived = asyncio.Event()
         self._filled = asyncio.Event()
-        self._batch_limit = 0  # Of the batch that a caller waits for.
+        self._batch_limit = 0  # The size of the batch that a caller waits for.
         self._last_batch_at = asyncio.get_running_loop().time()
         # The end of the channel also wakes a waiting next_batch.
         channel.closed.add_done_callback(lambda _: self._arrived.set())
@@ -293,7 +293,7 @@ class AmqpSubscription:
 
         With a single active consumer the end of the channel returns them in every version. Closing the consumer would
         first activate a standby, and newer messages would overtake those that return. So this starts one more consumer,
-        which stands by. That also goes through the queue's log.
+        which stands by, because its start also goes through the queue's log.
         """
         await self.cancel(seconds)
         if self.is_settled and not self._one_active and self._connection.version >= NACKS_UNCOUNTED:
@@ -360,7 +360,7 @@ class AmqpSubscription:
         return len(self._buffer) >= self._batch_limit or self._bytes >= self._batch_bytes
 
     def _raise_if_lost(self) -> None:
-        """Raise BrokerLost after a loss. The broker redelivers what is in the buffer."""
+        """Raise BrokerLost after a loss. The broker redelivers the buffered messages."""
         if self._cancelled:
             raise ConsumerCancelled(f"the broker cancelled the consumer of queue {self._queue!r}")
         if self._channel.closed.done():

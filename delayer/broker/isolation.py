@@ -60,7 +60,7 @@ _Groups = Mapping[Destination, Sequence[int]]
 
 
 class Suspicion(Enum):
-    """What may be wrong with isolated messages."""
+    """The possible fault of isolated messages."""
 
     DESTINATION = "a destination is silent, missing or forbidden"
     ONE_ENDS_CONNECTION = "one message ended a connection"
@@ -69,7 +69,7 @@ class Suspicion(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FaultSearch:
-    """The state of the search for what is at fault. It is pure: each round leads to the next state."""
+    """The state of the search for the message or destination at fault. Pure: each round leads to the next state."""
 
     suspicion: Suspicion
     portion: int
@@ -101,6 +101,7 @@ class FaultSearch:
         return sent == 1 and lost is not None and not isinstance(lost, ConfirmTimeout)
 
     def after_probes(self, probed: Iterable[Destination], lost: _Loss | None) -> FaultSearch:
+        """Return the next state after probes."""
         if isinstance(lost, ConnectionLost):
             return self._after_connection_lost()
         return replace(self, portion=SMALL_PORTION, probed=(self.probed or frozenset()).union(probed))
@@ -322,7 +323,7 @@ class Isolation:
         one = destination_of(batch[index])
         every_key = Destination(one.exchange, None)
         outcome = closed_channel(lost.code, lost.text)
-        # A breaker that another probe of this round opened stays as it is.
+        # Do not reopen a breaker that another probe of this round has opened.
         if lost.code == ReplyCode.NOT_FOUND:
             self.exchanges.discard(one.exchange)
             if case.hold([i for i in case.indexes if batch[i].exchange == one.exchange], outcome):

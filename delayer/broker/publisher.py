@@ -56,7 +56,7 @@ class AmqpPublisher:
         self._channel: Channel | None = None
         self._opening = asyncio.Lock()
         self._tokens: set[bytes] = set()  # Tokens in flight on the shared channel.
-        self._frame_max = DEFAULT_FRAME_MAX  # As the last connection negotiated.
+        self._frame_max = DEFAULT_FRAME_MAX  # The last connection's.
         self.batch_limit = MAX_BATCH
         """A late batch divides the limit by four, a quick batch doubles it."""
 

@@ -1,8 +1,8 @@
-"""Route checks: whether and where a broker would route waiting messages. Nothing is published.
+"""Route checks: whether and where a broker would route waiting messages, without publishing.
 
-:func:`route` follows RabbitMQ: an exchange gives a message to every binding that matches its key, or else to its
-alternate exchange. Only direct, fanout and topic exchanges have a certain answer, because headers do not decide there.
-:func:`ask` asks the broker about every distinct destination.
+:func:`route` follows RabbitMQ: an exchange passes a message to every binding that matches its key, otherwise to its
+alternate exchange. The answer is certain only for direct, fanout and topic exchanges, where headers do not decide.
+:func:`check_targets` queries the broker about every distinct destination.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Verdict(Enum):
 
     ROUTED = "routed"
     ALTERNATE = "alternate"
-    """Only an alternate exchange takes them. They might reach another queue than intended, or none."""
+    """Only an alternate exchange accepts them. They might reach another queue than intended, or none."""
     MISSING = "missing"
-    """There is no such exchange, or, at the default exchange, no such queue: they would be held."""
+    """The exchange does not exist, or at the default exchange the queue. They would be held."""
     UNROUTABLE = "unroutable"
-    """The exchange exists, but routes to no queue: they would be held."""
+    """The exchange exists, but does not route them to a queue. They would be held."""
     CLOSED = "closed"
-    """The exchange is internal and takes no publishes: they would be held."""
+    """The exchange is internal and does not accept publishes. They would be held."""
     UNKNOWN = "not known"
     NOT_ASKED = "not asked"
 
@@ -45,20 +45,20 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RouteVerdict:
-    """A verdict. ``way``: the alternate exchange that takes it, or why nothing is known; for people, may be empty."""
+    """A verdict. ``way``: the alternate exchange, or why the verdict is unknown, for operators; may be empty."""
 
     verdict: Verdict
     way: str = ""
 
 
 def _words(key: bytes) -> list[bytes]:
-    """The words of a key. Empty words count, but an empty key has none."""
+    """Split a key into words. Words may be empty, but an empty key has none."""
     return key.split(b".") if key else []
 
 
 def key_matches(pattern: bytes, key: bytes) -> bool:
     """Whether the binding ``pattern`` of a topic exchange matches ``key``."""
-    words, ends = _words(key), {0}  # The numbers of words that the pattern may have matched so far.
+    words, ends = _words(key), {0}  # How many words the pattern may have matched so far.
     for step in _words(pattern):
         if step == b"#":
             ends = set(range(min(ends), len(words) + 1))
@@ -85,13 +85,13 @@ class ExchangeRoutes:
             else:
                 self._patterns.append((key, binding))
 
-    def taking(self, key: bytes) -> list[Binding]:
-        """The bindings that match ``key``."""
+    def matching(self, key: bytes) -> list[Binding]:
+        """Return the bindings that match ``key``."""
         return [*self._exact.get(key, ()), *(one for pattern, one in self._patterns if key_matches(pattern, key))]
 
 
 async def route(start: str, key: bytes, exchange_of: Callable[[str], Awaitable[ExchangeRoutes]]) -> RouteVerdict:
-    """The route of a message for exchange ``start`` with ``key``. It may pass several exchanges, each of them once."""
+    """Return the verdict on a message for exchange ``start`` with ``key``. It may pass several exchanges, each once."""
     if (await exchange_of(start)).internal:
         return RouteVerdict(Verdict.CLOSED, "the exchange is internal")
     way, alternates, unknown = [start], [], []
@@ -100,11 +100,11 @@ async def route(start: str, key: bytes, exchange_of: Callable[[str], Awaitable[E
         if exchange.kind not in ("direct", "fanout", "topic"):
             unknown.append(f"exchange {name!r} is of type {exchange.kind!r}")
             continue
-        taking = exchange.taking(key)
-        if any(one.destination_kind == "queue" for one in taking):
+        matching = exchange.matching(key)
+        if any(one.destination_kind == "queue" for one in matching):
             return RouteVerdict(Verdict.ROUTED)
-        way += sorted({one.destination for one in taking}.difference(way))
-        if not taking and exchange.alternate is not None:
+        way += sorted({one.destination for one in matching}.difference(way))
+        if not matching and exchange.alternate is not None:
             alternates.append(exchange.alternate)
     if unknown:
         return RouteVerdict(Verdict.UNKNOWN, "; ".join(unknown))
@@ -113,13 +113,13 @@ async def route(start: str, key: bytes, exchange_of: Callable[[str], Awaitable[E
 
 NAME: Final = "delayer audit"
 PATIENCE: Final = 10.0
-"""Seconds for each question."""
+"""Timeout of each request, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedTarget:
-    """One destination: the number of its messages in rows, segments and held, and the first due time.
-    ``held``: how many of them are held."""
+    """One destination, with the number of its waiting messages and the first due time. ``held``: how many of them are
+    held."""
 
     exchange: bytes
     routing_key: bytes
@@ -129,28 +129,28 @@ class CheckedTarget:
 
     @property
     def place(self) -> tuple[bool, bytes]:
-        """Whether it names a queue, at the default exchange, and the name of that queue or of the exchange."""
+        """Whether it is a queue (at the default exchange), and the name of that queue or of the exchange."""
         return (False, self.exchange) if self.exchange else (True, self.routing_key)
 
 
 @dataclass(frozen=True, slots=True)
 class RouteVerdicts:
-    """``routes`` has a row for every given target, in the order of due times. ``remarks`` tell people why questions had
-    no answer."""
+    """``routes``: every target with its verdict, in the order of due times. ``remarks``: why verdicts are unknown, for
+    operators."""
 
     routes: tuple[tuple[CheckedTarget, RouteVerdict], ...]
     remarks: tuple[str, ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:
-        """Messages by verdict, only for verdicts that occur."""
+        """Number of messages by verdict, without zeros."""
         found: dict[str, int] = {}
         for target, answer in self.routes:
             found[answer.verdict.value] = found.get(answer.verdict.value, 0) + target.messages
         return found
 
 
-async def ask(
+async def check_targets(
     broker_url: str,
     management_url: str | None,
     targets: Iterable[CheckedTarget],
@@ -159,19 +159,18 @@ async def ask(
     seconds: float = 60.0,
     most: int = 100_000,
 ) -> RouteVerdicts:
-    """Ask the broker about every target, but no more than ``most``, for ``seconds`` altogether. An unreachable or
-    refusing broker raises nothing: the verdict is "not asked" or "not known", with a remark. Raises ValueError for an
-    invalid URL."""
+    """Query the broker about at most ``most`` targets, for at most ``seconds``. If it is unreachable or refuses, the
+    verdict is "not asked" or "not known", with a remark. Raises ValueError for an invalid URL."""
     waiting = _soonest_first(targets)
-    asked = waiting[:most]
+    checked = waiting[:most]
     inquiry = _Inquiry(Management.beside(broker_url, management_url, timeout=PATIENCE))
     if len(waiting) > most:
         inquiry.remarks.append(f"checked only the {most:,} soonest of {len(waiting):,} destinations")
-    if inquiry.management is None and any(one.exchange for one in asked):
+    if inquiry.management is None and any(one.exchange for one in checked):
         inquiry.remarks.append("no broker.management_url is configured, so the routing of these keys is unknown")
     try:
         async with asyncio.timeout(seconds), await Admin.connect(broker_url, name=name, patience=PATIENCE) as admin:
-            await inquiry.ask(admin, asked)
+            await inquiry.check(admin, checked)
     except TimeoutError:
         inquiry.remarks.append(f"the time limit of {seconds:g} s ended before all destinations were checked")
     except (BrokerUnreachable, BrokerRefused) as error:
@@ -180,8 +179,8 @@ async def ask(
     return RouteVerdicts(tuple((one, inquiry.verdicts.get(one, unasked)) for one in waiting), tuple(inquiry.remarks))
 
 
-def not_asked(targets: Iterable[CheckedTarget], reason: str) -> RouteVerdicts:
-    """Verdicts without a question to the broker, with the reason."""
+def skip_targets(targets: Iterable[CheckedTarget], reason: str) -> RouteVerdicts:
+    """Return verdicts without querying the broker, for this reason."""
     unasked = RouteVerdict(Verdict.NOT_ASKED)
     return RouteVerdicts(tuple((one, unasked) for one in _soonest_first(targets)), (reason,))
 
@@ -192,7 +191,7 @@ def _soonest_first(targets: Iterable[CheckedTarget]) -> list[CheckedTarget]:
 
 @dataclass(slots=True)
 class _Inquiry:
-    """What one check knows so far. ``management``: None if it is not configured, or failed."""
+    """The results of one check so far. ``management``: None if it is not configured, or failed."""
 
     management: Management | None = None
     verdicts: dict[CheckedTarget, RouteVerdict] = field(default_factory=dict)
@@ -200,8 +199,8 @@ class _Inquiry:
     _places: dict[tuple[bool, bytes], RouteVerdict | None] = field(default_factory=dict)
     _exchanges: dict[str, ExchangeRoutes] = field(default_factory=dict)
 
-    async def ask(self, admin: Admin, targets: Sequence[CheckedTarget]) -> None:
-        """Find the verdicts of these targets. Raises BrokerUnreachable."""
+    async def check(self, admin: Admin, targets: Sequence[CheckedTarget]) -> None:
+        """Find the verdicts on targets. Raises BrokerUnreachable."""
         for n, one in enumerate(targets):
             if one.place not in self._places:
                 self._places[one.place] = await _verdict_on(admin, *one.place)
@@ -210,7 +209,7 @@ class _Inquiry:
                 await asyncio.sleep(0)  # The time limit may end the check here.
 
     async def _routed(self, target: CheckedTarget) -> RouteVerdict:
-        """The verdict on a key of an exchange that exists."""
+        """Return the verdict on a key of an existing exchange."""
         if self.management is not None:
             try:
                 return await route(target.exchange.decode(), target.routing_key, self._exchange)
@@ -220,7 +219,7 @@ class _Inquiry:
         return RouteVerdict(Verdict.UNKNOWN, "the exchange exists; its bindings could not be read")
 
     async def _exchange(self, name: str) -> ExchangeRoutes:
-        """The exchange with its bindings. Raises BrokerRefused, and BrokerUnreachable."""
+        """Return the exchange with its bindings. Raises BrokerRefused, BrokerUnreachable."""
         if name not in self._exchanges:
             assert self.management is not None
             self._exchanges[name] = await _read_exchange(self.management, name)
@@ -228,12 +227,12 @@ class _Inquiry:
 
 
 async def _verdict_on(admin: Admin, is_queue: bool, name: bytes) -> RouteVerdict | None:
-    """The verdict on a queue or an exchange of this name; None for an exchange that exists, because its bindings
-    decide. Raises BrokerUnreachable."""
+    """Return the verdict on a queue or an exchange; None for an existing exchange, because its bindings decide. Raises
+    BrokerUnreachable."""
     if is_queue and is_direct_reply(b"", name):
         return RouteVerdict(Verdict.UNKNOWN, "a direct reply works only while the requester stays connected")
     if not name or b"\n" in name or b"\r" in name:
-        # RabbitMQ removes line ends from a name, so a passive declaration would ask for another name. An empty queue
+        # RabbitMQ removes line ends from a name, so a passive declaration would name something else. An empty queue
         # name means the queue that the channel declared last.
         return RouteVerdict(Verdict.MISSING)
     try:
@@ -248,7 +247,7 @@ async def _verdict_on(admin: Admin, is_queue: bool, name: bytes) -> RouteVerdict
 
 
 async def _read_exchange(management: Management, name: str) -> ExchangeRoutes:
-    """An alternate exchange by argument has priority over one by policy."""
+    """Read an exchange. An alternate exchange by argument has priority over one by policy."""
     columns = "type,internal,arguments,policy"
     row = await management.get(f"exchanges/{management.vhost}/{quote(name, safe='')}?columns={columns}")
     alternate = row["arguments"].get("alternate-exchange")

@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused
-from delayer.broker.route_check import CheckedTarget, Verdict, ask
+from delayer.broker.route_check import CheckedTarget, Verdict, check_targets
 from delayer.core.errors import BrokerLost
 from delayer.core.importing import MOST_GOALS, Goal
 from delayer.core.message import Target
@@ -72,7 +72,9 @@ class Destinations:
         wanted = {
             CheckedTarget(*target, goal.messages, goal.first_due_ms or 0): target for target, goal in goals.items()
         }
-        asked = await ask(self._broker_url, self._management_url, wanted, name=NAME, seconds=600.0, most=len(wanted))
+        asked = await check_targets(
+            self._broker_url, self._management_url, wanted, name=NAME, seconds=600.0, most=len(wanted)
+        )
         self.remarks += [remark for remark in asked.remarks if remark not in self.remarks]
         if any(route.verdict is Verdict.NOT_ASKED for _, route in asked.routes):
             why = "; ".join(asked.remarks) or "the broker did not answer"

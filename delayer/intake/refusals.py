@@ -51,8 +51,8 @@ class EntryPoints(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """What the headers of a refused message say: the reason, and the origin (None if unknown). ``id``: in the form for
-    operators; "" if it has none."""
+    """The reason and origin (None if unknown) of a refused message. ``id``: in the form for operators; "" if it has
+    none."""
 
     id: str
     reason: str

@@ -365,8 +365,8 @@ def refused_queue(
 def read_stray(delivery: Delivery, delivery_exchange: bytes, due_queue: bytes, max_properties: int) -> Envelope | str:
     """Read the envelope of a message in the strays queue. Returns the reason if it is not an envelope of ours.
 
-    A message that the cascade delivered to another address than the due queue is its publisher's own, whatever its
-    headers say.
+    If the cascade delivered a message to another address than the due queue, it is its publisher's own. Ignore its
+    headers then.
     """
     if delivery.exchange == delivery_exchange and not leads_to(delivery.routing_key, due_queue):
         found = as_text(delivery.routing_key)

@@ -11,7 +11,7 @@ import aio_pika
 from aio_pika.abc import AbstractChannel
 from aio_pika.exceptions import ChannelClosed, DeliveryError
 
-from delayer.broker.route_check import CheckedTarget, RouteVerdict, Verdict, ask, not_asked
+from delayer.broker.route_check import CheckedTarget, RouteVerdict, Verdict, check_targets, skip_targets
 from tests.support.rabbitmq import RabbitMQ
 
 KINDS = ("direct", "topic", "fanout", "headers")
@@ -69,7 +69,7 @@ async def test_every_answer_matches_the_broker(rabbitmq: RabbitMQ, vhost: str) -
         channel = await connection.channel(on_return_raises=True)
         await topology(channel)
         before = await depth(channel)
-        asked = await ask(vhost, rabbitmq.management_url, [target(*pair) for pair in pairs])
+        asked = await check_targets(vhost, rabbitmq.management_url, [target(*pair) for pair in pairs])
         assert await depth(channel) == before, "nothing was published to find out"
         answers = {(one.exchange.decode(), one.routing_key.decode()): answer for one, answer in asked.routes}
         assert asked.remarks == ()
@@ -112,7 +112,7 @@ async def test_missing_closed_and_unknown_destinations(rabbitmq: RabbitMQ, vhost
             ("fanout", b"\xff\x00"): Verdict.ROUTED,
             ("", "amq.rabbitmq.reply-to.g1h2AA5yZXBseUAxMjM0NQ"): Verdict.UNKNOWN,
         }
-        asked = await ask(vhost, rabbitmq.management_url, [target(*pair) for pair in wanted])
+        asked = await check_targets(vhost, rabbitmq.management_url, [target(*pair) for pair in wanted])
     found = {(one.exchange, one.routing_key): answer.verdict for one, answer in asked.routes}
     assert found == {(target(*pair).exchange, target(*pair).routing_key): verdict for pair, verdict in wanted.items()}
 
@@ -124,7 +124,7 @@ async def test_an_alternate_by_policy_counts(rabbitmq: RabbitMQ, vhost: str) -> 
         definition = {"pattern": "^direct", "apply-to": "exchanges", "definition": {"alternate-exchange": "last"}}
         rabbitmq.api("PUT", f"/api/policies/{name}/spare", definition)
         targets = [target("direct", "b"), target("direct-deaf", "b")]
-        asked = await ask(vhost, rabbitmq.management_url, targets)
+        asked = await check_targets(vhost, rabbitmq.management_url, targets)
     alternates = {one.exchange: answer.way for one, answer in asked.routes}
     assert alternates == {b"direct": "last", b"direct-deaf": "deaf"}, "an argument comes first"
 
@@ -132,7 +132,7 @@ async def test_an_alternate_by_policy_counts(rabbitmq: RabbitMQ, vhost: str) -> 
 async def test_without_the_management_api_only_missing_exchanges_are_found(vhost: str) -> None:
     async with await aio_pika.connect(vhost) as connection:
         await topology(await connection.channel())
-    asked = await ask(vhost, None, [target("topic", "a"), target("nowhere", "a"), target("", "somewhere")])
+    asked = await check_targets(vhost, None, [target("topic", "a"), target("nowhere", "a"), target("", "somewhere")])
     assert [answer.verdict for _, answer in asked.routes] == [Verdict.ROUTED, Verdict.MISSING, Verdict.UNKNOWN]
     (remark,) = asked.remarks
     assert "broker.management_url" in remark
@@ -142,7 +142,7 @@ async def test_a_management_api_that_does_not_answer_is_told(vhost: str) -> None
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://guest:s3cret@127.0.0.1:{unused.getsockname()[1]}"
-        asked = await ask(vhost, url, [target("amq.topic", "a"), target("nowhere", "a")])
+        asked = await check_targets(vhost, url, [target("amq.topic", "a"), target("nowhere", "a")])
     assert {answer.verdict for _, answer in asked.routes} == {Verdict.UNKNOWN, Verdict.MISSING}
     (remark,) = asked.remarks
     assert "bindings could not be read" in remark
@@ -153,7 +153,7 @@ async def test_a_broker_out_of_reach_ends_the_questions() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"amqp://guest:s3cret@127.0.0.1:{unused.getsockname()[1]}/"
-        asked = await ask(url, None, [target("x", "a"), target("", "q")])
+        asked = await check_targets(url, None, [target("x", "a"), target("", "q")])
     assert [answer.verdict for _, answer in asked.routes] == [Verdict.NOT_ASKED] * 2
     assert asked.counts == {"not asked": 6}
     assert any("could not be asked" in remark for remark in asked.remarks)
@@ -163,14 +163,14 @@ async def test_a_broker_out_of_reach_ends_the_questions() -> None:
 async def test_a_broker_that_never_answers_costs_no_more_than_the_limit() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"amqp://guest:guest@127.0.0.1:{silent.getsockname()[1]}/"
-        asked = await ask(url, None, [target("x", "a")], seconds=0.3)
+        asked = await check_targets(url, None, [target("x", "a")], seconds=0.3)
     assert [answer.verdict for _, answer in asked.routes] == [Verdict.NOT_ASKED]
     assert any("the time limit of 0.3 s ended" in remark for remark in asked.remarks)
 
 
 async def test_the_soonest_are_asked_first_and_the_rest_is_told(rabbitmq: RabbitMQ, vhost: str) -> None:
     targets = [target("", f"missing-{n}", first_due_ms=n) for n in range(300)]
-    asked = await ask(vhost, rabbitmq.management_url, reversed(targets), most=200)
+    asked = await check_targets(vhost, rabbitmq.management_url, reversed(targets), most=200)
     assert [one.first_due_ms for one, _ in asked.routes] == list(range(300))
     assert [answer.verdict for _, answer in asked.routes] == [Verdict.MISSING] * 200 + [Verdict.NOT_ASKED] * 100
     assert asked.remarks == ("checked only the 200 soonest of 300 destinations",)
@@ -180,10 +180,10 @@ async def test_thousands_of_keys_of_one_exchange_are_one_look(rabbitmq: RabbitMQ
     async with await aio_pika.connect(vhost) as connection:
         await topology(await connection.channel())
     targets = [target("topic-gone", f"{'a' if n % 2 else 'c'}.{n}") for n in range(50_000)]
-    asked = await ask(vhost, rabbitmq.management_url, targets, seconds=20)
+    asked = await check_targets(vhost, rabbitmq.management_url, targets, seconds=20)
     assert asked.counts == {"routed": 75_000, "alternate": 75_000}
 
 
 def test_destinations_that_were_not_asked() -> None:
-    asked = not_asked([target("x", "a")], "as it was told")
+    asked = skip_targets([target("x", "a")], "as it was told")
     assert (asked.counts, asked.remarks) == ({"not asked": 3}, ("as it was told",))
