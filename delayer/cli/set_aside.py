@@ -17,7 +17,7 @@ from delayer.cli.output import note, print_json, print_table
 from delayer.config.topology import unread_delays
 from delayer.core.readable import instant
 from delayer.daemon import set_aside
-from delayer.daemon.set_aside import NOUNS, SetAsideChange, not_seen
+from delayer.daemon.set_aside import NOUNS, SetAsideChange, describe_unseen
 from delayer.intake.refusals import NO_EDITS, RetryEdits
 from delayer.intake.set_aside import ANY, MAX_LISTED, Selection, SetAsideMessage, SetAsideName
 
@@ -86,7 +86,7 @@ def _list(context: click.Context, /, source: SetAsideQueue, *, limit: int | None
     wanted = Selection(**given)
     # A message that an operator names may be anywhere in the queue.
     limit = limit or (None if wanted.ids else LISTED)
-    seen = asyncio.run(set_aside.look(settings, source.name, wanted, limit))
+    seen = asyncio.run(set_aside.find_messages(settings, source.name, wanted, limit))
     if as_json:
         print_json(seen.as_dict())
         return
@@ -95,7 +95,9 @@ def _list(context: click.Context, /, source: SetAsideQueue, *, limit: int | None
     else:
         none = f"No {source.noun} are ready." if seen.hidden else f"There are no {source.noun}."
         click.echo(f"No {source.noun} match." if seen.depth else none)
-    for line in not_seen(source.name, seen, cut=seen.depth > seen.looked and not (wanted.ids and not seen.missing)):
+    for line in describe_unseen(
+        source.name, seen, cut=seen.depth > seen.looked and not (wanted.ids and not seen.missing)
+    ):
         note(line)
 
 

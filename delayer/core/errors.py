@@ -1,6 +1,8 @@
 """Losses that all layers share. Adapters translate their driver's errors into these, with the cause chained.
 
 BrokerLost      the broker, or the channel in use, is gone: publishes in flight are in doubt
+├─ ConnectionLost, ChannelClosed (delayer.amqp) and BrokerUnreachable (delayer.broker) say where that was noticed
+├─ NotTaken     one of our queues refused a message that it must accept
 └─ Unconfirmed  a batch was not fully confirmed in time; it carries the known outcomes
 StoreLost       the store is unreachable, or the transaction failed
 ├─ LaneLost     the lane belongs to another process now

@@ -199,7 +199,7 @@ def _run(settings: Settings, load: Callable[[], Settings], spans: Spans | None) 
     return 0
 
 
-def calm_the_collector(allocations: int = 200_000) -> None:
+def tune_gc(allocations: int = 200_000) -> None:
     """Exclude imported modules from the garbage collector, and run it every ``allocations`` allocations.
 
     Python's default of 700 is a third of a batch, and collecting took a third of the time of classifying a batch.
@@ -213,7 +213,7 @@ def calm_the_collector(allocations: int = 200_000) -> None:
 async def _serve(settings: Settings, load: Callable[[], Settings], spans: Spans | None) -> None:
     notifier = Notifier()
     daemon = Daemon(settings, notifier, AmqpPublisher if spans is None else spans.publisher)
-    calm_the_collector()
+    tune_gc()
     reload = Reload(daemon, load, notifier)
     running = asyncio.get_running_loop()
     for signum in STOPS:
@@ -248,11 +248,11 @@ def run_loop(main: Coroutine[Any, Any, T], *, leave: float = 0.5) -> T:
         asyncio.set_event_loop(loop)
         return loop.run_until_complete(main)
     finally:
-        loop.run_until_complete(_send_away(leave))
+        loop.run_until_complete(_cancel_leftover_tasks(leave))
         asyncio.set_event_loop(None)
 
 
-async def _send_away(seconds: float) -> None:
+async def _cancel_leftover_tasks(seconds: float) -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()

@@ -48,7 +48,9 @@ class DeclaredTopology:
         except BrokerRefused as refused:
             self._note(str(refused), refused.advice, began=began)
             raise
-        self._note(f"lost again after the daemon restored it: {_named(again)}" if again else "", DELETED, began=began)
+        self._note(
+            f"lost again after the daemon restored it: {_names_of(again)}" if again else "", DELETED, began=began
+        )
 
     def _note(self, reason: str, advice: str, *, began: bool) -> None:
         """``began``: the topology was in place before. Otherwise the start logs the reason itself."""
@@ -69,7 +71,7 @@ class DeclaredTopology:
             self._unlogged |= lost
             await broker.declare(wanted)
             if self._unlogged:
-                log.warning("topology restored", parts=_named(self._unlogged), next_step=DELETED)
+                log.warning("topology restored", parts=_names_of(self._unlogged), next_step=DELETED)
             again = [one for one in lost if one in self._lost]
             self._lost, self._unlogged = lost, {}
             self._declared = frozenset((*wanted.exchanges, *wanted.queues, *wanted.bindings))
@@ -93,7 +95,7 @@ async def _missing(broker: PipelinedAdmin, settings: Settings, wanted: Topology)
     return missing
 
 
-def _named(parts: Collection[TopologyPart]) -> str:
+def _names_of(parts: Collection[TopologyPart]) -> str:
     names = [f"{one.kind} {one if isinstance(one, Binding) else one.name}" for one in parts]
     more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more

@@ -78,7 +78,7 @@ class DaemonInside:
 
     async def look_aside(self, name: SetAsideName, limit: int) -> Result:
         with _reached():
-            return await set_aside.look(self.settings, name, limit=limit)
+            return await set_aside.find_messages(self.settings, name, limit=limit)
 
     async def change_aside(
         self, name: SetAsideName, verb: str, ids: frozenset[str], who: str, edits: RetryEdits

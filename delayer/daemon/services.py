@@ -63,12 +63,12 @@ class ServiceGroup:
         began = asyncio.get_running_loop().time()
         with suppress(TimeoutError):
             async with asyncio.timeout_at(began + self._grace * FIRST_SHARE):
-                await self._ended(self._parts)
+                await self._wait_for(self._parts)
         self._stop_last.set()
         with suppress(TimeoutError):
             async with asyncio.timeout_at(began + self._grace):
-                await self._ended(self._parts)
-                await self._ended(self._last)
+                await self._wait_for(self._parts)
+                await self._wait_for(self._last)
         self._collect()
         if late := self._parts | self._last:
             for task in late:
@@ -81,7 +81,7 @@ class ServiceGroup:
         if self._failures:
             raise self._failures[0]
 
-    async def _ended(self, parts: set[asyncio.Task[None]]) -> None:
+    async def _wait_for(self, parts: set[asyncio.Task[None]]) -> None:
         """Wait for these parts, and for parts added in the meantime."""
         while parts:
             await asyncio.wait(parts)

@@ -46,18 +46,20 @@ def queue_of(settings: Settings, name: SetAsideName, edits: RetryEdits = NO_EDIT
     return refused_queue(*where, settings.refused.queue, entries, edits)
 
 
-async def look(settings: Settings, name: SetAsideName, wanted: Selection = ANY, limit: int | None = None) -> Result:
+async def find_messages(
+    settings: Settings, name: SetAsideName, wanted: Selection = ANY, limit: int | None = None
+) -> Result:
     """List the matching messages; none in store mode without a strays queue, because the store holds them. Raises
     BrokerLost, BrokerRefused, QueueMissing."""
     try:
-        return await queue_of(settings, name).look(wanted, limit)
+        return await queue_of(settings, name).find(wanted, limit)
     except QueueMissing:
         if name == "refused" or settings.mode != "store":
             raise
         return Result(0)
 
 
-def not_seen(name: SetAsideName, seen: Result, *, cut: bool) -> list[str]:
+def describe_unseen(name: SetAsideName, seen: Result, *, cut: bool) -> list[str]:
     """Say which of the queue's messages were not read."""
     lines = [seen.hidden] if seen.hidden else []
     if cut:
@@ -68,7 +70,7 @@ def not_seen(name: SetAsideName, seen: Result, *, cut: bool) -> list[str]:
 @dataclass(frozen=True, slots=True)
 class SetAsideChange:
     """A change of one queue's matching messages: ``verb`` "retry" or "drop". Satisfies OperatorChange. Its methods
-    raise as :func:`look`, and TopologyMismatch, StoreLost, BadStoreUrl, SchemaOutdated."""
+    raise as :func:`find_messages`, and TopologyMismatch, StoreLost, BadStoreUrl, SchemaOutdated."""
 
     settings: Settings
     name: SetAsideName
@@ -78,10 +80,10 @@ class SetAsideChange:
 
     async def count(self) -> ChangeResult:
         """Count the messages that would change."""
-        seen = await look(self.settings, self.name, limit=0)
+        seen = await find_messages(self.settings, self.name, limit=0)
         if self.wanted == ANY and not seen.may_delay:  # The broker's count needs no reading.
             return ChangeResult(MATCHED, seen.depth, seen.depth)
-        seen = await look(self.settings, self.name, self.wanted)
+        seen = await find_messages(self.settings, self.name, self.wanted)
         return self._result(MATCHED, seen, seen.matched)._replace(of=seen.depth)
 
     async def carry_out(
@@ -92,7 +94,7 @@ class SetAsideChange:
         queue = queue_of(self.settings, self.name, self.edits)
         limit, changed = None if counted is None else counted.of, 0
         past = _RETRIED[self.name] if self.verb == "retry" else PAST[self.verb]
-        if self.name == "strays" and not (seen := await look(self.settings, self.name, limit=1)).depth:
+        if self.name == "strays" and not (seen := await find_messages(self.settings, self.name, limit=1)).depth:
             return self._result(past, seen, 0)
 
         async def add(record: Add, messages: int) -> None:
@@ -128,7 +130,7 @@ class SetAsideChange:
             log.warning("set aside acted on", queue=self.name, verb=self.verb, messages=messages, ids=ids, who=who)
 
     def _result(self, past: str, done: Result, messages: int) -> ChangeResult:
-        lines = not_seen(self.name, done, cut=False)
+        lines = describe_unseen(self.name, done, cut=False)
         for one, why in done.remaining:
             lines.append(f"{min(one.names, default='a message without an id')} {_STAYS[self.name]}: {why}.")
         stay = done.matched - done.changed if past != MATCHED else 0

@@ -72,7 +72,7 @@ class Connections:
         for one in self.open():
             one.drop(reason)
 
-    def closings(self) -> list[Coroutine[None, None, None]]:
+    def close_coroutines(self) -> list[Coroutine[None, None, None]]:
         """Return the coroutines that close them. Await these together, because a hanging broker answers no close."""
         self.isolation.close()
         return [connection.close() for connection in self._connections.values()]
@@ -108,7 +108,7 @@ class Daemon:
         self.store = PostgresBacklog(self.connections["publish"], heartbeat=self.watchdog, counters=self.counters)
         self.live = LiveSettings(settings, self._cascade, self._publisher, self.store)
         self._dispatch = Dispatch(self._publisher, self.store, self.live, self.counters)
-        self._intake = self._session(
+        self._intake = self._consumer_of(
             "intake", settings.intake.queue, IntakeHandler(self.live, self._dispatch, self.store, self.counters)
         )
         self._due: QueueConsumer | None = None
@@ -138,8 +138,8 @@ class Daemon:
             await self.services.run()
         finally:
             # Together and with a limit: a hanging broker answers no close, and a stop may take at most ten seconds.
-            closings = self.connections.closings()
-            await asyncio.wait([asyncio.create_task(closing) for closing in closings], timeout=1.0)
+            closing = self.connections.close_coroutines()
+            await asyncio.wait([asyncio.create_task(one) for one in closing], timeout=1.0)
             log.info("stopped", **self.counters.as_dict())
 
     def stop(self) -> None:
@@ -213,12 +213,12 @@ class Daemon:
             # Earlier messages may still be in the cascade, although new messages do not use it.
             if self._due is None and (uses_cascade(wanted) or await broker.exists(wanted.native.due_queue)):
                 handler = DueHandler(self.live, self._dispatch)
-                self._due = self._session("due", wanted.native.due_queue, handler)
+                self._due = self._consumer_of("due", wanted.native.due_queue, handler)
                 self.services.add("due", self._due.run)
             if uses_cascade(wanted) and wanted.native.strategy != "cascade":
-                await self._choose(broker, wanted.native.strategy)
+                await self._choose_strategy(broker, wanted.native.strategy)
 
-    async def _choose(self, broker: PipelinedAdmin, strategy: str) -> None:
+    async def _choose_strategy(self, broker: PipelinedAdmin, strategy: str) -> None:
         """Probe whether the broker delays messages on time, once per connection, or until it does if ``strategy`` is
         "queue". Raises BrokerLost."""
         async with self._probing:
@@ -271,7 +271,7 @@ class Daemon:
         self._notifier.condition(self._condition())
         self._notifier.ready(f"mode {self.settings.mode}")
 
-    def _session(self, use: str, queue: str, handler: Handler) -> QueueConsumer:
+    def _consumer_of(self, use: str, queue: str, handler: Handler) -> QueueConsumer:
         intake = Intake(
             queue, self.settings.intake.prefetch, give_back_after=self.settings.intake.give_back_after_ms / 1000
         )

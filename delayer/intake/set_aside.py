@@ -215,7 +215,7 @@ class SetAside:
     _read: Callable[[Delivery, int], SetAsideMessage]
     _build_retry: Publish
 
-    async def look(self, wanted: Selection = ANY, limit: int | None = None) -> Result:
+    async def find(self, wanted: Selection = ANY, limit: int | None = None) -> Result:
         """List the messages that match among the first ``limit``, or among all. They stay in the queue."""
         async with self._pass(wanted, limit) as (reader, publisher, result):
             async for portion in reader:
@@ -250,7 +250,7 @@ class SetAside:
         if not retried.changed:
             return 0
         await asyncio.sleep(REFUSE_SECONDS)
-        return max((await self.look(limit=0)).depth + retried.changed - retried.depth, 0)
+        return max((await self.find(limit=0)).depth + retried.changed - retried.depth, 0)
 
     async def _publish(self, publisher: AmqpPublisher, portion: Sequence[Delivery]) -> list[str]:
         """Publish again. Returns for each message why it stays, or "" if its publish is confirmed."""

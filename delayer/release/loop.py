@@ -153,7 +153,7 @@ class LaneRelease:
     ) -> None:
         """Publish each message when due, once the previous claim is written (``before``), and settle the claim."""
         try:
-            sendable, batch, held = self._prepared(rows)
+            sendable, batch, held = self._prepare_batch(rows)
             schedule = Schedule([row.due_ms for row in sendable], self._live.now_lower_ms, written.set)
             await before.wait()
             outcomes = await self._publisher.publish(batch, schedule)
@@ -170,7 +170,7 @@ class LaneRelease:
         finally:
             written.set()
         began = time.monotonic()
-        await claimer.settle(released, held, partial(_written, outcomes, schedule, now_ms))
+        await claimer.settle(released, held, partial(_written_times, outcomes, schedule, now_ms))
         self._counters.took("settle", time.monotonic() - began)
         messages = [("released", row.parcel.route, _due_ms(row)) for row in sendable]
         self._counters.settled(messages, outcomes, schedule, now_ms)
@@ -178,7 +178,7 @@ class LaneRelease:
         if held:
             report_held([(row.id, row.parcel, hold, row.attempts) for row, hold in held], self._counters)
 
-    def _prepared(self, rows: Sequence[Due]) -> tuple[list[Due], list[Outgoing], list[tuple[Due, Hold]]]:
+    def _prepare_batch(self, rows: Sequence[Due]) -> tuple[list[Due], list[Outgoing], list[tuple[Due, Hold]]]:
         """Split ``rows`` into those to publish, by due instant, with their messages, and those to hold right away."""
         sendable: list[Due] = []
         batch: list[Outgoing] = []
@@ -186,7 +186,7 @@ class LaneRelease:
         limits, now_ms = self._live.late_limits(), self._live.now_lower_ms()
         for row in sorted(rows, key=attrgetter("due_ms")):
             late_hold = too_late(row.due_ms, now_ms, limits.get(row.parcel.route), row.hold) if limits else None
-            outgoing = late_hold or prepared(row, self._publisher.max_properties)
+            outgoing = late_hold or prepare_outgoing(row, self._publisher.max_properties)
             if isinstance(outgoing, Hold):
                 held.append((row, outgoing))
             else:
@@ -196,17 +196,17 @@ class LaneRelease:
 
 
 def _due_ms(row: Due) -> int | None:
-    """The instant from which lateness is measured; None if the row did not wait for it: held, or due when parked."""
+    """Return when the row was due, to measure lateness; None if it was held, or due when parked."""
     return None if row.attempts or row.due_ms <= (row.parked_ms or 0) else row.due_ms
 
 
-def _written(outcomes: Sequence[Outcome | None], schedule: Schedule, now_ms: float) -> list[float]:
-    """When each confirmed message was written to the broker; ``now_ms`` for those of the isolation connection."""
+def _written_times(outcomes: Sequence[Outcome | None], schedule: Schedule, now_ms: float) -> list[float]:
+    """Return when each confirmed message was written to the broker; ``now_ms`` if on the isolation connection."""
     confirmed = (index for index, outcome in enumerate(outcomes) if isinstance(outcome, Confirmed))
     return [schedule.written_ms.get(index, now_ms) for index in confirmed]
 
 
-def prepared(row: Due, max_properties: int) -> Outgoing | Hold:
+def prepare_outgoing(row: Due, max_properties: int) -> Outgoing | Hold:
     """Return the message as it leaves, or a Hold if it cannot be published unchanged."""
     if not row.sound:
         return unfit("the stored bytes do not match their checksum, or a newer delayer wrote their format")

@@ -63,7 +63,7 @@ class SegmentRestorer:
         while not stopping.is_set():
             await self._segments.wait_usable()
             try:
-                seconds = await self.look()
+                seconds = await self.poll()
             except (StoreLost, MemoryError) as error:
                 # The store rolled the restore back, even if memory ran out. The release loops continue.
                 reason, advice = (str(error), error.advice) if isinstance(error, StoreLost) else (_MEMORY, "")
@@ -78,7 +78,7 @@ class SegmentRestorer:
                 self._throttle.reset()
                 await asyncio.sleep(seconds)
 
-    async def look(self) -> float:
+    async def poll(self) -> float:
         """Restore the soonest segment if it is time. Returns the seconds until the next poll. Raises StoreLost."""
         running = asyncio.get_running_loop()
         began = running.time()

@@ -448,7 +448,7 @@ async def test_a_look_ends_when_its_messages_are_back_in_their_places(applied: R
         await raw.publish(*refused_ones(MANY))
         refused = queue_of(load(None, {}, {"broker.url": vhost}), "refused")
         for _ in range(LOOKS):
-            found = (await refused.look()).found
+            found = (await refused.find()).found
             assert [one.id for one in found] == [f"id:delayer.in-{n}" for n in range(MANY)]
             assert await admin.depths([refused.queue]) == {refused.queue: MANY}
 
@@ -484,7 +484,7 @@ async def test_large_ones_are_looked_at_without_being_kept(applied: Run, vhost: 
     async with await Raw.connect(vhost) as raw:
         await raw.publish(*(one._replace(body=b"\xc3\xa4" * 150_000) for _ in range(3)))
     settings = load(None, {}, {"broker.url": vhost})
-    seen = await queue_of(settings, "refused").look(limit=2)
+    seen = await queue_of(settings, "refused").find(limit=2)
     found = seen.found
     assert (len(found), seen.depth) == (2, 3)
     assert {one.size for one in found} == {300_000}

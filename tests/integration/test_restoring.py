@@ -111,12 +111,12 @@ async def test_a_broken_segment_is_logged_once_and_blocks_no_other(database: str
     with capture_logs() as logged:
         async with running(database) as daemon:
             first, counters = restorer(daemon)
-            assert [await first.look() for _ in range(5)] == [0.0, 0.0, 0.0, POLL_SECONDS, POLL_SECONDS]
+            assert [await first.poll() for _ in range(5)] == [0.0, 0.0, 0.0, POLL_SECONDS, POLL_SECONDS]
             await eventually(lambda: len(daemon.publisher.published) >= 200)
             assert counters.as_dict()["broken_segments"] == 1
         async with running(database) as daemon:
             later, counters = restorer(daemon)
-            assert await later.look() == POLL_SECONDS
+            assert await later.poll() == POLL_SECONDS
             assert (counters.as_dict()["restored"], counters.as_dict()["broken_segments"]) == (0, 0)
     [said] = [line for line in logged if line["event"] == "segment broken"]
     assert "delayer restore --all" in said["next_step"]

@@ -149,15 +149,15 @@ def new_id() -> None:
     from delayer.intake import handle
     from delayer.release import loop
 
-    prepared, opened = loop.prepared, handle.opened
+    prepare_outgoing, opened = loop.prepare_outgoing, handle.opened
 
     def broken(row: Due, max_properties: int) -> Any:
-        return prepared(row._replace(id=row.id * 1_000_000 + random.randrange(1_000_000)), max_properties)
+        return prepare_outgoing(row._replace(id=row.id * 1_000_000 + random.randrange(1_000_000)), max_properties)
 
     def renamed(*arguments: Any) -> Any:
         return opened(*arguments)._replace(id=b"%032x" % random.getrandbits(128))
 
-    loop.prepared = broken
+    loop.prepare_outgoing = broken
     handle.opened = renamed
 
 
@@ -166,12 +166,12 @@ def same_id() -> None:
     from delayer.core.message import Due
     from delayer.release import loop
 
-    prepared = loop.prepared
+    prepare_outgoing = loop.prepare_outgoing
 
     def broken(row: Due, max_properties: int) -> Any:
-        return prepared(row._replace(id=row.id // 2), max_properties)
+        return prepare_outgoing(row._replace(id=row.id // 2), max_properties)
 
-    loop.prepared = broken
+    loop.prepare_outgoing = broken
 
 
 def narrow() -> None:

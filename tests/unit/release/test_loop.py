@@ -17,7 +17,7 @@ from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.hold import NACKED, Hold, HoldKind, Limits, Outcome, returned, too_late
 from delayer.core.message import Outgoing, Schedule
 from delayer.core.plan import AtOnce, Mode, Park, Policy, Route, TooLate
-from delayer.release.loop import SLICE_SECONDS, LaneRelease, prepared
+from delayer.release.loop import SLICE_SECONDS, LaneRelease, prepare_outgoing
 from tests.support.fakes import NOW, Heartbeat, ScriptedLane, ScriptedLive, ScriptedPublisher, due, until
 from tests.support.planning import decide, request
 
@@ -131,11 +131,11 @@ async def test_flags_of_an_earlier_hold_stay(late_limits: dict[bytes, int]) -> N
 
 def test_a_row_leaves_under_its_number_and_its_due_instant() -> None:
     row = due(77, properties=encode_headers(entry(b"mine", long_string(b"kept"))))
-    outgoing = prepared(row, 1000)
+    outgoing = prepare_outgoing(row, 1000)
     assert not isinstance(outgoing, str)
     assert outgoing[:2] == row.parcel.target
     assert outgoing.token == b"77"
-    again = prepared(row._replace(parcel=row.parcel._replace(token=b"earlier")), 10_000)
+    again = prepare_outgoing(row._replace(parcel=row.parcel._replace(token=b"earlier")), 10_000)
     assert isinstance(again, Outgoing)
     assert again.token == b"earlier"  # its id from before the hold
     assert b"earlier" in again.properties

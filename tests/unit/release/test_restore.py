@@ -62,9 +62,9 @@ def far(segment: int, messages: int = 10) -> Restored:
 
 async def test_segments_due_within_restore_ahead_are_restored() -> None:
     async with scene() as it:
-        assert await it.restoring.look() == module.POLL_SECONDS
+        assert await it.restoring.poll() == module.POLL_SECONDS
         it.live.restore_ahead_ms = 2 * DAY_MS  # like a reload
-        await it.restoring.look()
+        await it.restoring.poll()
         assert it.store.horizons == [NOW + DAY_MS, NOW + 2 * DAY_MS]
 
 
@@ -74,7 +74,7 @@ async def test_each_restore_is_followed_by_a_rest_unless_it_is_urgent() -> None:
     async with scene(far(1), soon, late, Broken(4, 10, NOW + HOUR_MS, "why")) as it:
         it.store.on_write = lambda _: asyncio.sleep(0.02)
         began = time.monotonic()
-        first, *others = [await it.restoring.look() for _ in range(4)]
+        first, *others = [await it.restoring.poll() for _ in range(4)]
         assert 0.019 <= first / module.REST <= time.monotonic() - began
         assert others == [0.0, 0.0, 0.0]
 
@@ -82,9 +82,9 @@ async def test_each_restore_is_followed_by_a_rest_unless_it_is_urgent() -> None:
 async def test_restores_and_broken_segments_are_logged_and_counted() -> None:
     async with scene(far(7, 10_000), Broken(8, 9_000, NOW, "the digest is another one")) as it:
         with capture_logs() as logged:
-            await it.restoring.look()
-            await it.restoring.look()
-            await it.restoring.look()
+            await it.restoring.poll()
+            await it.restoring.poll()
+            await it.restoring.poll()
         restored, broken = logged
         assert (restored["event"], restored["segment"], restored["messages"]) == ("segment restored", 7, 10_000)
         assert (restored["log_level"], broken["log_level"]) == ("info", "error")
