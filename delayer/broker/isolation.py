@@ -234,15 +234,12 @@ class Isolation:
                 self._enter_objection(case, portion[0], lost)
             case.search = search.after_portion(len(portion), lost, is_all_probed=not fresh, batch_size=len(batch))
 
-    async def _probe(
-        self, case: _Case, connection: Connection, groups: Mapping[Destination, Sequence[int]]
-    ) -> _Loss | None:
+    async def _probe(self, case: _Case, connection: Connection, groups: _Groups) -> _Loss | None:
         """Publish the first message of each group on its own channel, and hold the groups of silent destinations.
         Returns the connection's loss, or None. A silence proves something only if the broker answered early in this
         round."""
         suspect = all(self.breaker.suspects(one) for one in groups)
-        patience = self._probe_seconds / 2 if suspect else self._probe_seconds
-        seconds = min(patience, case.until - MARGIN_SECONDS - _now())
+        seconds = min(self._probe_seconds / (2 if suspect else 1), case.until - MARGIN_SECONDS - _now())
         before = {one: self.breaker.table.get(one) for one in groups}
         try:
             async with asyncio.TaskGroup() as probes:  # No probe outlives its round.
