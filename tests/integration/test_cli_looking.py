@@ -243,7 +243,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """A consumer reads 6 messages ahead, in portions of 4."""
     import_module("delayer.cli.set_aside")  # It bounds --limit by MAX_LISTED when it is loaded.
     monkeypatch.setattr(set_aside, "MAX_LISTED", 6)
-    monkeypatch.setattr(set_aside, "AT_ONCE", 4)
+    monkeypatch.setattr(set_aside, "PORTION", 4)
     monkeypatch.setattr(set_aside, "MAX_NAMED", 3)
 
 
