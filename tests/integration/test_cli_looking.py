@@ -314,7 +314,7 @@ async def test_no_message_is_retried_twice(delayer: Run, vhost: str) -> None:
 
         await refuse(range(20))
         done = await queue_of(load(None, {}, {"broker.url": vhost}), "refused").change("retry", set_aside.ANY, add)
-    assert (done.matched, done.changed, done.left) == (20, 20, [])
+    assert (done.matched, done.changed, done.remaining) == (20, 20, [])
     assert sum(told) == 20 and max(told) <= 4, "in portions"
     assert len(await take(vhost, "delays")) == 20
 
