@@ -51,13 +51,16 @@ def read_delay_ms(value: object, unit: str = "milliseconds") -> int:
 
 
 def is_mark(delay: object) -> bool:
-    """Whether this value of ``x-delay`` marks an earlier delay: any number below zero.
+    """Whether this value of ``x-delay`` marks an earlier delay: any number below zero, even in a form in which it would
+    be no delay.
 
-    >>> [is_mark(value) for value in (-1000, "-1000", -0.5, 0, "1000", "soon", None)]
-    [True, True, True, False, False, False, False]
+    >>> [is_mark(value) for value in (-1000, "-1000", b"-8e3", -0.5, 0, "1000", "soon", None)]
+    [True, True, True, True, False, False, False, False]
     """
-    number = _number(delay)
-    return number is not None and number < 0
+    try:
+        return float(delay) < 0  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
 
 
 def _number(value: object) -> int | float | Decimal | None:

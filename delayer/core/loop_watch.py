@@ -15,36 +15,35 @@ LOST_MS: Final = 1_000
 
 @dataclass(slots=True)
 class _Followed:
-    body: int
-    """The hash of its body."""
-    due_ms: int
-    """The due time of its last trip, which it carries in ``x-delayer-due``."""
+    message: int
+    """The hash of what identifies it."""
     since_ms: int
+    last_ms: int
+    """When it was here last."""
     trips: int = 0
 
 
 class LoopWatch:
-    """Follows one message per route by the due time of its last trip, so one-time returns are no loop."""
+    """Follows one message per route. Its marks say nothing about it, because other routes and daemons set them too."""
 
     def __init__(self) -> None:
         self._followed: dict[bytes, _Followed] = {}
         self._reported: set[bytes] = set()
 
-    def returned(self, route: bytes, last_due_ms: int, due_ms: int, body: bytes, now_ms: int) -> bool:
-        """Note that a message came back to ``route``. Returns True if it loops, once for each route. ``last_due_ms``:
-        its ``x-delayer-due``. ``due_ms``: when it is due now. All times are epoch milliseconds."""
+    def returned(self, route: bytes, message: bytes, due_ms: int, now_ms: int) -> bool:
+        """Note that a message came back to ``route``. Returns True if it loops, once for each route. ``message``: its
+        id, or its body. ``due_ms``: when it is due now. Times are epoch milliseconds."""
         if route in self._reported or due_ms - now_ms > LOST_MS:  # A message that waits is in no loop.
             return False
-        one = self._followed.get(route)
-        if one is not None and (one.due_ms, one.body) == (last_due_ms, hash(body)):
-            one.trips, one.due_ms = one.trips + 1, due_ms
-            seconds = (now_ms - one.since_ms) / 1000
-            if now_ms - one.since_ms < WATCHED_MS:
-                return False
-            if one.trips > MOST_TRIPS_PER_SECOND * seconds:
-                self._reported.add(route)
-                return True
-        elif one is not None and now_ms - one.due_ms < LOST_MS:
-            return False
-        self._followed[route] = _Followed(hash(body), due_ms, now_ms)
+        one, found = self._followed.get(route), hash(message)
+        if one is None or now_ms - one.last_ms > LOST_MS:
+            self._followed[route] = _Followed(found, now_ms, now_ms)
+        elif one.message == found:
+            one.trips, one.last_ms = one.trips + 1, now_ms
+            watched_ms = now_ms - one.since_ms
+            if watched_ms >= WATCHED_MS:
+                if one.trips * 1000 > MOST_TRIPS_PER_SECOND * watched_ms:
+                    self._reported.add(route)
+                    return True
+                del self._followed[route]
         return False

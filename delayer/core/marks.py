@@ -7,6 +7,7 @@ releases leave in place (a ``timestamp``, an ``eta``), and the stamp of an earli
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -27,10 +28,12 @@ MARKS: Final = frozenset({LAST_DUE, RECEIVED_AT, X_DEATH}) | _FIRST_DEATH
 def is_over(due_ms: int | None, headers: Mapping[bytes, object], now_ms: int) -> bool:
     """Whether the delay that a release left in the message is the one that has passed. ``due_ms``: its due time in
     epoch ms. A relative one (None) counts again, because it may be new, and nothing may be early."""
-    last_due = headers.get(LAST_DUE)
-    if type(last_due) is not int or last_due > now_ms:  # Nothing leaves before it is due, so this is not our mark.
+    if due_ms is None or LAST_DUE not in headers:
         return False
-    return due_ms is not None and due_ms <= last_due
+    last_due = headers[LAST_DUE]
+    # Clients and other protocols may turn the number into text, or into a type without its last digits.
+    is_exact = type(last_due) is int or (isinstance(last_due, str) and re.fullmatch("[0-9]{1,19}", last_due))
+    return due_ms <= (min(int(last_due), now_ms) if is_exact else now_ms)  # type: ignore[call-overload]
 
 
 def received_ms(headers: Mapping[bytes, object], now_ms: int) -> int | None:

@@ -275,11 +275,10 @@ class IntakeHandler(KeepingHandler):
     def _watch(self, one: Classified, now_ms: int) -> None:
         """Log a message that loops through its route, once for each route."""
         delivery, properties, plan = one
-        last_due = None if properties is None else properties.get(LAST_DUE)
-        if last_due is None or isinstance(plan, Cancel | Refuse | Retry):
+        if properties is None or properties.get(LAST_DUE) is None or isinstance(plan, Cancel | Refuse | Retry):
             return
-        last_due_ms = int.from_bytes(last_due.content, "big", signed=True)
-        if self._loops.returned(delivery.exchange, last_due_ms, plan.due_ms, delivery.body, now_ms):
+        message = properties.short("message_id") or delivery.body
+        if self._loops.returned(delivery.exchange, message, plan.due_ms, now_ms):
             log.warning(
                 "message loops",
                 route=delivery.exchange,

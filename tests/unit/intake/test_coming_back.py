@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 from delayer.amqp import edits
 from delayer.amqp.properties import Properties
 from delayer.core.cascade import routing_key
-from delayer.core.delay_sources import SOURCES
+from delayer.core.delay_sources import SOURCES, is_lasting
 from delayer.core.message import Delivery
 from delayer.core.plan import AtOnce, EnterCascade, Mode, Park, Policy, Refuse, Route
 from delayer.intake.handle import Classified, classify
 from tests.support import fakes
-from tests.support.fakes import delivery
 from tests.support.logged import capture_logs
-from tests.support.raw import Header, Props, Value, array, decimal, number, table, text, wire_instant
-from tests.unit.intake.test_classify import Gathered, says
+from tests.support.raw import VOID, Header, Props, Value, array, decimal, number, octets, table, text, wire_instant
+from tests.unit.intake.test_classify import Gathered
 
 NOW: Final = 1_800_000_000_000
 WAIT_MS: Final = 8_000
@@ -76,12 +75,18 @@ ASKS: Final[Mapping[str, Callable[[int], Message]]] = {
 }
 """A message with a delay of WAIT_MS from an instant on, by every form."""
 ALL: Final = tuple(ASKS)
+DUE_MARKS: Final = (
+    number("l", DUE), number("d", DUE), number("f", DUE), number("l", DUE + 3_600_000),
+    text(f"{DUE}"), text(f"{DUE}.0"), text("1.8e12"), text(iso(DUE)), text(""), text(b"\xff"), octets(b"%d" % DUE),
+    number("T", DUE // 1000), decimal(3, 8), decimal(0, 5), array(number("l", DUE)), table(), number("t", True), VOID,
+)  # fmt: skip
+"""The due time of the last delay, in the forms that clients and other protocols may give it on its way."""
 MARKS: Final[tuple[tuple[Header, ...], ...]] = (
     *(((b"x-delay", value),) for value in (
         number("I", -WAIT_MS), number("l", -1), number("b", -8), number("d", -0.5), text("-8000"), text("-0.5"),
-        decimal(1, -5),
+        number("s", -8), number("f", -8e3), text("-8e3"), text(" -8000 "), octets(b"-8000"), decimal(1, -5),
     )),
-    ((b"x-delayer-id", text("7")), (b"x-delayer-due", number("l", DUE))),
+    *(((b"x-delayer-id", text("7")), (b"x-delayer-due", value)) for value in DUE_MARKS),
     ((b"x-delayer-refused", text("no delay")), (b"x-delayer-exchange", text("in"))),
     ((b"x-death", array(table((b"queue", text("work")), (b"time", number("T", BACK // 1000))))),),
     ((b"x-first-death-queue", text("work")),),
@@ -119,6 +124,18 @@ def test_a_delay_counts_once(form: str, mode: Mode) -> None:
     assert (paused.due_ms, paused.undelayed) == (BACK + PAUSE_MS, True)
     assert isinstance(plan(back, BACK, mode=mode, require_delay=True)[2], Refuse)
     assert isinstance(plan(back, BACK, mode=mode, late_limit_ms=100)[2], AtOnce)
+
+
+@pytest.mark.parametrize("mark", DUE_MARKS)
+@pytest.mark.parametrize("form", [form for form in ASKS if is_lasting(form)])
+def test_no_form_of_the_mark_makes_a_delay_count_again(form: str, mark: Value) -> None:
+    back = trip(ASKS[form](NOW), NOW, Mode.NATIVE)
+    changed = tuple((name, mark if name == b"x-delayer-due" else value) for name, value in back.headers)
+
+    found = plan(replace(back, headers=changed), BACK, mode=Mode.NATIVE, default_delay_ms=PAUSE_MS)[2]
+    assert isinstance(found, EnterCascade)
+    assert (found.due_ms, found.undelayed) == (BACK + PAUSE_MS, True)
+    assert isinstance(plan(replace(back, headers=changed), BACK, mode=Mode.NATIVE, require_delay=True)[2], Refuse)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -193,10 +210,17 @@ def test_a_stamp_is_believed_only_where_it_can_be_right(marks: tuple[Header, ...
     assert found.due_ms == BACK + 4_000_000 - (age_ms if believed else 0)
 
 
-async def test_a_loop_is_logged_once() -> None:
-    it = Gathered()
+@pytest.mark.parametrize("daemons", [1, 2])
+@pytest.mark.parametrize("mark", [number("l", NOW), text(f"{NOW}")])
+@pytest.mark.parametrize("message_id", [None, b"order 7"])
+async def test_each_daemon_logs_a_loop_once(daemons: int, mark: Value, message_id: bytes | None) -> None:
+    both = [Gathered() for _ in range(daemons)]
+    properties = Props(headers=((b"x-delayer-due", mark),), message_id=message_id).encode()
     with capture_logs() as entries:
-        for at in range(0, 20_000, 50):
+        for at in range(0, 30_000, 20):
+            it = both[at // 20 % daemons]
             it.live.now = fakes.NOW + at
-            await it.take(delivery(at + 1, says(b"x-delayer-due", fakes.NOW + at - 50)))
-    assert [one["route"] for one in entries if one["event"] == "message loops"] == [b"orders.in"]
+            await it.take(
+                Delivery(at + 1, False, b"orders.in", b"k", properties, b"%d" % at if message_id else b"same")
+            )
+    assert [one["route"] for one in entries if one["event"] == "message loops"] == [b"orders.in"] * daemons
