@@ -169,12 +169,18 @@ def _clocks(report: CheckReport, clocks: Mapping[str, ClockOffset | None]) -> No
 
 async def _daemon(report: CheckReport, settings: Settings) -> None:
     """Check that the daemon on this host, if there is one, says the same."""
-    reasons = await status.not_ready(settings)
+    listen = settings.http.listen or settings.http.metrics_listen
+    if not listen:
+        return
+    try:
+        reasons = await status.not_ready(settings, listen)
+    except status.NotAsked as unknown:
+        report.add("daemon", "note", unknown, "check [http] listen: no daemon of this configuration answers there")
+        return
     away = [row.what for row in report if row.result in ("refused", "out of reach")]
-    listen = settings.http.listen
     if reasons and not away:
         found = f"the daemon at {listen} is not ready: {'; '.join(reasons)}"
-        report.add("daemon", "off", found, "see its log; systemd shows it new credentials only after a restart")
+        report.add("daemon", "off", found, "see its log, or restart it: systemd shows it new credentials only then")
     elif reasons == [] and away:
         found = f"the daemon at {listen} is ready: it reaches what this command does not ({', '.join(away)})"
         report.add("daemon", "note", found, "run this as the daemon's user, with its configuration and environment")

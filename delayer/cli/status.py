@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -26,11 +27,12 @@ from delayer.cli.output import (
     print_table,
     when,
 )
-from delayer.config.model import HttpTable, Settings
+from delayer.config.model import Settings
 from delayer.config.texts import is_loopback, names_of, service_of
 from delayer.config.topology import cascade_of, uses_cascade
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.readable import duration
+from delayer.core.secret import Secret
 from delayer.store import schema
 from delayer.store.admin import stats
 from delayer.store.errors import BadStoreUrl
@@ -42,12 +44,12 @@ _HERE: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
     """Ask the daemon at ``[http] listen`` for its mode, rates per second and lateness in seconds over the last minutes,
     or say why they are unknown. Does not raise, because that daemon may be on another machine or run without HTTP."""
-    listen = settings.http.listen
+    http, listen = settings.http, settings.http.listen
     if not listen:
         return {"error": "[http] listen is off", "last": {}}
+    token = None if http.open or is_loopback(listen.rpartition(":")[0]) else http.token
     try:
-        async with asyncio.timeout(patience):
-            status, body = await _ask(settings.http, "/api/live")
+        status, body = await _ask(listen, "/api/live", patience, token)
     except OSError as error:
         return {"error": f"no daemon answers at {listen}: {_reason(error, patience)}", "last": {}}
     if status not in ("200", ""):
@@ -63,35 +65,47 @@ async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
         return {"error": f"the program at {listen} is no daemon of this version", "last": {}}
 
 
-async def not_ready(settings: Settings) -> list[str] | None:
-    """Why the daemon at ``[http] listen`` is not ready; None if no daemon of this service answers there."""
-    if (await look(settings))["error"] is not None:
-        return None
+class NotAsked(Exception):
+    """The readiness is unknown. The text says why."""
+
+
+async def not_ready(settings: Settings, listen: str, patience: float = 10.0) -> list[str] | None:
+    """Why the daemon at ``listen`` is not ready; None if nothing listens there. Raises NotAsked."""
     reasons: list[str] = []
-    try:
-        for _ in range(3):  # A store query that takes longer than 3 s is in the next answer.
-            async with asyncio.timeout(10.0):
-                _, body = await _ask(settings.http, "/health/ready")
-            if not (reasons := list(map(str, json.loads(body)["reasons"]))):
+    for _ in range(3):  # A store query that takes longer than 3 s is in the next answer.
+        try:
+            _, body = await _ask(listen, "/health/ready", patience)
+            said = json.loads(body)
+            if said["service"] != service_of(settings):
+                raise NotAsked(f"the daemon at {listen} works with another broker or virtual host")
+            if not (reasons := list(map(str, said["reasons"]))):
                 break
-    except (OSError, ValueError, KeyError, TypeError):
-        return ["it does not answer /health/ready"]
+        except ConnectionRefusedError:
+            return None
+        except (TimeoutError, ConnectionError) as error:
+            return [f"it accepts connections, but does not answer: {_reason(error, patience)}"]
+        except OSError as error:
+            raise NotAsked(f"{listen} cannot be asked: {_reason(error, patience)}") from None
+        except (ValueError, KeyError, TypeError):
+            raise NotAsked(f"the program at {listen} is no daemon of this version") from None
     return reasons
 
 
-async def _ask(http: HttpTable, path: str) -> tuple[str, bytes]:
+async def _ask(listen: str, path: str, patience: float, token: Secret | None = None) -> tuple[str, bytes]:
     """Return the status (empty if the answer is not HTTP) and the body. HTTP/1.0 by hand, because an HTTP library takes
     longer to load than the daemon to answer. Raises OSError."""
-    host, _, port = http.listen.rpartition(":")
+    host, _, port = listen.rpartition(":")
     host = _HERE.get(host, host)
-    asked = not (http.open or is_loopback(http.listen.rpartition(":")[0]))
-    token = f"Authorization: Bearer {http.token.reveal()}\r\n" if asked and http.token else ""
-    reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    try:
-        writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\n{token}\r\n".encode())
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-    finally:
-        writer.close()
+    login = f"Authorization: Bearer {token.reveal()}\r\n" if token else ""
+    async with asyncio.timeout(patience):
+        # In a thread, because asyncio would hide a refusal if the host has several addresses.
+        made = await asyncio.to_thread(socket.create_connection, (host.strip("[]"), int(port)), patience)
+        reader, writer = await asyncio.open_connection(sock=made)
+        try:
+            writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\n{login}\r\n".encode())
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        finally:
+            writer.close()
     version, _, rest = head.partition(b" ")
     return (rest[:3].decode("ascii", "replace") if version.startswith(b"HTTP/") else ""), body
 

@@ -9,6 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from delayer.config.texts import service_of
 from delayer.core.readable import duration
 from delayer.http import metrics
 from delayer.http.metrics import MetricSources
@@ -78,7 +79,8 @@ class Answers:
     async def ready(self, _request: Request) -> Response:
         """/health/ready: messages go in and come out."""
         reasons = await self.not_ready()
-        role = {"mode": self.inside.settings.mode, "intake": self.inside.state()["intake"]}
+        settings = self.inside.settings
+        role = {"service": service_of(settings), "mode": settings.mode, "intake": self.inside.state()["intake"]}
         return JSONResponse({"ready": not reasons, "reasons": reasons, **role}, status_code=503 if reasons else 200)
 
     async def metrics(self, _request: Request) -> Response:

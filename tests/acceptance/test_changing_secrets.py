@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
 from pathlib import Path
 from urllib.parse import quote
 
@@ -252,4 +253,8 @@ async def test_check_asks_the_daemon_too(
             assert row["result"] == "off"
             assert "store" in row["found"]
             assert await said(dead, 3) == []
+            daemon.signal(signal.SIGSTOP)
+            [row] = await said(direct, 1)
+            assert (row["result"], "does not answer" in row["found"]) == ("off", True)
+            daemon.signal(signal.SIGCONT)
             assert await daemon.stop() == 0

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from delayer.cli import status
+from delayer.cli import check, status
+from delayer.cli.check import CheckReport
 from delayer.config.model import Settings
 from tests.unit.http.test_server import Inside, served
 
@@ -64,7 +65,16 @@ async def test_status_names_a_daemon_without_a_page() -> None:
     assert (await status.look(settings("")))["error"] == "[http] listen is off"
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\n{}", b"hello\r\n\r\n"])
+ANSWERS = [
+    b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\n{}",
+    b"HTTP/1.1 403 Forbidden\r\n\r\n",
+    b"hello\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\n\r\n[]",
+    b"",
+]
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
 async def test_another_program_is_an_error(answer: bytes) -> None:
     async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
@@ -78,3 +88,43 @@ async def test_another_program_is_an_error(answer: bytes) -> None:
         found = await status.look(settings(f"{host}:{port}"))
         assert found["error"]
         assert found["last"] == {}
+        [row] = await checked({"listen": f"{host}:{port}"})
+        assert (row.result, "no daemon of this version" in row.found) == ("note", True)
+
+
+async def checked(http: dict[str, str], **more: Any) -> CheckReport:
+    report = CheckReport()
+    await check._daemon(report, Settings.model_validate({"http": http, **more}))
+    return report
+
+
+@pytest.mark.parametrize("broken", [True, False])
+@pytest.mark.parametrize(
+    ("listen", "metrics_only"), [("127.0.0.1:0", False), ("127.0.0.1:0", True), ("0.0.0.0:0", False)]
+)
+async def test_check_asks_the_daemon_where_it_answers(listen: str, metrics_only: bool, broken: bool) -> None:
+    """Without the token, which the readiness does not need."""
+    inside = Inside(listen)
+    inside.blocked = broken
+    async with served(inside, metrics_only=metrics_only) as web:
+        http = {"listen": "", "metrics_listen": web.address} if metrics_only else {"listen": web.address.split()[0]}
+        rows = await checked(http)
+    assert [(row.result, "takes no publishes" in row.found) for row in rows] == ([("off", True)] if broken else [])
+
+
+async def test_check_notes_a_daemon_of_another_broker() -> None:
+    async with served(Inside(broker={"url": "amqp://broker/mail"})) as web:
+        [row] = await checked({"listen": web.address})
+    assert (row.result, "another broker or virtual host" in row.found) == ("note", True)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_only_a_refused_connection_means_no_daemon(host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        [reason] = await status.not_ready(settings(""), f"{host}:{port}", patience=0.05) or []
+        assert reason == "it accepts connections, but does not answer: nothing within 0.05 s"
+    assert await checked({"listen": f"{host}:{port}"}) == []
+    assert await checked({"listen": "", "metrics_listen": ""}) == []
+    [row] = await checked({"listen": f"nowhere.invalid:{port}"})
+    assert (row.result, "cannot be asked" in row.found) == ("note", True)
