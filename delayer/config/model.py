@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import re
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
@@ -33,6 +32,8 @@ from delayer.core.secret import SecretUrl, SecretUrls
 # pydantic's search for plugins reads every package's metadata, and a plugin would see URLs with passwords.
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
+log = logging.getLogger(__name__)  # Not structlog, which loads slowly.
+
 DEFAULT_BROKER_URL = "amqp://guest:guest@localhost:5672/"
 DEFAULT_STORE_URL = "postgresql://localhost/delayer"
 
@@ -43,27 +44,30 @@ class Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, hide_input_in_errors=True)
 
 
-def within(url: SecretUrl) -> str:
-    """The virtual host or the database of a URL, or of the first of several."""
-    found = re.search("://[^/]*/?([^?,]*)", url.reveal())
-    return found[1] if found else ""
-
-
 class UrlTable(Table):
     """A table with ``url``, or with the file that holds it."""
 
     url: SecretUrl | None = None
     url_file: values.Path | None = None
     _last: SecretUrl | None = PrivateAttr(default=None)
+    _reason: str | None = PrivateAttr(default=None)
 
     def current(self, read: Callable[[object], SecretUrl]) -> SecretUrl | None:
         """``url``, or what ``url_file`` holds now, because its password may have changed. While the file is away, or
-        holds no URL of this virtual host or database, the last one that it held."""
+        holds no URL of this virtual host or database, the last one that it held. Logs each new reason for that."""
         if self.url_file is not None:
-            with suppress(OSError, ValueError):
+            before, self._reason = self._reason, None
+            try:
                 found = read(Path(self.url_file).read_text("utf-8").strip())
-                if self.url is None or within(found) == within(self.url):
-                    self._last = found
+                if self.url is not None and values.within(found.reveal()) != values.within(self.url.reveal()):
+                    raise Expected("a URL of the same virtual host or database; another one needs a restart")
+                self._last = found
+            except OSError as error:
+                self._reason = error.strerror or "expected a file that can be read"
+            except ValueError as error:  # The text of the others shows bytes of the file.
+                self._reason = f"expected {error}" if isinstance(error, Expected) else "expected UTF-8"
+            if self._reason not in (None, before):
+                log.warning("url file not used", extra={"file": self.url_file, "reason": self._reason})
         return self._last or self.url
 
 

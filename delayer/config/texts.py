@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from delayer.amqp.reading import raw
 from delayer.config.errors import Expected, show
 from delayer.config.model import Settings
-from delayer.config.values import UNITS_MS, duration_ms
+from delayer.config.values import UNITS_MS, duration_ms, within
 from delayer.core.readable import instant
 
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
@@ -137,7 +137,7 @@ def names_of(settings: Settings) -> dict[str, str]:
     urls = [urlsplit(url) for url in settings.broker_url.split(",")]
     places = sorted({f"{url.hostname}:{url.port or (5671 if url.scheme == 'amqps' else 5672)}" for url in urls})
     found = {"label": settings.http.label} if settings.http.label else {}
-    found |= {"broker": ", ".join(places), "virtual_host": unquote(urls[0].path[1:]) or "/"}
+    found |= {"broker": ", ".join(places), "virtual_host": within(settings.broker_url)}
     if settings.store_url is not None:
         store = urlsplit(settings.store_url)
         host = store.netloc.rpartition("@")[2] or dict(parse_qsl(store.query)).get("host", "localhost")

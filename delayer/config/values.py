@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from functools import partial
 from typing import Annotated
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from pydantic import BeforeValidator
 
@@ -192,6 +192,15 @@ def broker_url(value: object) -> SecretUrl:
     return url
 
 
+def within(url: str) -> str:
+    """The virtual host or the database of a URL, or of the first of several; "/" for the default.
+
+    >>> within("amqp://a,amqp://b/x"), within("amqp://a/%2f"), within("postgresql://a,b/a%2Db?user=c")
+    ('/', '/', 'a-b')
+    """
+    return unquote(urlsplit(re.split(",amqps?://", url)[0]).path[1:]) or "/"
+
+
 def broker_urls(value: object) -> SecretUrl:
     """One URL, or those of several addresses of one broker, in a list or separated by commas."""
     if isinstance(value, SecretUrl):
@@ -204,7 +213,7 @@ def broker_urls(value: object) -> SecretUrl:
         raise Expected(f"{wrong}{comma}") from None
     if not urls or any("," in url for url in urls):
         raise Expected("a URL, or a list of URLs, in which a comma is written %2C")
-    if len({urlsplit(url).path for url in urls}) > 1:
+    if len(set(map(within, urls))) > 1:
         raise Expected("URLs of one broker, with the same virtual host")
     return SecretUrls(",".join(urls))
 

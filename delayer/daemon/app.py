@@ -18,8 +18,9 @@ from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.publisher import AmqpPublisher
 from delayer.config import logs
 from delayer.config.errors import ConfigError, Problem
-from delayer.config.model import Settings, Table, UrlTable, within
+from delayer.config.model import Settings, Table, UrlTable
 from delayer.config.topology import without_effect
+from delayer.config.values import within
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.daemon.live_settings import rates_of
 from delayer.daemon.systemd import Notifier
@@ -132,8 +133,9 @@ def live_part(old: Settings, new: Settings) -> Settings:
 
 def _url_of_file(old: UrlTable, new: UrlTable) -> dict[str, object]:
     """The URL, if both have it of the same file, for the same place: every new connection goes by it already."""
-    same = old.url and new.url and old.url_file == new.url_file and within(old.url) == within(new.url)
-    return {"url": new.url} if same and old.url_file else {}
+    if not (old.url and new.url and old.url_file and old.url_file == new.url_file):
+        return {}
+    return {"url": new.url} if within(old.url.reveal()) == within(new.url.reveal()) else {}
 
 
 def changed(old: Settings, new: Settings) -> list[str]:

@@ -17,7 +17,8 @@ from delayer.config.model import AuditRuleTable, DestinationTable, RetryTable, R
 from delayer.config.sources import env_name, keys_of, known_keys
 from delayer.config.texts import duration_text, names_of
 from delayer.config.values import duration_ms
-from delayer.daemon.app import changed
+from delayer.daemon.app import changed, live_part
+from tests.support.logged import capture_logs
 
 ROOT = Path(__file__).parents[3]
 NO_FILE = Path(os.devnull)
@@ -197,6 +198,35 @@ def test_a_changed_url_file_is_read_at_every_access(tmp_path: Path) -> None:
     assert settings.broker_url == "amqp://u:two@i/v?heartbeat=10,amqp://u:two@j/v?heartbeat=10"
 
 
+@pytest.mark.parametrize("kind", ["broker", "store"])
+@pytest.mark.parametrize(
+    ("old", "new"), [("/%2F", ""), ("", "/%2f"), ("/", ""), ("/a-b", "/a%2Db"), ("/%c3%a9", "/%C3%A9")]
+)
+def test_a_url_file_may_spell_its_place_in_another_way(kind: str, old: str, new: str, tmp_path: Path) -> None:
+    secret, scheme = tmp_path / "secret", {"broker": "amqp", "store": "postgresql"}[kind]
+    file = write(tmp_path / "f.toml", f'[{kind}]\nurl_file = "{write(secret, f"{scheme}://u:one@h{old}")}"\n')
+    settings = load(file, {}, {})
+    write(secret, f"{scheme}://u:two@h{new}")
+    with capture_logs() as logs:
+        assert ":two@" in str(getattr(settings, f"{kind}_url"))
+    assert logs == []
+    assert changed(live_part(settings, load(file, {}, {})), load(file, {}, {})) == []
+
+
+def test_each_reason_against_a_url_file_is_logged_once(tmp_path: Path) -> None:
+    secret = write(tmp_path / "secret", "amqp://u:one@h/v")
+    settings = load(write(tmp_path / "f.toml", f'[broker]\nurl_file = "{secret}"\n'), {}, {})
+    told = []
+    for content in (b"amqp://u:t/wo@h/v", b"amqp://u:two@h/w", b"\xff", None, b"amqp://u:two@h/v", None):
+        secret.unlink() if content is None else secret.write_bytes(content)
+        with capture_logs() as logs:
+            assert settings.broker_url == settings.broker_url
+        assert {one["event"] for one in logs} <= {"url file not used"}
+        told += [one["reason"] for one in logs]
+    assert ["written %2F" in told[0], "same virtual host" in told[1]] == [True, True]
+    assert told[2:] == ["expected UTF-8", "No such file or directory", "No such file or directory"]
+
+
 @pytest.mark.parametrize(
     ("text", "environ"),
     [
@@ -211,6 +241,12 @@ def test_several_urls_of_one_broker(text: str, environ: dict[str, str], tmp_path
     assert [one.password for one in Address.parse_all(settings.broker_url)] == ["p,w", "guest"]
     assert names_of(settings)["broker"] == "a:5672, b:1"
     assert names_of(settings)["virtual_host"] == "v"
+
+
+@pytest.mark.parametrize(("one", "other"), [("", "/"), ("/%2F", ""), ("/%2f", "/%2F"), ("/a-b", "/a%2Db")])
+def test_urls_of_one_broker_may_spell_its_virtual_host_in_two_ways(one: str, other: str) -> None:
+    urls = Settings.model_validate({"broker": {"url": [f"amqp://a{one}", f"amqp://b{other}"]}}).broker_url
+    assert len({address.vhost for address in Address.parse_all(urls)}) == 1
 
 
 @pytest.mark.parametrize(
