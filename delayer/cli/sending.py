@@ -24,7 +24,7 @@ from delayer.cli.errors import CommandFailed, Misused
 from delayer.cli.output import quoted, some
 from delayer.config.errors import Expected, show
 from delayer.config.model import RouteTable, Settings, Table
-from delayer.config.texts import LONGEST_NAME, Scalar, instant_ms
+from delayer.config.texts import LARGEST_FLOAT, LONGEST_NAME, Scalar, instant_ms
 from delayer.config.values import DurationMs
 from delayer.core.delay_sources import header_of
 from delayer.core.message import SHORT_STRING, Delivery, as_text
@@ -39,6 +39,7 @@ PORTION: Final = 1_000
 """The most messages that are checked, and then published, together."""
 PORTION_BYTES: Final = 4 << 20
 """The most bytes of their bodies, unless it is one message."""
+_YEAR_10000: Final = 253_402_300_800
 _RELATIVE: Final = ("x-delay", "x-opt-delivery-delay")
 _ABSOLUTE: Final = ("x-deliver-at", "x-opt-delivery-time")
 
@@ -53,6 +54,8 @@ def _headers(given: Mapping[str, Any]) -> Mapping[str, Any]:
             raise Expected(f"names of 1 to {LONGEST_NAME} bytes, found {show(name)}")
         if not isinstance(value, str | int | float):
             raise Expected(f"a string, a number, true or false for {show(name)}")
+        if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
+            raise Expected(f"a finite float of 32 bits for {show(name)}, found {value}")
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise Expected(f"an integer of 64 bits for {show(name)}")
     return given
@@ -181,7 +184,10 @@ def _ask(headers: dict[str, Scalar], route: RouteTable, draft: Draft, *, now_ms:
     elif absolute is not None:
         headers[absolute] = due_ms
     elif "timestamp" in forms:
-        return -(-due_ms // 1000)
+        seconds = -(-due_ms // 1000)
+        if not 0 <= seconds < _YEAR_10000:  # The driver cannot encode others.
+            raise Misused(f"at: route {quoted(route.from_)} reads timestamps: expected an instant from 1970 to 9999")
+        return seconds
     else:
         reads = ", ".join(route.delay_from) or "none"
         raise Misused(f"route {quoted(route.from_)} cannot be told an instant: it reads {reads}. Use --delay.")

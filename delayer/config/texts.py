@@ -70,6 +70,10 @@ LONGEST_NAME: Final = 128
 """Maximum bytes of a header's name. AMQP 0-9-1 allows no longer name, and pamqp cuts it there."""
 
 
+LARGEST_FLOAT: Final = (2 - 2**-23) * 2.0**127
+"""The driver writes 32 bits, and the broker closes a connection over a float that is not finite."""
+
+
 def typed_header(text: str) -> tuple[str, Scalar]:
     """Parse NAME=VALUE or NAME:TYPE=VALUE. Raises ValueError with the field, the expected and the found value."""
     name, equals, value = text.partition("=")
@@ -86,7 +90,8 @@ def typed_header(text: str) -> tuple[str, Scalar]:
     try:
         return _utf8(name), _TYPES[kind](value)
     except ValueError:
-        raise ValueError(f"{name}: expected a value of type {kind}, found {value!r}") from None
+        limit = " of 32 bits, and finite" if kind == "float" else ""
+        raise ValueError(f"{name}: expected a value of type {kind}{limit}, found {value!r}") from None
 
 
 def _utf8(text: str) -> str:
@@ -100,13 +105,19 @@ def _int64(text: str) -> int:
     return int(text)
 
 
+def _float32(text: str) -> float:
+    if not abs(float(text)) <= LARGEST_FLOAT:
+        raise ValueError(text)
+    return float(text)
+
+
 def _truth(text: str) -> bool:
     if text not in ("true", "false"):
         raise ValueError(text)
     return text == "true"
 
 
-_TYPES: Final[Mapping[str, Callable[[str], Scalar]]] = {"str": _utf8, "int": _int64, "float": float, "bool": _truth}
+_TYPES: Final[Mapping[str, Callable[[str], Scalar]]] = {"str": _utf8, "int": _int64, "float": _float32, "bool": _truth}
 
 
 def is_loopback(host: str) -> bool:

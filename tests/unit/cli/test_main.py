@@ -83,6 +83,10 @@ MISTAKES = {
     "--body or --body-file, not both": [["send", "--body", "x", "--body-file", "-"]],
     "expected NAME=VALUE or NAME:TYPE=VALUE": [["send", "--header", "novalue"]],
     "n: expected a value of type": [["send", "--header", "n:int=x"], ["send", "--header", "n:bool=yes"]],
+    "n: expected a value of type float of 32 bits, and finite": [
+        *(["send", "--header", f"n:float={value}"] for value in ("nan", "-inf", "1e999", "3.5e38")),
+        ["refused", "retry", "--all", "--set-header", "n:float=nan"],
+    ],
     ": expected a TYPE of str": [["send", "--header", text] for text in ("n:integer=3", "n:=3", ":int=3")],
     'no route comes from exchange "nonsense"': [["send", "--route", "nonsense"]],
     "flag --mode: mode: expected": [["--mode", "nonsense", "status"]],

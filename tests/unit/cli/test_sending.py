@@ -1,0 +1,54 @@
+"""Messages of `delayer send` that cannot be sent are errors of usage, with their line."""
+
+from __future__ import annotations
+
+import io
+import json
+from datetime import UTC, datetime
+
+import pytest
+
+from delayer.cli.errors import Misused
+from delayer.cli.sending import Composed, Composer, Draft, portions_of
+from delayer.config.model import Settings
+from delayer.config.texts import LARGEST_FLOAT
+
+
+def composed(line: str, *forms: str) -> list[Composed]:
+    route = {"from": "in", "delay_from": forms or ["x-delay", "x-deliver-at"]}
+    composer = Composer(Settings.model_validate({"route": [route], "intake": {"max_delay": "36500d"}}))
+    return [one for portion in portions_of(io.BytesIO(b"{}\n" + line.encode()), composer, Draft()) for one in portion]
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e999", "-1e999", "Infinity", "3.5e38"])
+def test_a_header_that_the_broker_or_the_driver_rejects_is_refused(value: str) -> None:
+    with pytest.raises(Misused, match=r'^line 2: headers: expected a finite float of 32 bits for "a", found'):
+        composed(f'{{"headers": {{"a": {value}}}}}')
+
+
+@pytest.mark.parametrize("value", [LARGEST_FLOAT, -LARGEST_FLOAT, 5e-324, -(1 << 63), (1 << 63) - 1, True])
+def test_the_ends_of_each_type_are_sent(value: float) -> None:
+    _, one = composed(json.dumps({"headers": {"a": value}}))
+    assert one.properties.marshal()
+
+
+@pytest.mark.parametrize("at", ["1960-01-01T00:00:00Z", "1969-12-31T23:59:59Z", "9999-12-31T23:59:59.5Z"])
+def test_an_instant_that_no_timestamp_holds_is_refused(at: str) -> None:
+    with pytest.raises(
+        Misused, match=r'^line 2: at: route "in" reads timestamps: expected an instant from 1970 to 9999$'
+    ):
+        composed(json.dumps({"at": at}), "timestamp")
+
+
+@pytest.mark.parametrize("at", ["1969-12-31T23:59:59.5Z", "1970-01-01T00:00:00Z", "1970-01-01T00:00:00.5Z"])
+def test_an_early_instant_is_a_timestamp(at: str) -> None:
+    _, one = composed(json.dumps({"at": at}), "timestamp")
+    assert one.properties.timestamp == datetime(1970, 1, 1, 0, 0, int(at.endswith("00.5Z")), tzinfo=UTC)
+
+
+@pytest.mark.parametrize("at", ["0001-01-01T00:00:00Z", "1960-01-01T00:00:00Z"])
+def test_a_header_holds_any_instant(at: str) -> None:
+    _, one = composed(json.dumps({"at": at}))
+    assert one.due_ms == 0
+    with pytest.raises(Misused, match=r"^line 2: the daemon would refuse it: the delay is too long"):
+        composed(json.dumps({"at": "9999-12-31T23:59:59.5Z"}))
