@@ -65,6 +65,7 @@ class _Limited:
 
     def __init__(self) -> None:
         self._limit = LineLimit()
+        self._begun = 0.0
 
     def __call__(self, _logger: object, _method: str, event: Event) -> Event:
         if "message_id" not in event and "id" not in event:
@@ -73,14 +74,19 @@ class _Limited:
         if self._limit.over(now):
             self.report(now)
             with suppress(RuntimeError):  # Without an event loop, the first line of the next window reports.
-                asyncio.get_running_loop().call_later(WINDOW_SECONDS, self.report)
+                asyncio.get_running_loop().call_later(WINDOW_SECONDS, self._end, now)
         place, more = event.get("exchange", event.get("lane")), event.pop("more", 0)
         if self._limit.passes(event["event"], place, more):
             return event
         raise structlog.DropEvent
 
+    def _end(self, begun: float) -> None:
+        if begun == self._begun:  # A line may have begun the next window before this timer ran.
+            self.report()
+
     def report(self, begin: float = -WINDOW_SECONDS) -> None:
         """End the window, report the lines left out, and begin one if told when."""
+        self._begun = begin
         for event, place, lines in self._limit.begin(begin):
             log.warning("log lines left out", of=event, place=place, lines=lines, seconds=WINDOW_SECONDS)
 

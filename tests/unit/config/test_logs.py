@@ -181,6 +181,26 @@ async def test_the_end_of_a_flood_is_reported_without_another_line(
     assert lines(stream)[-1]["lines"] == 5
 
 
+async def test_a_timer_that_runs_late_does_not_end_the_next_window(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timers: list[asyncio.Handle] = []
+    loop, now = asyncio.get_running_loop(), 100.0
+    monkeypatch.setattr(loop, "call_later", lambda _, *call: timers.append(asyncio.Handle(call[0], call[1:], loop)))
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    monkeypatch.setattr(logs, "_limited", logs._Limited())
+    configure("json", "info", stream)
+    for now in (100.0, 110.0, 110.5, 120.0):
+        for n in range(2 * LINES):
+            structlog.get_logger("delayer.x").warning("message held", id=n)
+        if now == 110.0:
+            timers[0]._run()
+    timers[1]._run()
+    assert Counter(one["event"] for one in lines(stream)) == {"message held": 3 * LINES, "log lines left out": 2}
+    timers[2]._run()
+    assert [one["lines"] for one in lines(stream) if "lines" in one] == [LINES, 3 * LINES, LINES]
+
+
 def test_a_flood_from_many_exchanges_is_bounded(stream: io.StringIO) -> None:
     limit = LineLimit()
     passed = sum(limit.passes("message held", n % 5_000) for n in range(50_000))
