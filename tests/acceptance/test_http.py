@@ -224,7 +224,7 @@ async def test_a_group_of_held_messages_is_retried_or_dropped_after_a_question(p
         assert await act("drop", **everything) == "Drop 5 messages?"
         assert await act("drop", **everything, typed="4") == "Drop 5 messages?"
         assert await act("drop", to_exchange="missing", confirmed="yes") == "Dropped: 3"
-        assert await act("drop", **everything, typed="5") == "Dropped: 2"
+        assert await act("drop", **everything, typed="5") == "Dropped: 2 of 5"
         assert await act("drop", tu="missing") == "Not understood"
 
 
