@@ -41,9 +41,10 @@ from bench.rows import (
 from bench.servers import IN, OUT, POSTGRES
 from delayer.core.message import Parcel, Target
 from delayer.core.units import DAY_MS, HOUR_MS
+from delayer.format.rows import COLUMNS, stored_row
 from delayer.store import pool
 from delayer.store.postgres import PostgresStore
-from delayer.store.rows import envelope, partitions
+from delayer.store.rows import partitions
 from tests.audit.cluster import Cluster
 from tests.support.daemon import EXECUTABLE
 from tests.support.servers import Postgres
@@ -143,11 +144,9 @@ async def fill(url: str, rows: int, say: Callable[[str], None]) -> None:
         await connection.execute(NEW_LANES, LANES)
         for turn, start in enumerate(range(0, rows, CHUNK)):
             count, lane = min(CHUNK, rows - start), 1 + turn % LANES
-            records = [envelope.row(one, lane) for one in parcels(count, turn, now_ms)]
+            records = [stored_row(one, lane) for one in parcels(count, turn, now_ms)]
             async with connection.transaction():
-                await connection.copy_records_to_table(
-                    "message", records=records, columns=envelope.COLUMNS, timeout=3600
-                )
+                await connection.copy_records_to_table("message", records=records, columns=COLUMNS, timeout=3600)
                 await connection.execute(COUNT_PARKED, lane, count)
             if turn % 10 == 0:
                 say(f"{start:,} of {rows:,} rows")

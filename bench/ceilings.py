@@ -14,13 +14,13 @@ from bench.plain import PORTION, Plain, message, number, properties
 from bench.rows import sample_row
 from bench.run import Bench
 from bench.servers import Place
-from delayer.store.rows import envelope
+from delayer.format.rows import COLUMNS
 
 BATCH = 2000
 SESSIONS = (1, 2, 3)
 """The daemon has several parks in flight; the quickest of these numbers is the ceiling."""
 PUBLISH, CONSUME, COPY = "broker publish, confirmed", "broker consume", "store copy"
-COPY_COLUMNS = (*envelope.COLUMNS, "id")
+COPY_COLUMNS = (*COLUMNS, "id")
 
 
 def broker(place: Place, kind: str, count: int, size: int) -> tuple[float, float]:

@@ -18,9 +18,9 @@ from bench.run import Bench, thousands
 from bench.servers import IN, INBOX, OUT, Place
 from bench.steady import report, under_load
 from bench.traffic import Helper
-from delayer.amqp import edits
 from delayer.core.cascade import Cascade
 from delayer.core.message import Parcel, Target
+from delayer.format.envelope import Endpoints, into_broker
 
 SIZE = 512
 QUEUE = "bench.delayed"
@@ -127,8 +127,8 @@ def _fill(place: Place, count: int, delaying: str) -> None:
     else:
         source, target = IN.encode(), Target(OUT.encode(), KEY.encode())
         parcel = Parcel(due_ms, source, source, KEY.encode(), target, properties(b""), body)
-        names = edits.Endpoints(Cascade(), DUE_QUEUE, b"delays.refused", 100_000, broker_delays=True)
-        out = edits.into_broker(parcel, b"0" * 32, due_ms, FAR_MS // 1000, names)
+        names = Endpoints(Cascade(), DUE_QUEUE, b"delays.refused", 100_000, broker_delays=True)
+        out = into_broker(parcel, b"0" * 32, due_ms, FAR_MS // 1000, names)
         one = message(out.exchange.decode(), out.routing_key.decode(), out.properties, out.body)
     plain.publish(portions([one] * 250), count)
     plain.close()

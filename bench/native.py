@@ -18,9 +18,9 @@ from bench.run import Bench, thousands
 from bench.servers import IN, OUT, Place
 from bench.steady import once as steady_once
 from bench.watch import Course, follow
-from delayer.amqp import edits
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.message import Parcel, Target
+from delayer.format.envelope import envelope_properties
 
 SIZE = 512
 DUE_QUEUE = b"delays.due"
@@ -34,7 +34,7 @@ def carrier(seconds: int, body: bytes) -> bytes:
     told = properties(number("x-delay", seconds * 1000))
     parcel = Parcel(0, IN.encode(), IN.encode(), KEY.encode(), Target(OUT.encode(), KEY.encode()), told, body)
     key = routing_key(seconds, DUE_QUEUE).decode()
-    return message(Cascade().entry(seconds), key, edits.enveloped(parcel, b"0" * 32), body)
+    return message(Cascade().entry(seconds), key, envelope_properties(parcel, b"0" * 32), body)
 
 
 def carriers(few_ms: int, many_ms: int, distinct: int = 1000, seed: int = 1) -> list[bytes]:

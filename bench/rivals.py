@@ -24,7 +24,8 @@ from bench.plain import Plain, message, number, properties
 from bench.rows import KEY
 from bench.servers import OUT
 from delayer.amqp.connection import Connection
-from delayer.core.message import Delivery, Outgoing
+from delayer.amqp.values import Delivery, Outgoing
+from delayer.core.marks import ID
 
 ADDRESS = "bench.kombu"
 CLAIMED = 1000
@@ -82,7 +83,7 @@ async def in_memory(order: dict[str, Any]) -> dict[str, Any]:
                 reading.ack(batch[-1].tag, multiple=True)
 
     async def send() -> None:
-        channel = await writer.channel(confirming=True)
+        channel = await writer.channel(token_header=ID)
         while True:
             await asyncio.sleep(TURN_SECONDS)
             now_ms = time.time_ns() // 1_000_000

@@ -16,8 +16,9 @@ from bench.plain import number, properties
 from bench.servers import IN, OUT
 from delayer.core.message import Parcel, Target
 from delayer.core.units import DAY_MS
+from delayer.format.rows import StoredRow, stored_row
 from delayer.store import pool
-from delayer.store.rows import envelope, partitions
+from delayer.store.rows import partitions
 
 CHUNK = 250_000
 WRITERS = 2
@@ -51,7 +52,7 @@ _FAR = f"now() + interval '{BACKLOG_FIRST_HOURS} hours' + random() * interval '{
 _SOON = "date_trunc('milliseconds', now()) + (n % 400) * interval '1 ms'"
 
 
-def sample_row(size: int) -> envelope.StoredRow:
+def sample_row(size: int) -> StoredRow:
     """The row that the daemon would write for a message of ``size`` bytes."""
     parcel = Parcel(
         due_ms=0,
@@ -62,7 +63,7 @@ def sample_row(size: int) -> envelope.StoredRow:
         properties=properties(number("x-delay", 3_600_000)),
         body=b"x" * size,
     )
-    return envelope.row(parcel, 1)
+    return stored_row(parcel, 1)
 
 
 async def _insert(connection: asyncpg.Connection, due: str, count: int, size: int, lanes: int) -> None:

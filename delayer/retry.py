@@ -14,8 +14,9 @@ from asyncio import Task
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from delayer.amqp.errors import BrokerLost
 from delayer.core.backoff import pause
-from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.errors import StoreLost
 
 LOSSES = (BrokerLost, StoreLost)
 Pause = Callable[[int, float], float]  # As delayer.core.backoff.pause.

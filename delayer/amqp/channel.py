@@ -25,27 +25,25 @@ from delayer.amqp.errors import (
 )
 from delayer.amqp.framing import WRITE_BYTES, Replies, ReturnedMessage, fail
 from delayer.amqp.properties import Properties
-from delayer.core import faultpoint
-from delayer.core.hold import CONFIRMED, NACKED, Hold, Outcome, returned
-from delayer.core.message import Delivery, Outgoing, Schedule
+from delayer.amqp.values import CONFIRMED, Answer, Delivery, Nacked, Outgoing, Pace, Returned
 
-TOKEN_HEADER = b"x-delayer-id"
+_NACKED: Final = Nacked()
 
 
 class Batch:
-    """One publish() call: each message's outcome, and the caller's future. Raises ValueError if two messages have the
+    """One publish() call: each message's answer, and the caller's future. Raises ValueError if two messages have the
     same token, because a return identifies its message only by the token."""
 
-    def __init__(self, tokens: Sequence[bytes], outcomes: asyncio.Future[list[Outcome]]) -> None:
+    def __init__(self, tokens: Sequence[bytes], answers: asyncio.Future[list[Answer]]) -> None:
         if len(set(tokens)) != len(tokens):
             raise ValueError("the tokens of a batch must be unique")
-        self.outcomes = outcomes
+        self.answers = answers
         self.runs: list[_Run] = []
         self._tokens = tokens
         self._positions: dict[bytes, int] | None = None
         self._unsettled = len(tokens)
         self._nacked: list[int] = []
-        self.returned: dict[int, Hold] = {}
+        self.returned: dict[int, Returned] = {}
 
     def position(self, token: bytes) -> int | None:
         """Find the message's index by its token. The first return builds this lookup."""
@@ -57,29 +55,29 @@ class Batch:
         """Count ``count`` more messages as settled, of which the broker nacked the positions ``nacked``."""
         self._nacked += nacked
         self._unsettled -= count
-        if self._unsettled or self.outcomes.done():
+        if self._unsettled or self.answers.done():
             return
-        outcomes: list[Outcome] = [CONFIRMED] * len(self._tokens)
-        self._enter_others(outcomes)
-        self.outcomes.set_result(outcomes)
+        answers: list[Answer] = [CONFIRMED] * len(self._tokens)
+        self._enter_others(answers)
+        self.answers.set_result(answers)
 
-    def so_far(self) -> list[Outcome | None]:
-        """One outcome for each message; None if the message is not settled, or was never written."""
-        outcomes: list[Outcome | None] = [None] * len(self._tokens)
+    def so_far(self) -> list[Answer | None]:
+        """One answer for each message; None if the message is not settled, or was never written."""
+        answers: list[Answer | None] = [None] * len(self._tokens)
         for run in self.runs:
             for at, settled in enumerate(run.settled, run.offset):
                 if settled:
-                    outcomes[at] = CONFIRMED
-        self._enter_others(outcomes)
-        return outcomes
+                    answers[at] = CONFIRMED
+        self._enter_others(answers)
+        return answers
 
-    def _enter_others(self, outcomes: list[Outcome] | list[Outcome | None]) -> None:
+    def _enter_others(self, answers: list[Answer] | list[Answer | None]) -> None:
         for position in self._nacked:
-            outcomes[position] = NACKED
+            answers[position] = _NACKED
         # The broker returns an unroutable message and then confirms it, so the return overrides the confirm.
-        for position, hold in self.returned.items():
-            if outcomes[position] is not None:
-                outcomes[position] = hold
+        for position, returned in self.returned.items():
+            if answers[position] is not None:
+                answers[position] = returned
 
 
 class _Run:
@@ -120,7 +118,8 @@ class _Run:
 class Confirms:
     """The unconfirmed publishes of one channel."""
 
-    def __init__(self) -> None:
+    def __init__(self, token_header: bytes) -> None:
+        self._token_header = token_header
         self._next = 1
         self._runs: list[_Run] = []  # In the order of their numbers; about one for each publish() call in flight.
 
@@ -170,30 +169,33 @@ class Confirms:
     def note_returned(self, message: ReturnedMessage) -> None:
         """Record that the broker found no queue for a message. Its confirm follows. Raises ProtocolError if the return
         does not match exactly one message, because then all in flight are in doubt."""
-        token = _token(message.properties)
+        token = _token(message.properties, self._token_header)
         if token is None:
-            raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, "a returned message carries no x-delayer-id")
+            raise ProtocolError(
+                ReplyCode.UNEXPECTED_FRAME, f"a returned message carries no {self._token_header.decode()}"
+            )
         found = [
             (batch, position)
             for batch in {run.batch for run in self._runs}
             if (position := batch.position(token)) is not None
         ]
         if len(found) != 1:
-            text = f"a returned message's x-delayer-id is that of {len(found)} publishes in flight"
+            header = self._token_header.decode()
+            text = f"a returned message's {header} is that of {len(found)} publishes in flight"
             raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, text)
         batch, position = found[0]
-        batch.returned[position] = returned(message.code, message.text)
+        batch.returned[position] = Returned(message.code, message.text)
 
     def fail(self, loss: ChannelClosed | ConnectionLost) -> None:
         """Fail the batches in flight, because no confirm will come."""
         for batch in {run.batch for run in self._runs}:
-            fail(batch.outcomes, loss)
+            fail(batch.answers, loss)
         self._runs.clear()
 
 
-def _token(properties: bytes) -> bytes | None:
+def _token(properties: bytes, header: bytes) -> bytes | None:
     try:
-        field = Properties.parse(properties).get(TOKEN_HEADER)
+        field = Properties.parse(properties).get(header)
     except (MalformedProperties, MalformedTable) as broken:
         raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, f"a returned message cannot be read: {broken}") from broken
     return None if field is None else field.content
@@ -216,7 +218,8 @@ class Channel:
     awaits the future directly cancels the future. ``number_freed`` is done when the number is free again. A channel
     that we closed ignores all frames until then."""
 
-    def __init__(self, connection: Connection, number: int) -> None:
+    def __init__(self, connection: Connection, number: int, token_header: bytes | None = None) -> None:
+        """``token_header``: the header that has each publish's token; with it the channel opens in confirm mode."""
         self.number = number
         self.consumers: dict[bytes, Callable[[Delivery], None]] = {}
         """Delivery callbacks, by consumer tag."""
@@ -227,16 +230,15 @@ class Channel:
         self._replies = Replies()
         self._cancelled_by_broker: dict[bytes, Callable[[], None]] = {}
         self._tags = 0
-        self._confirms = Confirms()
-        self._confirming = False
+        self._confirming = token_header is not None
+        self._confirms = Confirms(token_header or b"")
 
-    async def open(self, *, confirming: bool) -> None:
-        """Open the channel at the broker, in confirm mode if ``confirming``. The connection calls this once."""
+    async def open(self) -> None:
+        """Open the channel at the broker. The connection calls this once."""
         try:
             await self.call(commands.Channel.Open(), commands.Channel.OpenOk)
-            if confirming:
+            if self._confirming:
                 await self.call(commands.Confirm.Select(), commands.Confirm.SelectOk)
-                self._confirming = True
         except BaseException:
             self.abandon()  # No caller has this channel, so its number would never be free again.
             raise
@@ -252,7 +254,7 @@ class Channel:
         returns; an exception from it closes the connection. If the broker cancels the consumer, ``on_cancelled`` is
         called once."""
         self._tags += 1
-        tag = b"delayer.%d" % self._tags
+        tag = f"{self._connection.product}.{self._tags}".encode()
         # Set the callbacks before the request, because the first delivery may directly follow the broker's answer.
         self.consumers[tag] = on_delivery
         self._cancelled_by_broker[tag] = on_cancelled
@@ -278,43 +280,50 @@ class Channel:
         self._write(framing.nack(self.number, tag, multiple=multiple, requeue=requeue))
 
     async def publish(
-        self, batch: Sequence[Outgoing], *, timeout: float, schedule: Schedule | None = None
-    ) -> list[Outcome]:
-        """Publish with the mandatory flag and wait for every confirm. Returns one outcome for each message, in order.
+        self,
+        batch: Sequence[Outgoing],
+        *,
+        timeout: float,
+        pace: Pace | None = None,
+        reach: Callable[[str], object] = bool,
+    ) -> list[Answer]:
+        """Publish with the mandatory flag and wait for every confirm. Returns one answer for each message, in order.
 
-        With a ``schedule``, each message is written when it is due, and ``timeout`` is measured from the last write.
+        With a ``pace``, each message is written when it is due, and ``timeout`` is measured from the last write.
         Several calls may be in flight. Raises ValueError before anything is written. Raises ChannelClosed
-        (ConfirmTimeout after ``timeout`` seconds) or ConnectionLost, with the known outcomes, if some outcomes are in
+        (ConfirmTimeout after ``timeout`` seconds) or ConnectionLost, with the known answers, if some answers are in
         doubt. A cancelled call leaves the channel usable, and its written messages are published.
+
+        ``reach`` lets a test stop the process at a step. It is called with "publish.begun" if some messages are written
+        and others are not, and with "publish.written" before the wait for confirms.
         """
-        confirms = self._confirms
         if not self._confirming:
             raise RuntimeError("publish needs a channel in confirm mode")
         self._check_open()
         if not batch:
             return []
         self._check_fits(batch)
-        outcomes: asyncio.Future[list[Outcome]] = asyncio.get_running_loop().create_future()
-        outcomes.add_done_callback(_retrieve)  # A call cancelled while it writes never awaits this future.
-        waiting = Batch([outgoing.token for outgoing in batch], outcomes)
+        answers: asyncio.Future[list[Answer]] = asyncio.get_running_loop().create_future()
+        answers.add_done_callback(_retrieve)  # A call cancelled while it writes never awaits this future.
+        waiting = Batch([outgoing.token for outgoing in batch], answers)
         try:
-            await self._write_batch(batch, waiting, confirms, schedule, timeout)
-            faultpoint.reach("publish.written")
+            await self._write_batch(batch, waiting, pace, timeout, reach)
+            reach("publish.written")
             async with asyncio.timeout(timeout):
-                return await outcomes
+                return await answers
         except TimeoutError:
-            late = ConfirmTimeout(0, f"{confirms.in_flight} confirms were missing after {timeout:g} s")
+            late = ConfirmTimeout(0, f"{self._confirms.in_flight} confirms were missing after {timeout:g} s")
             self._end(ConfirmTimeout(late.code, late.text))
-            late.outcomes = waiting.so_far()
+            late.answers = waiting.so_far()
             raise late from None
         except (ChannelClosed, ConnectionLost) as lost:
-            lost.outcomes = waiting.so_far()
+            lost.answers = waiting.so_far()
             raise
         finally:
             # An exception from here refers to this frame, the frame to these objects, and they to the exception. This
             # cycle would keep the bodies of the batch in memory until the garbage collector runs, which is rare.
             waiting.runs.clear()
-            del outcomes, waiting
+            del answers, waiting
 
     def _check_fits(self, batch: Sequence[Outgoing]) -> None:
         limit = framing.header_limit(self._connection.limits.frame_max)
@@ -326,30 +335,35 @@ class Channel:
                 raise ValueError(f"message {index} of the batch: exchange and routing key hold 255 bytes each")
 
     async def _write_batch(
-        self, batch: Sequence[Outgoing], waiting: Batch, confirms: Confirms, schedule: Schedule | None, timeout: float
+        self,
+        batch: Sequence[Outgoing],
+        waiting: Batch,
+        pace: Pace | None,
+        timeout: float,
+        reach: Callable[[str], object],
     ) -> None:
-        index, due = 0, len(batch) if schedule is None else 0
+        index, due = 0, len(batch) if pace is None else 0
         while index < len(batch):
-            while schedule is not None and index == due:
-                now_ms = schedule.now_ms()
-                due = bisect_right(schedule.due_ms, now_ms, index)
+            while pace is not None and index == due:
+                now_ms = pace.now_ms()
+                due = bisect_right(pace.due_ms, now_ms, index)
                 if index == due:
-                    await asyncio.sleep(_clump_seconds(schedule.due_ms[index], now_ms))
+                    await asyncio.sleep(_clump_seconds(pace.due_ms[index], now_ms))
             if not self._connection.writable:
                 async with asyncio.timeout(timeout):
                     await self._connection.until_writable()
             self._check_open()
             if index:
-                faultpoint.reach("publish.begun")
+                reach("publish.begun")
             start, frame_max = index, self._connection.limits.frame_max
             parts, index = framing.publish(self.number, frame_max, batch, range(start, due), WRITE_BYTES)
-            confirms.written(waiting, start, index - start)
-            if schedule is not None:
-                schedule.written_ms |= dict.fromkeys(range(start, index), schedule.now_ms())
-            more_later = schedule is not None and index == due < len(batch)
+            self._confirms.written(waiting, start, index - start)
+            if pace is not None:
+                pace.written_ms |= dict.fromkeys(range(start, index), pace.now_ms())
+            more_later = pace is not None and index == due < len(batch)
             (self._connection.write_soon if more_later else self._connection.write_parts)(parts)
-        if schedule is not None:
-            schedule.on_written()
+        if pace is not None:
+            pace.on_written()
 
     async def close(self) -> None:
         """Close, and wait up to 5 s for the answer. Unsettled deliveries return to their queues. Idempotent."""
@@ -437,9 +451,9 @@ class Channel:
         return self._cancelled_by_broker.pop(tag, None)
 
 
-def seconds_until_due(schedule: Schedule | None, index: int) -> float:
+def seconds_until_due(pace: Pace | None, index: int) -> float:
     """Seconds until this message of the batch is due; 0.0 if it is."""
-    return 0.0 if schedule is None else max(0.0, (schedule.due_ms[index] - schedule.now_ms()) / 1000)
+    return 0.0 if pace is None else max(0.0, (pace.due_ms[index] - pace.now_ms()) / 1000)
 
 
 def _clump_seconds(due_ms: int, now_ms: float) -> float:
@@ -448,7 +462,7 @@ def _clump_seconds(due_ms: int, now_ms: float) -> float:
     return math.ceil(due_ms + -due_ms % CLUMP_MS - now_ms) / 1000
 
 
-def _retrieve(outcomes: asyncio.Future[list[Outcome]]) -> None:
+def _retrieve(answers: asyncio.Future[list[Answer]]) -> None:
     """Retrieve a failure, so that asyncio does not report it as never retrieved."""
-    if not outcomes.cancelled():
-        outcomes.exception()
+    if not answers.cancelled():
+        answers.exception()

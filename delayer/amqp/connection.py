@@ -27,7 +27,7 @@ from delayer.amqp.framing import (
     Replies,
     ReturnedMessage,
 )
-from delayer.core.message import Delivery
+from delayer.amqp.values import Delivery
 
 _Reply = TypeVar("_Reply", bound=Frame)
 
@@ -102,6 +102,8 @@ class Connection(asyncio.Protocol):
         self._gone: asyncio.Future[None] = loop.create_future()
         self._loss: ConnectionLost | None = None
         self._opened = False
+        self.product = ""
+        """The program's name: the first part of consumer tags."""
         self.version: tuple[int, ...] = ()
         """The broker's version, such as (4, 3, 6); empty if the broker does not send it."""
         self.limits = handshake.ConnectionLimits(0, DEFAULT_FRAME_MAX, 0.0)
@@ -119,10 +121,19 @@ class Connection(asyncio.Protocol):
         self._abort_timer: asyncio.TimerHandle | None = None
 
     @classmethod
-    async def open(cls, address: Address | str, *, name: str, heartbeat: float = 20.0, timeout: float = 10.0) -> Self:
-        """Connect and log in, within ``timeout`` seconds. The broker's operators see ``name``. A heartbeat or timeout
-        in the URL overrides the arguments. Raises ValueError for a bad URL, AccessRefused, and for every other failure
-        ConnectionLost (or ProtocolError) with its cause."""
+    async def open(
+        cls,
+        address: Address | str,
+        *,
+        name: str,
+        product: str = "amqp",
+        version: str = "",
+        heartbeat: float = 20.0,
+        timeout: float = 10.0,
+    ) -> Self:
+        """Connect and log in, within ``timeout`` seconds. The broker's operators see ``name``, ``product`` and
+        ``version``. A heartbeat or timeout in the URL overrides the arguments. Raises ValueError for a bad URL,
+        AccessRefused, and for every other failure ConnectionLost (or ProtocolError) with its cause."""
         where = Address.parse(address) if isinstance(address, str) else address
         heartbeat = heartbeat if where.heartbeat is None else where.heartbeat
         timeout = timeout if where.timeout is None else where.timeout
@@ -136,7 +147,8 @@ class Connection(asyncio.Protocol):
                     ssl=where.tls,
                     server_hostname=(where.server_name or where.host) if where.tls else None,
                 )
-                await connection._log_in(where, name, heartbeat)
+                connection.product = product
+                await connection._log_in(where, name, version, heartbeat)
         except TimeoutError as late:
             raise ConnectionLost(0, f"no connection to {where} within {timeout:g} s") from late
         except OSError as error:
@@ -167,14 +179,15 @@ class Connection(asyncio.Protocol):
         if self._alarm is not None:
             on_change(self._alarm)
 
-    async def channel(self, *, confirming: bool = False) -> Channel:
-        """Open a channel, in confirm mode if ``confirming``. Raises NoFreeChannel, ChannelClosed, ConnectionLost."""
+    async def channel(self, *, token_header: bytes | None = None) -> Channel:
+        """Open a channel; with ``token_header`` in confirm mode (see :class:`Channel`). Raises NoFreeChannel,
+        ChannelClosed, ConnectionLost."""
         self._check_open()
         number = next(one for one in count(1) if one not in self.receivers)
         if number > self.limits.channel_max:
             raise NoFreeChannel(f"all {self.limits.channel_max} channels of the connection are in use")
-        channel = self.receivers[number] = Channel(self, number)
-        await channel.open(confirming=confirming)
+        channel = self.receivers[number] = Channel(self, number, token_header)
+        await channel.open()
         return channel
 
     def pause_reading(self) -> None:
@@ -326,10 +339,10 @@ class Connection(asyncio.Protocol):
         else:
             self._hang_up()
 
-    async def _log_in(self, address: Address, name: str, heartbeat: float) -> None:
+    async def _log_in(self, address: Address, name: str, version: str, heartbeat: float) -> None:
         start = await self._ask(PROTOCOL_HEADER, commands.Connection.Start)
         self.version = handshake.server_version(start.server_properties)
-        hello = handshake.start_ok(start, address, name)
+        hello = handshake.start_ok(start, address, name, self.product, version)
         tune = await self._ask(marshal(hello, 0), commands.Connection.Tune)
         self.limits = handshake.agree(tune, heartbeat)
         self._parser.frame_max = self.limits.frame_max

@@ -1,5 +1,4 @@
-"""Errors of AMQP connections, channels and messages. A loss is also a delayer.core.errors.BrokerLost: messages in
-flight are in doubt, and a retry may help."""
+"""Errors of AMQP connections, channels and messages. Pure."""
 
 from __future__ import annotations
 
@@ -7,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import ClassVar, Final
 
-from delayer.core.errors import BrokerLost
-from delayer.core.hold import Outcome
+from delayer.amqp.values import Answer
 
 
 class ReplyCode(IntEnum):
@@ -41,16 +39,25 @@ class MalformedTable(Exception):
     """A field table has the wrong length, or contains an unreadable value."""
 
 
+class BrokerLost(Exception):
+    """The broker, or the channel in use, is gone. A publish in flight may have succeeded, and a retry may help.
+    ``advice``: how an operator can fix the cause, as an imperative; may be empty."""
+
+    def __init__(self, *text: object, advice: str = "") -> None:
+        super().__init__(*text)
+        self.advice = advice
+
+
 class NoFreeChannel(BrokerLost):
     """Every channel number that the broker allows is in use."""
 
 
 class _Closed(BrokerLost):
     """A closed connection or channel. ``code`` and ``text`` are from the side that closed it; code 0 if there is none.
-    The text loses its full stop, because our sentences continue after it. ``outcomes``: the known outcomes of the
+    The text loses its full stop, because our sentences continue after it. ``answers``: the known answers to the
     published batch, None for messages in doubt."""
 
-    outcomes: Sequence[Outcome | None] = ()
+    answers: Sequence[Answer | None] = ()
     ADVICE: ClassVar[Mapping[int, str]] = {}
     """The next step by reply code."""
 

@@ -17,7 +17,7 @@ from pamqp.base import Frame
 from pamqp.exceptions import UnmarshalingException
 
 from delayer.amqp.errors import ChannelClosed, ConnectionLost, ProtocolError, ReplyCode, again
-from delayer.core.message import Delivery, Outgoing
+from delayer.amqp.values import Delivery, Outgoing
 
 PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 METHOD, HEADER, BODY, HEARTBEAT = 1, 2, 3, 8

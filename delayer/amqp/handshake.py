@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from pamqp import commands
 
-import delayer
 from delayer.amqp.address import Address
 from delayer.amqp.errors import AccessRefused, ReplyCode
 from delayer.amqp.framing import DEFAULT_FRAME_MAX, MIN_FRAME_MAX
@@ -26,7 +25,9 @@ class ConnectionLimits(NamedTuple):
     heartbeat: float
 
 
-def start_ok(start: commands.Connection.Start, address: Address, name: str) -> commands.Connection.StartOk:
+def start_ok(
+    start: commands.Connection.Start, address: Address, name: str, product: str, version: str
+) -> commands.Connection.StartOk:
     """Build our login with our capabilities. Raises AccessRefused if the broker does not offer our login mechanism."""
     offered = str(start.mechanisms).split()
     if address.auth_mechanism not in offered:
@@ -35,8 +36,8 @@ def start_ok(start: commands.Connection.Start, address: Address, name: str) -> c
     plain = address.auth_mechanism == "PLAIN"
     return commands.Connection.StartOk(
         client_properties={
-            "product": "delayer",
-            "version": delayer.__version__,
+            "product": product,
+            "version": version,
             "platform": "Python",
             "connection_name": name,
             "capabilities": dict.fromkeys((*_CAPABILITIES, "authentication_failure_close"), True),

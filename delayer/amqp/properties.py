@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import NamedTuple, Self
 
 from delayer.amqp.errors import MalformedProperties, MalformedTable
-from delayer.core.message import Timestamp
+from delayer.amqp.values import Timestamp
 
 SIZES: dict[int, int] = {
     ord(kind): size

@@ -25,9 +25,9 @@ from urllib.parse import quote, unquote
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from delayer.amqp import reading
 from delayer.audit.files import replacing
 from delayer.core.message import as_text
+from delayer.format import reading
 from delayer.store.admin.actions import IdBitset
 from delayer.store.admin.exporting import Digest
 from delayer.store.waiting import Entry

@@ -42,7 +42,7 @@ from delayer.core.secret import SecretUrl
 from delayer.core.segment import FORMAT as SEGMENT_FORMAT
 from delayer.core.segment import SegmentBroken
 from delayer.core.units import DAY_MS
-from delayer.store.rows.envelope import FORMAT, checksum
+from delayer.format.rows import FORMAT, checksum
 from delayer.store.rows.partitions import day_of
 
 if TYPE_CHECKING:

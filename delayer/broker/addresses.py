@@ -9,15 +9,26 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Final, TypeVar
 
+from delayer import __version__
 from delayer.amqp.address import Address
-from delayer.amqp.errors import AccessRefused
+from delayer.amqp.connection import Connection
+from delayer.amqp.errors import AccessRefused, BrokerLost
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.core.errors import BrokerLost
 
 T = TypeVar("T")
 
 CONNECT_SECONDS: Final = 10.0
 """Timeout of one address, so that a hanging node does not keep a client from the next address."""
+HEARTBEAT_SECONDS: Final = 20.0
+
+
+async def connect(
+    address: Address, *, name: str, heartbeat: float = HEARTBEAT_SECONDS, timeout: float = CONNECT_SECONDS
+) -> Connection:
+    """Open a connection that the broker's operators see as delayer's. Raises BrokerLost."""
+    return await Connection.open(
+        address, name=name, product="delayer", version=__version__, heartbeat=heartbeat, timeout=timeout
+    )
 
 
 def addresses_of(urls: str) -> list[Address]:

@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
-from delayer.core.hold import CONFIRMED, Hold, HoldKind, Outcome
-from delayer.core.message import Outgoing
+from delayer.amqp.values import CONFIRMED, Outgoing
+from delayer.core.hold import Hold, HoldKind, Outcome
 
 MANY: Final = 3
 """With this many open breakers, all keys of an exchange are doubtful, because if keys name orders, each key is new."""

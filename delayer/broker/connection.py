@@ -15,9 +15,11 @@ import structlog
 from delayer.amqp.address import Address
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
-from delayer.broker.addresses import CONNECT_SECONDS, first_success
+from delayer.amqp.errors import BrokerLost
+from delayer.broker.addresses import CONNECT_SECONDS, connect, first_success
 from delayer.core.backoff import LogThrottle, pause
-from delayer.core.errors import OF_BROKER, BrokerLost, certificate_advice
+from delayer.core.errors import OF_BROKER, certificate_advice
+from delayer.core.marks import ID
 
 log = structlog.get_logger(__name__)
 
@@ -114,7 +116,7 @@ class ReconnectingConnection:
         # At the same address, with the current login.
         now = next((one for one in self._addresses() if (one.host, one.port) == (last.host, last.port)), last)
         address = replace(now, at=last.at, timeout=timeout if now.timeout is None else min(timeout, now.timeout))
-        connection = await Connection.open(address, name=name, heartbeat=self._heartbeat)
+        connection = await connect(address, name=name, heartbeat=self._heartbeat)
         connection.on_alarm(partial(_alarmed, name))
         self._others = [one for one in self._others if not one.closed.done()] + [connection]
         return connection
@@ -127,7 +129,7 @@ class ReconnectingConnection:
         """
         try:
             async with asyncio.timeout(seconds):
-                return await connection.channel(confirming=True)
+                return await connection.channel(token_header=ID)
         except TimeoutError as late:
             if not self.blocked:
                 connection.drop("the broker opened no channel in time")
@@ -184,7 +186,7 @@ class ReconnectingConnection:
 
     async def _open_accepted(self, address: Address) -> Connection:
         """Raises BrokerLost."""
-        connection = await Connection.open(address, name=self._name, heartbeat=self._heartbeat, timeout=self._timeout)
+        connection = await connect(address, name=self._name, heartbeat=self._heartbeat, timeout=self._timeout)
         if self._accept is not None:
             try:
                 await self._accept(connection)

@@ -13,11 +13,10 @@ from pamqp.commands import Queue as QueueMethods
 
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
-from delayer.amqp.errors import ConsumerCancelled
+from delayer.amqp.errors import BrokerLost, ConsumerCancelled
+from delayer.amqp.values import Delivery
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.pipelined_admin import check_queue
-from delayer.core.errors import BrokerLost
-from delayer.core.message import Delivery
 
 log = structlog.get_logger(__name__)
 

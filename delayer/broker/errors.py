@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from delayer.amqp.errors import BrokerLost
 from delayer.core.cascade import ONE_CONSUMER
-from delayer.core.errors import BrokerLost
 
 
 class BrokerUnreachable(BrokerLost):

@@ -23,15 +23,16 @@ from typing import Final
 
 import structlog
 
-from delayer.amqp.channel import TOKEN_HEADER, Channel, seconds_until_due
+from delayer.amqp.channel import Channel, seconds_until_due
 from delayer.amqp.connection import Connection
-from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, ConnectionLost, ReplyCode
+from delayer.amqp.errors import BrokerLost, ChannelClosed, ConfirmTimeout, ConnectionLost, ReplyCode
 from delayer.amqp.properties import encode_headers, entry, long_string
+from delayer.amqp.values import Answer, Outgoing, Pace
 from delayer.broker.circuit_breaker import CircuitBreaker, Destination, destination_of
 from delayer.broker.connection import ReconnectingConnection
-from delayer.core.errors import BrokerLost
-from delayer.core.hold import Outcome, closed_channel, closed_connection, unanswered
-from delayer.core.message import Outgoing, Schedule
+from delayer.core import faultpoint
+from delayer.core.hold import Outcome, closed_channel, closed_connection, outcome_of, unanswered
+from delayer.core.marks import ID
 from delayer.retry import raise_first
 
 log = structlog.get_logger(__name__)
@@ -132,7 +133,7 @@ class Pending:
     batch: Sequence[Outgoing]
     deadline: float
     """When the caller stops waiting, in seconds of the loop."""
-    schedule: Schedule | None = None
+    pace: Pace | None = None
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     in_doubt: set[int] = field(default_factory=set)
     """Messages not to publish again: the broker answered nothing at all, or the isolation was interrupted."""
@@ -191,7 +192,7 @@ class Isolation:
         """
         all_end = suspicion is Suspicion.ALL_END_CONNECTIONS
         indexes = sorted(indexes)  # Doubtful messages come grouped by destination, and the last one decides the wait.
-        while indexes and (left := seconds_until_due(pending.schedule, indexes[-1])):  # noqa: ASYNC110 - a clock
+        while indexes and (left := seconds_until_due(pending.pace, indexes[-1])):  # noqa: ASYNC110 - a clock
             await asyncio.sleep(left)
         until = min(pending.deadline, _now() + CONNECT_SECONDS if all_end else math.inf)
         if self.isolating_until > _now() and not all_end:
@@ -280,7 +281,7 @@ class Isolation:
     async def _is_answering(self, connection: Connection, seconds: float) -> bool:
         """Whether the broker answers at all within ``seconds``. Publishes a message to a queue that does not exist."""
         token = b"delayer.nobody." + uuid.uuid4().hex.encode()
-        message = Outgoing(b"", token, encode_headers(entry(TOKEN_HEADER, long_string(token))), b"", token)
+        message = Outgoing(b"", token, encode_headers(entry(ID, long_string(token))), b"", token)
         try:
             async with asyncio.timeout(seconds):
                 await self._second.publish(connection, [message], seconds)
@@ -293,16 +294,16 @@ class Isolation:
     ) -> _Loss | None:
         """Publish on one channel, and enter the known outcomes. Returns the reason if any are missing. Raises
         BrokerLost if no message is the reason."""
-        answers: Sequence[Outcome | None]
+        answers: Sequence[Answer | None]
         lost: _Loss | None = None
         case.written.update(portion)
         try:
             messages = [case.pending.batch[index] for index in portion]
             answers = await self._second.publish(connection, messages, seconds)
         except (ChannelClosed, ConnectionLost) as error:
-            lost, answers = error, error.outcomes
+            lost, answers = error, error.answers
         answered = zip(portion, answers, strict=bool(answers))
-        case.pending.outcomes.update((index, outcome) for index, outcome in answered if outcome is not None)
+        case.pending.outcomes.update((index, outcome_of(answer)) for index, answer in answered if answer is not None)
         if isinstance(lost, ConnectionLost) and not lost.objects:
             raise lost
         return lost
@@ -395,7 +396,7 @@ class _SecondConnection:
                 return self._connection
         return await self._reconnecting.connection(CONNECT_SECONDS)
 
-    async def publish(self, connection: Connection, messages: Sequence[Outgoing], seconds: float) -> list[Outcome]:
+    async def publish(self, connection: Connection, messages: Sequence[Outgoing], seconds: float) -> list[Answer]:
         """Publish on a channel of ``connection`` that no other publish uses. Raises BrokerLost."""
         ours = connection is self._connection
         self._idle_channels = [one for one in self._idle_channels if not one.closed.done()]
@@ -404,10 +405,10 @@ class _SecondConnection:
         else:
             channel = await self._reconnecting.confirming_channel(connection, OPEN_SECONDS if ours else None)
         try:
-            outcomes = await channel.publish(messages, timeout=seconds)
+            answers = await channel.publish(messages, timeout=seconds, reach=faultpoint.reach)
             if ours and len(self._idle_channels) < SMALL_PORTION:
                 self._idle_channels.append(channel)
-            return outcomes
+            return answers
         finally:
             if channel not in self._idle_channels:
                 channel.abandon()

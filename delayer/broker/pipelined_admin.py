@@ -22,10 +22,11 @@ from delayer.amqp.connection import Connection
 from delayer.amqp.errors import AccessRefused, ChannelClosed, ReplyCode
 from delayer.amqp.framing import UncheckedMethod
 from delayer.amqp.properties import encode_headers, entry, int64
-from delayer.broker.addresses import CONNECT_SECONDS, addresses_of, first_success
+from delayer.amqp.values import Delivery, Outgoing
+from delayer.broker.addresses import CONNECT_SECONDS, addresses_of, connect, first_success
 from delayer.broker.errors import UNDECLARED, BrokerRefused, BrokerUnreachable, TopologyFinding, TopologyMismatch
 from delayer.core.delay_headers import OPT_TIME
-from delayer.core.message import Delivery, Outgoing
+from delayer.core.marks import ID
 from delayer.core.topology import Binding, Exchange, Queue, Topology, TopologyPart, arguments
 
 
@@ -204,7 +205,7 @@ class PipelinedAdmin:
             if not came_ms.done():
                 came_ms.set_result(_now_ms())
 
-        channel = await self._answer(self._connection.channel(confirming=True))
+        channel = await self._answer(self._connection.channel(token_header=ID))
         await self._answer(channel.consume(queue, on_delivery, on_cancelled=lambda: None))
         due_ms = _now_ms() + PROBE_MS
         properties = encode_headers(entry(OPT_TIME, int64(due_ms)))
@@ -261,7 +262,7 @@ def _now_ms() -> int:
 async def open_connection(address: Address, name: str, patience: float) -> Connection:
     """Open a connection, which the caller closes. Raises BrokerLost, and BrokerRefused for login, vhost or limits."""
     try:
-        return await Connection.open(address, name=name, timeout=min(patience, CONNECT_SECONDS))
+        return await connect(address, name=name, timeout=min(patience, CONNECT_SECONDS))
     except AccessRefused as refused:
         raise BrokerRefused(f"{address}: {refused}", refused.advice) from refused
 

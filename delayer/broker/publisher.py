@@ -17,13 +17,15 @@ from typing import Final
 import structlog
 
 from delayer.amqp.channel import Channel, seconds_until_due
-from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, ConnectionLost
+from delayer.amqp.errors import BrokerLost, ChannelClosed, ConfirmTimeout, ConnectionLost
 from delayer.amqp.framing import DEFAULT_FRAME_MAX, header_limit
+from delayer.amqp.values import CONFIRMED, Answer, Outgoing, Pace
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.isolation import Isolation, Pending, Suspicion
-from delayer.core.errors import BrokerLost, Unconfirmed
-from delayer.core.hold import Outcome
-from delayer.core.message import Outgoing, Schedule, as_text
+from delayer.core import faultpoint
+from delayer.core.errors import Unconfirmed
+from delayer.core.hold import Outcome, outcome_of
+from delayer.core.message import as_text
 from delayer.retry import raise_first
 
 log = structlog.get_logger(__name__)
@@ -35,7 +37,7 @@ SHARED_FRACTION: Final = 0.625
 MAX_BATCH: Final = 10_000
 """Maximum number of messages in a batch."""
 LONGEST_AHEAD: Final = 2.0
-"""Maximum seconds that the last message of a schedule may be ahead. Claims and kept messages are due sooner, unless a
+"""Maximum seconds that the last message of a pace may be ahead. Claims and kept messages are due sooner, unless a
 clock was set back. Then the deadline ends the wait, and the messages are planned by the new time."""
 
 
@@ -71,8 +73,8 @@ class AmqpPublisher:
             self._frame_max = connection.limits.frame_max
         return header_limit(self._frame_max)
 
-    async def publish(self, batch: Sequence[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
-        """Publish: see core.publisher. Messages of a ``schedule`` are written every 2 ms. Isolated messages are written
+    async def publish(self, batch: Sequence[Outgoing], pace: Pace | None = None) -> list[Outcome]:
+        """Publish: see core.publisher. Messages of a ``pace`` are written every 2 ms. Isolated messages are written
         later, when the last of them is due.
 
         Raises BrokerLost if an outcome is missing ``confirm_timeout`` seconds after the last message is due.
@@ -80,8 +82,8 @@ class AmqpPublisher:
         if not batch:
             return []
         loop = asyncio.get_running_loop()
-        ahead = min(seconds_until_due(schedule, -1), LONGEST_AHEAD)
-        pending = Pending(batch, loop.time() + self._timeout + ahead, schedule)
+        ahead = min(seconds_until_due(pace, -1), LONGEST_AHEAD)
+        pending = Pending(batch, loop.time() + self._timeout + ahead, pace)
         lost: Exception | None = None
         try:
             # This bounds everything else, such as opening a channel.
@@ -144,8 +146,8 @@ class AmqpPublisher:
     async def _publish_ordinary(self, pending: Pending, indexes: Sequence[int]) -> None:
         """Publish on the shared channel, and publish copies and messages in doubt in isolation. Raises BrokerLost."""
         isolating = self._isolation.isolating_until > asyncio.get_running_loop().time()
-        if pending.schedule is not None and (isolating or not indexes):
-            pending.schedule.on_written()  # Let the next batch begin without waiting for the isolation.
+        if pending.pace is not None and (isolating or not indexes):
+            pending.pace.on_written()  # Let the next batch begin without waiting for the isolation.
         if isolating:
             return await self._isolation.publish(pending, indexes)
         together: list[int] = []
@@ -163,21 +165,23 @@ class AmqpPublisher:
             await self._isolation.publish(pending, copies)
 
     async def _publish_shared(self, pending: Pending, indexes: Sequence[int]) -> None:
-        whole = schedule = pending.schedule
+        whole = pace = pending.pace
         if whole is not None and len(indexes) < len(pending.batch):
-            schedule = Schedule([whole.due_ms[index] for index in indexes], whole.now_ms, whole.on_written)
+            pace = Pace([whole.due_ms[index] for index in indexes], whole.now_ms, whole.on_written)
         lost: ChannelClosed | ConnectionLost | None = None
         try:
             channel = await self._shared_channel(pending)
             messages = [pending.batch[index] for index in indexes]
-            answers: Sequence[Outcome | None]
-            answers = await channel.publish(messages, timeout=self._timeout * SHARED_FRACTION, schedule=schedule)
+            answers: Sequence[Answer | None]
+            timeout = self._timeout * SHARED_FRACTION
+            answers = await channel.publish(messages, timeout=timeout, pace=pace, reach=faultpoint.reach)
         except (ChannelClosed, ConnectionLost) as error:
-            lost, answers = error, error.outcomes
-        if whole is not None and schedule is not None and schedule is not whole:
-            whole.written_ms |= {indexes[at]: written_ms for at, written_ms in schedule.written_ms.items()}
-        answered = zip(indexes, answers, strict=bool(answers))
-        pending.outcomes.update((index, outcome) for index, outcome in answered if outcome is not None)
+            lost, answers = error, error.answers
+        if whole is not None and pace is not None and pace is not whole:
+            whole.written_ms |= {indexes[at]: written_ms for at, written_ms in pace.written_ms.items()}
+        for index, answer in zip(indexes, answers, strict=bool(answers)):
+            if answer is not None:
+                pending.outcomes[index] = CONFIRMED if answer is CONFIRMED else outcome_of(answer)
         silent = isinstance(lost, ConfirmTimeout)
         if lost is None or (silent and self._reconnecting.blocked):
             return

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from delayer.amqp import reading
 from delayer.cli.errors import ExitCode
 from delayer.cli.list import say_native
 from delayer.cli.options import agreed, messages_of, request_of, selected, store_url, whoami
 from delayer.cli.output import note, note_no_match, print_json, progress
 from delayer.config.texts import target_text
+from delayer.format import reading
 from delayer.store.admin.actions import NewDue
 from delayer.store.admin.changes import OF_HELD, ChangeResult, StoredChange
 

@@ -9,6 +9,7 @@ from typing import Final, Literal, NamedTuple
 
 import click
 
+from delayer.amqp.errors import BrokerLost
 from delayer.broker.admin import Admin
 from delayer.broker.errors import RIGHTS, BrokerRefused, TopologyFinding, mismatch_advice
 from delayer.cli import status
@@ -20,7 +21,7 @@ from delayer.config.texts import duration_text, is_loopback
 from delayer.config.topology import cascade_of, queues_at_work, topology_of, uses_cascade, without_effect
 from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade
 from delayer.core.clocks import FOLLOW_TIME, ClockOffset, differences
-from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.errors import StoreLost
 from delayer.core.readable import duration
 from delayer.store import schema, servers
 from delayer.store.admin import setup, stats

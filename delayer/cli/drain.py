@@ -9,7 +9,8 @@ from typing import Final, NamedTuple
 import click
 from asyncpg import Connection
 
-from delayer.amqp.edits import ROOM, Endpoints, into_cascade
+from delayer.amqp.errors import BrokerLost
+from delayer.amqp.values import Confirmed, Outgoing
 from delayer.broker.addresses import addresses_of
 from delayer.broker.admin import Admin
 from delayer.broker.cascade_depths import cascade_depths
@@ -25,13 +26,13 @@ from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, native_of
 from delayer.core.cascade import MAX_SECONDS
 from delayer.core.delay_headers import whole_seconds_until
-from delayer.core.errors import BrokerLost
 from delayer.core.filters import Filter
-from delayer.core.hold import Confirmed
 from delayer.core.importing import ImportSelection
-from delayer.core.message import Due, Outgoing
+from delayer.core.message import Due
 from delayer.core.readable import Say
 from delayer.core.units import MINUTE_MS
+from delayer.format.envelope import Endpoints, into_cascade
+from delayer.format.headers import ROOM
 from delayer.imports import state_machine
 from delayer.imports.brokers import Destinations
 from delayer.imports.cascade import CascadeLevels

@@ -7,11 +7,12 @@ from typing import IO, Any
 
 import click
 
+from delayer.amqp.errors import BrokerLost
 from delayer.audit.errors import JobFailed, JobImpossible, JobMisused
 from delayer.broker.errors import BrokerRefused, QueueMissing, TopologyMismatch
 from delayer.config.errors import ConfigError
 from delayer.core import errors
-from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.errors import StoreLost
 from delayer.core.readable import readable
 from delayer.store.errors import BadStoreUrl, SchemaOutdated, StoreUnfit
 

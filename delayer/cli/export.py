@@ -11,14 +11,13 @@ from typing import IO, Any
 
 import click
 
-from delayer.amqp import reading
 from delayer.audit.files import replacing
 from delayer.cli.errors import CommandFailed, Misused, OutOfReach
 from delayer.cli.options import filter_of, filter_options, request_of, store_url
 from delayer.cli.output import note
-from delayer.core import lines
 from delayer.core.filters import Filter
-from delayer.core.lines import Line
+from delayer.format import lines, reading
+from delayer.format.lines import Line
 from delayer.store import held_messages
 from delayer.store.admin import exporting
 from delayer.store.admin.exporting import BrokenSegments

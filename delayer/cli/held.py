@@ -7,8 +7,6 @@ from typing import Any
 
 import click
 
-from delayer.amqp import reading
-from delayer.amqp.reading import address
 from delayer.cli.changing import change_stored
 from delayer.cli.options import (
     as_json,
@@ -26,6 +24,8 @@ from delayer.cli.output import note, note_no_match, print_json, print_table
 from delayer.core.filters import Token, read_token
 from delayer.core.message import as_text
 from delayer.core.readable import instant
+from delayer.format import reading
+from delayer.format.reading import address
 from delayer.http import as_json as for_programs
 from delayer.store import held_messages
 from delayer.store.held_messages import HeldEntry

@@ -12,13 +12,13 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from delayer.amqp.reading import address
 from delayer.cli.errors import CommandFailed, ExitCode, Misused, OutOfReach
 from delayer.cli.options import agreed, as_json, dry_run_option, fixed_instant, read_as, request_of, whoami, yes_option
 from delayer.cli.output import note, print_json, print_table, progress
 from delayer.config.model import Settings
 from delayer.core.importing import ImportSelection, Run, read_rewrite
 from delayer.core.readable import instant
+from delayer.format.reading import address
 from delayer.imports import state_machine
 from delayer.imports.brokers import Destinations
 from delayer.imports.state_machine import ImportReport, ImportSource, Preview

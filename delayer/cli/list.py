@@ -10,8 +10,6 @@ from typing import Any, Final
 import click
 from asyncpg import Connection
 
-from delayer.amqp import reading
-from delayer.amqp.reading import address
 from delayer.cli.errors import ExitCode
 from delayer.cli.options import (
     as_json,
@@ -30,6 +28,8 @@ from delayer.config.model import Settings
 from delayer.core.filters import place_text, read_place
 from delayer.core.message import as_text
 from delayer.core.readable import away, instant
+from delayer.format import reading
+from delayer.format.reading import address
 from delayer.http import as_json as for_programs
 from delayer.store import waiting
 from delayer.store.admin import audit_log as audit_trail

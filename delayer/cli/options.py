@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import click
 from asyncpg import Connection
 
-from delayer.amqp.reading import message_id, raw
 from delayer.cli.errors import Misused
 from delayer.cli.output import note, quoted
 from delayer.config import loading, texts
@@ -29,7 +28,9 @@ from delayer.config.texts import Scalar
 from delayer.config.values import duration_ms
 from delayer.core.filters import Filter, Token, read_token
 from delayer.core.hold import HoldKind
+from delayer.core.message import raw
 from delayer.core.secret import SecretUrl
+from delayer.format.reading import message_id
 from delayer.store import waiting
 from delayer.store.session import looking
 

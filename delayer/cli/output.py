@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from delayer.core.lines import escaped
-from delayer.core.readable import Say, away, delayed_rows, duration, instant, readable
+from delayer.core.readable import Say, away, delayed_rows, duration, escaped, instant, readable
 
 if TYPE_CHECKING:
     from delayer.broker.cascade_depths import CascadeDepths

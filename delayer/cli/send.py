@@ -9,12 +9,12 @@ from typing import IO, Any
 
 import click
 
-from delayer.amqp.reading import raw
 from delayer.cli.errors import EXPECTED_ERRORS, CommandError, CommandFailed
 from delayer.cli.options import Request, duration, fixed_instant, headers_of
 from delayer.cli.output import note, progress, quoted
 from delayer.cli.sending import DECLARED, Composed, Composer, Draft, SendReport, portions_of, publish
 from delayer.core.filters import OWN
+from delayer.core.message import raw
 from delayer.core.readable import duration as duration_in_words
 from delayer.core.readable import instant, readable
 

@@ -18,6 +18,7 @@ from pamqp.commands import Basic
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from delayer.amqp.framing import DEFAULT_FRAME_MAX, header_limit
+from delayer.amqp.values import SHORT_STRING, Delivery
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.pipelined_admin import PATIENCE
 from delayer.cli.errors import CommandFailed, Misused
@@ -27,7 +28,7 @@ from delayer.config.model import RouteTable, Settings, Table
 from delayer.config.texts import LARGEST_FLOAT, LONGEST_NAME, Scalar, instant_ms
 from delayer.config.values import DurationMs
 from delayer.core.delay_sources import header_of
-from delayer.core.message import SHORT_STRING, Delivery, as_text
+from delayer.core.message import as_text
 from delayer.core.operations import Cancel
 from delayer.core.plan import Refuse
 from delayer.daemon.live_settings import policy_of

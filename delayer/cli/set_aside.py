@@ -10,15 +10,15 @@ from typing import Any, Final, NamedTuple
 
 import click
 
-from delayer.amqp.reading import raw
 from delayer.cli.changing import carry_out
 from delayer.cli.options import as_json, change_options, duration, headers_of, joined, kind_option, request_of
 from delayer.cli.output import note, print_json, print_table
 from delayer.config.topology import unread_delays
+from delayer.core.message import raw
 from delayer.core.readable import instant
 from delayer.daemon import set_aside
 from delayer.daemon.set_aside import NOUNS, SetAsideChange, describe_unseen
-from delayer.intake.refusals import NO_EDITS, RetryEdits
+from delayer.format.refusal import NO_EDITS, RetryEdits
 from delayer.intake.set_aside import ANY, MAX_LISTED, Selection, SetAsideMessage, SetAsideName
 
 LISTED: Final = 50

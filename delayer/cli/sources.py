@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from delayer.amqp.address import Address
-from delayer.amqp.reading import raw
 from delayer.cli.errors import Misused
 from delayer.cli.importing import Make, import_, source
 from delayer.cli.options import duration, url_of
@@ -16,7 +15,7 @@ from delayer.config.model import Settings
 from delayer.config.topology import queues_at_work
 from delayer.config.values import broker_url, management_url
 from delayer.core.cascade import CASCADE_KINDS, Cascade
-from delayer.core.message import Target
+from delayer.core.message import Target, raw
 from delayer.imports.cascade import CascadeLevels
 from delayer.imports.files import DelayedExchange, JsonLines
 from delayer.imports.hold_queues import HoldQueues

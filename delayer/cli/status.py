@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import click
 
+from delayer.amqp.errors import BrokerLost
 from delayer.broker.cascade_depths import CascadeDepths, cascade_depths
 from delayer.broker.errors import BrokerRefused
 from delayer.cli.errors import STORE_RUNS, ExitCode, broker_advice
@@ -30,7 +31,7 @@ from delayer.cli.output import (
 from delayer.config.model import Settings
 from delayer.config.texts import is_loopback, names_of, service_of
 from delayer.config.topology import cascade_of, uses_cascade
-from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.errors import StoreLost
 from delayer.core.readable import duration
 from delayer.core.secret import Secret
 from delayer.store import schema

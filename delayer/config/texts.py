@@ -11,10 +11,10 @@ from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from delayer.amqp.reading import raw
 from delayer.config.errors import Expected, show
 from delayer.config.model import Settings
 from delayer.config.values import UNITS_MS, duration_ms, within
+from delayer.core.message import raw
 from delayer.core.readable import instant
 
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")

@@ -10,10 +10,10 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import BeforeValidator
 
+from delayer.amqp.values import SHORT_STRING
 from delayer.config.errors import Expected
 from delayer.core.cascade import ADDRESS_BYTES, NAME_BYTES, Cascade, bindable
 from delayer.core.delay_sources import HEADER
-from delayer.core.message import SHORT_STRING
 from delayer.core.secret import Secret, SecretUrl, SecretUrls
 
 UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}

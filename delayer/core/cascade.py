@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from delayer.core.message import SHORT_STRING
+from delayer.amqp.values import SHORT_STRING
 from delayer.core.topology import ArgumentValue, Binding, Exchange, Queue, Topology, arguments
 
 LEVELS = 28

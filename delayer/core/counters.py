@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from delayer.amqp.values import Pace
 from delayer.core.hold import Hold, HoldKind, Outcome
-from delayer.core.message import Schedule
 
 ROUTE_KINDS: Final = ("parked", "released", "cascaded", "refused", "held", "returned", "nacked", "undelayed")
 MOST_ROUTES: Final = 15
@@ -94,9 +94,9 @@ class Counters:
             ours[self.name_of(route)] += count
 
     def settled(
-        self, messages: Iterable[Counted], outcomes: Iterable[Outcome | None], schedule: Schedule, now_ms: float
+        self, messages: Iterable[Counted], outcomes: Iterable[Outcome | None], pace: Pace, now_ms: float
     ) -> None:
-        """Count a batch's outcomes, and the lateness of its confirmed messages. Messages missing from the schedule were
+        """Count a batch's outcomes, and the lateness of its confirmed messages. Messages missing from the pace were
         confirmed at ``now_ms``. An outcome that closed a channel or connection counts as returned."""
         confirmed: dict[str, list[bytes]] = {}
         late: list[tuple[float, bytes]] = []
@@ -107,7 +107,7 @@ class Counters:
             elif outcome is not None:
                 confirmed.setdefault(kind, []).append(route)
                 if due_ms is not None:
-                    late.append((schedule.written_ms.get(index, now_ms) - due_ms, route))
+                    late.append((pace.written_ms.get(index, now_ms) - due_ms, route))
         for kind, routes in confirmed.items():
             self.add(kind, routes)
         self.delivered(late)

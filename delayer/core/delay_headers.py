@@ -14,8 +14,8 @@ from decimal import Decimal
 from functools import lru_cache, partial
 from typing import Final, NamedTuple, Protocol
 
+from delayer.amqp.values import Timestamp
 from delayer.core.marks import RECEIVED_AT, received_ms
-from delayer.core.message import Timestamp
 
 _NUMBER = re.compile(r"[+-]?[0-9]{1,30}(\.[0-9]{1,30})?", re.ASCII)
 # RFC 3339 section 5.6, with the lower-case letters and the space that its notes allow.

@@ -25,12 +25,20 @@ from delayer.core.delay_headers import (
     shown,
 )
 from delayer.core.marks import MARKS, OWN_PREFIX
+from delayer.core.message import as_bytes
 
 COPY_HEADERS: Final = frozenset({b"CC", b"BCC"})
 """The headers with further routing keys of a message."""
 CONSULTED: Final = REQUEST_HEADERS | MARKS | {DELAY, ETA} | nservicebus.HEADERS | COPY_HEADERS
 """The headers that every plan reads, in addition to those that its route's settings name. Routes with ``retry`` read
 retry_policy.RETRY_HEADERS instead."""
+
+
+def routing_keys_of(value: object) -> frozenset[bytes]:
+    """The routing keys in a CC header: its strings. Values of other types are skipped, as by the broker."""
+    if not isinstance(value, list):
+        return frozenset()
+    return frozenset(one for one in map(as_bytes, value) if one is not None)
 
 
 def _due(read: Callable[[DelayRequest], int | None]) -> Source:

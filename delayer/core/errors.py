@@ -1,7 +1,6 @@
 """Losses that all layers share. Adapters translate their driver's errors into these, with the cause chained.
 
-BrokerLost      the broker, or the channel in use, is gone: publishes in flight are in doubt
-├─ ConnectionLost, ChannelClosed (delayer.amqp) and BrokerUnreachable (delayer.broker) say where that was noticed
+BrokerLost      the broker, or the channel in use, is gone (amqp/errors.py): publishes in flight are in doubt
 ├─ NotTaken     one of our queues refused a message that it must accept
 └─ Unconfirmed  a batch was not fully confirmed in time; it carries the known outcomes
 StoreLost       the store is unreachable, or the transaction failed
@@ -15,15 +14,8 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
+from delayer.amqp.errors import BrokerLost
 from delayer.core.hold import Outcome
-
-
-class BrokerLost(Exception):
-    """The broker, or the channel in use, is gone. A publish in flight may have succeeded. ``advice``: see StoreLost."""
-
-    def __init__(self, *text: object, advice: str = "") -> None:
-        super().__init__(*text)
-        self.advice = advice
 
 
 class NotTaken(BrokerLost):

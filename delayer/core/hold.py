@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
+from delayer.amqp.values import Answer, Confirmed, Nacked, Returned
 from delayer.core.delay_headers import in_words
 from delayer.core.message import as_text
 
@@ -96,20 +97,21 @@ def unfit(text: str) -> Hold:
     return Hold(HoldKind.UNFIT, f"unfit: {text}")
 
 
-@dataclass(frozen=True, slots=True)
-class Confirmed:
-    """The broker took responsibility for the publish, and routed it to at least one queue."""
-
-
 Outcome = Confirmed | Hold
 """The result of a publish: confirmed, or why its message is held."""
-CONFIRMED: Final = Confirmed()
 NACKED: Final = Hold(HoldKind.NACKED, "nacked: the destination refused it")
 
 
 def returned(code: int, text: str) -> Hold:
     """The outcome of a publish for which the broker found no queue."""
     return Hold(HoldKind.RETURNED, f"returned: {code} {text}")
+
+
+def outcome_of(answer: Answer) -> Outcome:
+    """The outcome of a publish that the broker has answered."""
+    if isinstance(answer, Returned):
+        return returned(answer.code, answer.text)
+    return NACKED if isinstance(answer, Nacked) else answer
 
 
 def unanswered(seconds: float, exchange: bytes, routing_key: bytes) -> Hold:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final, TypeVar
 
+from delayer.amqp.values import Timestamp
 from delayer.core import nservicebus
 from delayer.core.cascade import Cascade, delay_in_key
 from delayer.core.delay_headers import ETA, UnreadableDelay, read_eta_ms
 from delayer.core.marks import LAST_DUE, X_DEATH
-from delayer.core.message import Timestamp
 
 T = TypeVar("T")
 CLOCKS_MS: Final = 5_000

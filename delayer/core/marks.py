@@ -11,8 +11,10 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from delayer.core.message import Timestamp
+from delayer.amqp.values import Timestamp
 
+ID: Final = b"x-delayer-id"
+"""The id of a message's last publish; every edit sets it."""
 LAST_DUE: Final = b"x-delayer-due"
 """The due time of the last delay, in epoch milliseconds; every release sets it."""
 OWN_PREFIX: Final = b"x-delayer-"

@@ -1,66 +1,17 @@
-"""The values that the layers exchange: deliveries, publishes and their outcomes, parcels, claimed rows and lanes.
-
-Exchange names, routing keys and keys are ``bytes``, because AMQP short strings need not be UTF-8, and the daemon never
-decodes them on the way. ``properties`` is the payload of a content-header frame after class, weight and body size: the
-property flags and the property list, unchanged.
-"""
+"""The values that the layers exchange: parcels, claimed rows and lanes. Names and properties are bytes, as in
+amqp/values.py, and the daemon never decodes them on the way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from delayer.core.hold import Hold  # core/hold.py imports this module.
 
 
-SHORT_STRING: Final = 255
-"""Limit of an AMQP short string, in bytes."""
-
-
-class Delivery(NamedTuple):
-    """A message as the broker delivered it. It is unsettled until ``tag`` is acknowledged."""
-
-    tag: int
-    redelivered: bool
-    exchange: bytes
-    routing_key: bytes
-    properties: bytes
-    body: bytes
-    read_at: float = 0.0
-    """When it was read from the socket, in monotonic seconds; 0.0 if unknown."""
-
-
-class Outgoing(NamedTuple):
-    """A message to publish with the mandatory flag. ``token``, its header ``x-delayer-id``, identifies the publish if
-    the broker returns the message. It is unique among the publishes in flight on a channel."""
-
-    exchange: bytes
-    routing_key: bytes
-    properties: bytes
-    body: bytes
-    token: bytes
-    isolated: bool = False
-    """Whether publishing it once closed a connection. If so, only the isolation connection publishes it."""
-
-
-@dataclass(slots=True)
-class Schedule:
-    """The due times of a batch. Each message is published at its due time, never before."""
-
-    due_ms: Sequence[int]
-    """One for each message, in ascending order."""
-    now_ms: Callable[[], float]
-    """Returns a lower bound of the deciding clock's time, in epoch milliseconds."""
-    on_written: Callable[[], object] = bool
-    """Called after the last message was written. The default does nothing."""
-    written_ms: dict[int, float] = field(default_factory=dict)
-    """When each message was written on the shared channel, without those of the isolation connection."""
-
-
 WINDOW_MS: Final = 100
-"""A claim covers the messages due within this time, and a Schedule publishes each on time. A longer window costs less
+"""A claim covers the messages due within this time, and a Pace publishes each on time. A longer window costs less
 CPU, but a message parked into it waits for the last message of the claim before."""
 BROKER_LEAD_MS: Final = 100
 """RabbitMQ 4.4 delivers a delayed envelope this long before it is due; the daemon keeps it for the rest."""
@@ -76,6 +27,11 @@ def as_bytes(value: object) -> bytes | None:
 def as_text(raw: bytes) -> str:
     """Decode bytes; those that are not UTF-8 become backslash escapes."""
     return raw.decode("utf-8", "backslashreplace")
+
+
+def raw(text: str) -> bytes:
+    """Encode a name from the command line or a form as AMQP has it."""
+    return text.encode("utf-8", "surrogateescape")
 
 
 DIRECT_REPLY: Final = b"amq.rabbitmq.reply-to"
@@ -130,12 +86,6 @@ class Due(NamedTuple):
     """Why the message was last held; None if it never was."""
     parked_ms: int | None = None
     """When it was parked, epoch milliseconds; None for a message that was held."""
-
-
-class Timestamp(int):
-    """An AMQP timestamp (field type ``T``, or the ``timestamp`` property): whole seconds since the epoch."""
-
-    __slots__ = ()
 
 
 class KeyGroup(bytes):

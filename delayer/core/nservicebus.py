@@ -11,8 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
+from delayer.amqp.values import SHORT_STRING
 from delayer.core.delay_headers import UnreadableDelay, read_delay_ms, read_instant_ms, shown
-from delayer.core.message import SHORT_STRING, KeyGroup, as_bytes
+from delayer.core.message import KeyGroup, as_bytes
 
 DELAY_IN_SECONDS: Final = b"NServiceBus.Transport.RabbitMQ.DelayInSeconds"
 TIME_SENT: Final = b"NServiceBus.TimeSent"

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeVar
 
+from delayer.amqp.values import SHORT_STRING
 from delayer.core import nservicebus, retry_policy
 from delayer.core.cascade import MAX_SECONDS, NAME_BYTES, strip_prefix
 from delayer.core.delay_headers import (
@@ -35,7 +36,7 @@ from delayer.core.delay_headers import (
 from delayer.core.delay_sources import CONSULTED, DEFAULT_FORMS, HEADER, header_of, is_lasting, source_of
 from delayer.core.hold import Hold, too_late
 from delayer.core.marks import is_over
-from delayer.core.message import SHORT_STRING, Target, as_bytes, is_direct_reply
+from delayer.core.message import Target, as_bytes, is_direct_reply
 from delayer.core.operations import Cancel
 from delayer.core.retry_policy import FailedAttempt, NoFailure, RetryPolicy, failure, wait_ms
 

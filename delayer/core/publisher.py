@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from delayer.amqp.values import Outgoing, Pace
 from delayer.core.hold import Outcome
-from delayer.core.message import Outgoing, Schedule
 
 
 class Publisher(Protocol):
@@ -24,11 +24,11 @@ class Publisher(Protocol):
     def batch_limit(self) -> int:
         """The recommended batch size at the broker's speed. Longer batches are late, and republished, more often."""
 
-    async def publish(self, batch: Sequence[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
+    async def publish(self, batch: Sequence[Outgoing], pace: Pace | None = None) -> list[Outcome]:
         """Publish, and wait for every confirm, even while the broker blocks publishers. Returns one outcome for each
         message, in the order of the batch. Messages of one exchange are published in that order.
 
-        With a ``schedule``, each message is published at its due time, never before; cancelling drops those not due
+        With a ``pace``, each message is published at its due time, never before; cancelling drops those not due
         yet. Raises BrokerLost if an outcome is missing in time. Then the whole batch is in doubt, except for the
         outcomes that an Unconfirmed carries."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -116,3 +117,20 @@ def delayed_rows(delayed: Mapping[str, int | None]) -> list[tuple[str, int | str
         *found.items(),
         (f"all queues, delayed by RabbitMQ itself up to {COUNTS_AGE:.0f} s ago", sum(found.values())),
     ]
+
+
+_UNPRINTED_IN_JSON: Final = re.compile("[^\n -~]")
+
+
+def escaped(text: str) -> str:
+    r"""Escape unprintable characters (DEL, C1 controls, direction marks) of JSON as ``\uXXXX``. They occur only in
+    strings, where both spellings mean the same. Line ends between the objects stay.
+
+    >>> escaped('"a\u202eb\x9b"')
+    '"a\\u202eb\\u009b"'
+    """
+    return _UNPRINTED_IN_JSON.sub(_spelled, text)
+
+
+def _spelled(match: re.Match[str]) -> str:
+    return match[0] if match[0].isprintable() else json.dumps(match[0])[1:-1]

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from delayer.amqp.values import Timestamp
 from delayer.core.delay_headers import shown
 from delayer.core.marks import X_DEATH
-from delayer.core.message import Timestamp, as_bytes
+from delayer.core.message import as_bytes
 
 RETRIES: Final = b"x-delayer-retries"
 FAILED_IN: Final = b"x-delayer-failed-in"

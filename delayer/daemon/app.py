@@ -14,6 +14,7 @@ import structlog
 import uvloop
 
 from delayer import __version__
+from delayer.amqp.errors import BrokerLost
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.publisher import AmqpPublisher
 from delayer.config import logs
@@ -21,7 +22,7 @@ from delayer.config.errors import ConfigError, Problem
 from delayer.config.model import Settings, Table, UrlTable
 from delayer.config.topology import without_effect
 from delayer.config.values import within
-from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.errors import StoreLost
 from delayer.daemon.live_settings import rates_of
 from delayer.daemon.systemd import Notifier
 from delayer.daemon.wiring import Daemon

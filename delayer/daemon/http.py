@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from delayer.amqp.reading import raw
+from delayer.amqp.errors import BrokerLost
 from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import BrokerRefused, QueueMissing, TopologyMismatch
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of
-from delayer.core.errors import BrokerLost
-from delayer.core.message import as_text
+from delayer.core.message import as_text, raw
 from delayer.daemon import set_aside
 from delayer.daemon.set_aside import SetAsideChange
 from delayer.daemon.wiring import Daemon
+from delayer.format.refusal import RetryEdits
 from delayer.http.recent import Recent, host_ms
 from delayer.http.server import HttpPart
 from delayer.http.view import Depths, State
-from delayer.intake.refusals import RetryEdits
 from delayer.intake.set_aside import Result, Selection, SetAsideName
 from delayer.store.admin.changes import ChangeResult
 

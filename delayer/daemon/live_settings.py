@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from delayer.amqp.edits import Endpoints
 from delayer.config.model import RetryTable, Settings
 from delayer.config.topology import own_names, uses_cascade
 from delayer.core.cascade import Cascade
@@ -15,6 +14,7 @@ from delayer.core.hold import Limits
 from delayer.core.plan import LATEST_MS, Mode, Policy, Route
 from delayer.core.publisher import Publisher
 from delayer.core.retry_policy import RetryPolicy
+from delayer.format.envelope import Endpoints
 from delayer.intake.handle import KEEP_MS
 from delayer.store.backlog import PostgresBacklog
 

@@ -14,7 +14,7 @@ from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, native_of
 from delayer.core.filters import naming_advice
-from delayer.intake.refusals import NO_EDITS, EntryPoints, RetryEdits
+from delayer.format.refusal import NO_EDITS, EntryPoints, RetryEdits
 from delayer.intake.set_aside import (
     ANY,
     REFUSE_SECONDS,

@@ -10,9 +10,10 @@ from weakref import WeakKeyDictionary
 import structlog
 
 from delayer.amqp.connection import Connection
+from delayer.amqp.errors import BrokerLost
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.pipelined_admin import PipelinedAdmin
-from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.errors import StoreLost
 from delayer.core.topology import Topology
 from delayer.daemon.drift import DELETED
 from delayer.store.postgres import PostgresStore

@@ -19,13 +19,15 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from delayer.amqp.edits import ENVELOPE, ID, REFUSED
 from delayer.amqp.properties import Properties, decoded
+from delayer.amqp.values import Confirmed, Outgoing, Pace
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.delay_headers import DELAY
-from delayer.core.hold import Confirmed, Outcome
-from delayer.core.marks import LAST_DUE, RECEIVED_AT
-from delayer.core.message import Outgoing, Schedule, as_bytes, as_text
+from delayer.core.hold import Outcome
+from delayer.core.marks import ID, LAST_DUE, RECEIVED_AT
+from delayer.core.message import as_bytes, as_text
+from delayer.format.envelope import ENVELOPE
+from delayer.format.headers import REFUSED
 
 PARENT: Final = b"traceparent"
 
@@ -72,10 +74,10 @@ class TracedPublisher(AmqpPublisher):
 
     spans: Spans
 
-    async def publish(self, batch: Sequence[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
+    async def publish(self, batch: Sequence[Outgoing], pace: Pace | None = None) -> list[Outcome]:
         called_ms = time.time() * 1000
-        outcomes = await super().publish(batch, schedule)
-        now_ms, written_ms = time.time() * 1000, {} if schedule is None else schedule.written_ms
+        outcomes = await super().publish(batch, pace)
+        now_ms, written_ms = time.time() * 1000, {} if pace is None else pace.written_ms
         for index, (message, outcome) in enumerate(zip(batch, outcomes, strict=True)):
             headers = _of_released(message.properties) if isinstance(outcome, Confirmed) else None
             if headers is not None:

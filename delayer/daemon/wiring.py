@@ -10,6 +10,7 @@ from typing import Final, Literal
 import structlog
 
 from delayer.amqp.connection import Connection
+from delayer.amqp.errors import BrokerLost
 from delayer.broker.addresses import addresses_of
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import BUFFER_BYTES, AdaptivePrefetch, AmqpConsumer, FlowControl
@@ -22,7 +23,6 @@ from delayer.config.topology import cascade_of, uses_cascade
 from delayer.core.backoff import LogThrottle
 from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.counters import Counters
-from delayer.core.errors import BrokerLost
 from delayer.daemon import drift
 from delayer.daemon.live_settings import LiveSettings, rates_of
 from delayer.daemon.services import ServiceGroup

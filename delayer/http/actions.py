@@ -15,19 +15,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
-from delayer.amqp import reading
+from delayer.amqp.errors import BrokerLost
 from delayer.config.texts import target_text
 from delayer.config.topology import unread_delays
-from delayer.core.errors import BrokerLost
 from delayer.core.filters import Filter, Token
 from delayer.core.message import as_text
 from delayer.core.readable import instant
+from delayer.format import reading
+from delayer.format.refusal import NO_EDITS
 from delayer.http import forms
 from delayer.http.forms import FieldError, Search
 from delayer.http.pages import Pages, by_program
 from delayer.http.recent import host_ms
 from delayer.http.view import STORE_ERRORS
-from delayer.intake.refusals import NO_EDITS
 from delayer.intake.set_aside import Result, SetAsideName
 from delayer.store import held_messages, waiting
 from delayer.store.admin.changes import MATCHED, OF_HELD, ChangeResult, StoredChange

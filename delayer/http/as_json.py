@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from delayer.amqp import reading
 from delayer.core.message import as_text
 from delayer.core.readable import instant
+from delayer.format import reading
 from delayer.store.admin import detail
 from delayer.store.admin.detail import FullMessage
 from delayer.store.held_messages import HeldEntry

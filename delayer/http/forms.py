@@ -10,12 +10,12 @@ from urllib.parse import parse_qs
 
 from starlette.requests import Request
 
-from delayer.amqp.reading import raw
 from delayer.config.texts import instant_ms, shift_ms, typed_header
 from delayer.config.values import duration_ms
 from delayer.core import readable
 from delayer.core.filters import Filter, Token, read_place, read_token
-from delayer.intake.refusals import RetryEdits
+from delayer.core.message import raw
+from delayer.format.refusal import RetryEdits
 from delayer.store.admin.actions import NewDue
 
 _RAW: Final = ("route", "to_exchange", "to_key", "key", "message_id")

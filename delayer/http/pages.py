@@ -12,11 +12,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
-from delayer.amqp import reading
 from delayer.config.texts import is_loopback, names_of, service_of
 from delayer.core import horizon
 from delayer.core.filters import OWN, Token, place_text, read_token
+from delayer.core.message import raw
 from delayer.core.readable import delayed_rows
+from delayer.format import reading
 from delayer.http import as_json, forms, recent, render
 from delayer.http.access import Sessions, cookie_name
 from delayer.http.forms import FieldError, said
@@ -51,7 +52,7 @@ async def _named(connection: Any, text: str) -> Token | None:
     """Find the one message of this name among rows and held messages, by the rule of OWN; None without exactly one."""
     with suppress(ValueError):
         return read_token(text)
-    name = reading.raw(text)
+    name = raw(text)
     (tokens,) = (await waiting.called(connection, [name], reading.message_id, packed=False)).values()
     return tokens[0] if len(tokens) == 1 else None
 
@@ -117,7 +118,7 @@ class Pages:
             "overview.html",
             **await self._live(),
             series=render.series(value),
-            routes=[] if value is None else render.routes(value, [reading.raw(one.from_) for one in settings.routes]),
+            routes=[] if value is None else render.routes(value, [raw(one.from_) for one in settings.routes]),
             destinations=largest,
             destinations_note="" if value is None else render.destinations_note(value, largest),
             census_note="" if census is None else render.backlog_note(value, census.error),

@@ -14,12 +14,12 @@ import jinja2
 from starlette.responses import HTMLResponse
 
 from delayer import __version__
-from delayer.amqp import reading
-from delayer.amqp.reading import message_id, preview, value_text
 from delayer.core import horizon
 from delayer.core.message import as_text
 from delayer.core.readable import away, duration, instant, size
 from delayer.core.units import HOUR_MS
+from delayer.format import reading
+from delayer.format.reading import message_id, preview, value_text
 from delayer.http.recent import host_ms
 from delayer.http.view import State
 from delayer.store.admin.stats import COMPACTED, NONE_THERE, Census

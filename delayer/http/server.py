@@ -21,9 +21,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from delayer.amqp.errors import BrokerLost
 from delayer.config.texts import is_loopback
 from delayer.core.backoff import LogThrottle
-from delayer.core.errors import BrokerLost
 from delayer.http.access import PROBES, RequestGuard, Sessions
 from delayer.http.actions import Actions, ChangeHandler
 from delayer.http.forms import FieldError

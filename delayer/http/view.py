@@ -13,10 +13,11 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from starlette.exceptions import HTTPException
 
+from delayer.amqp.errors import BrokerLost
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of
-from delayer.core.errors import BrokerLost, StoreLost
-from delayer.intake.refusals import RetryEdits
+from delayer.core.errors import StoreLost
+from delayer.format.refusal import RetryEdits
 from delayer.intake.set_aside import Result, SetAsideName
 from delayer.store.admin import stats
 from delayer.store.admin.changes import ChangeResult

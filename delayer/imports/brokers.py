@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Mapping
 from typing import Final, TypeVar
 
 from delayer.amqp.address import Address
+from delayer.amqp.errors import BrokerLost
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused
 from delayer.broker.route_check import CheckedTarget, Verdict, check_targets
-from delayer.core.errors import BrokerLost
 from delayer.core.importing import MOST_GOALS, Goal
 from delayer.core.message import Target
 from delayer.imports.state_machine import BadSource, ImportImpossible, SourceLost

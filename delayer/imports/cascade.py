@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from delayer.amqp import edits
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.framing import DEFAULT_FRAME_MAX, header_limit
 from delayer.amqp.properties import Properties, decoded
+from delayer.amqp.values import Delivery
 from delayer.broker.admin import Admin
 from delayer.core.cascade import LEVELS, Cascade, leads_to, strip_prefix
 from delayer.core.importing import ImportItem, given
 from delayer.core.levels import LEVEL_HEADERS, due_at_level
-from delayer.core.message import Delivery, Parcel, Target, as_text
+from delayer.core.message import Parcel, Target, as_text
 from delayer.core.plan import LATEST_MS
+from delayer.format.envelope import Envelope, InvalidEnvelope, read_envelope
 from delayer.imports.queues import Queues, Reader
 
 ARRIVED: Final = b"0." * LEVELS
@@ -61,15 +62,15 @@ class LevelReader:
             )
         )  # fmt: skip
 
-    def _inside(self, delivery: Delivery, properties: Properties | None) -> edits.Envelope | None:
+    def _inside(self, delivery: Delivery, properties: Properties | None) -> Envelope | None:
         """Parse the envelope of delayer's own cascade; None if there is none. Only messages on their way to the
         daemon's due queue are envelopes. Others are publishers', so their headers prove nothing."""
         ours = self.cascade.kind == "delayer" and leads_to(delivery.routing_key, self.due_queue)
         if properties is None or not ours:
             return None
         try:
-            return edits.opened(properties, delivery.body, header_limit(DEFAULT_FRAME_MAX))
-        except (edits.InvalidEnvelope, MalformedProperties, MalformedTable):
+            return read_envelope(properties, delivery.body, header_limit(DEFAULT_FRAME_MAX))
+        except (InvalidEnvelope, MalformedProperties, MalformedTable):
             return None
 
     def _target(self, address: bytes) -> Target:

@@ -1,5 +1,5 @@
 """Sources that are files with one record per line, read twice in constant memory: `jsonl` (our own export,
-core/lines.py) and `delayed-exchange` (a dump of the delayed-message plugin).
+format/lines.py) and `delayed-exchange` (a dump of the delayed-message plugin).
 
 *Staging* reads the whole file once and saves each record's place and due instant in the store. The run then reads the
 records in order of due instant, so the file must not change until the run is done. Its digest is one of the parameters,
@@ -24,18 +24,18 @@ from io import BufferedReader
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple
 
-from delayer.amqp.edits import routing_keys_of
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties, entry, long_string, splice
-from delayer.core import lines
+from delayer.core.delay_sources import routing_keys_of
 from delayer.core.hold import unfit
 from delayer.core.importing import ImportBatch, ImportItem, ImportSelection, Left, Run, Survey
-from delayer.core.lines import EndLine, NotALine
 from delayer.core.message import Parcel, Target, as_text
 from delayer.core.plan import LATEST_MS
+from delayer.format import lines
+from delayer.format.lines import EndLine, NotALine
+from delayer.format.rows import checksum
 from delayer.imports.state_machine import ImportImpossible, SourceLost
 from delayer.store.admin.importing import ImportStore
-from delayer.store.rows.envelope import checksum
 
 
 @contextmanager

@@ -14,12 +14,13 @@ from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from delayer.amqp.properties import Properties, splice
+from delayer.amqp.values import Delivery
 from delayer.broker.admin import Admin
 from delayer.broker.management_api import Management
 from delayer.core import hold as core_hold
 from delayer.core.importing import ImportItem, given
 from delayer.core.marks import X_DEATH
-from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.message import Parcel, Target
 from delayer.imports.brokers import address_of, asked
 from delayer.imports.queues import Queues, Reader
 from delayer.imports.state_machine import BadSource, ImportImpossible

@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Final, Protocol
 
-from delayer.amqp.edits import COUNTED, DEATHS
+from delayer.amqp.errors import BrokerLost
 from delayer.amqp.properties import Properties, parsed
+from delayer.amqp.values import Delivery
 from delayer.broker.addresses import addresses_of
 from delayer.broker.admin import Admin
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
-from delayer.core.errors import BrokerLost
 from delayer.core.importing import ImportBatch, ImportItem, ImportSelection, Left, Run, Survey
 from delayer.core.marks import X_DEATH
-from delayer.core.message import Delivery, Target
+from delayer.core.message import Target
 from delayer.core.readable import instant
+from delayer.format.headers import COUNTED, DEATHS
 from delayer.imports.brokers import HEARTBEAT, NAME, address_of, admin_of, asked
 from delayer.imports.state_machine import SourceLost
 

@@ -8,11 +8,12 @@ from datetime import datetime, timedelta
 from typing import Final, NamedTuple
 
 from delayer.amqp.properties import Properties, changed, encode_headers, entry, long_string
+from delayer.amqp.values import SHORT_STRING
 from delayer.core import nservicebus
 from delayer.core.delay_headers import UnreadableDelay
 from delayer.core.hold import Hold, unfit
 from delayer.core.importing import ImportItem, ImportSelection
-from delayer.core.message import SHORT_STRING, Parcel, Target
+from delayer.core.message import Parcel, Target
 from delayer.core.plan import LATEST_MS
 
 RELATED: Final = "NServiceBus.RelatedToTimeoutId"

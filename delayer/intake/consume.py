@@ -11,11 +11,12 @@ from functools import partial
 
 import structlog
 
+from delayer.amqp.errors import BrokerLost
+from delayer.amqp.values import Delivery
 from delayer.core.backoff import LogThrottle, pause
-from delayer.core.errors import BrokerLost, NotTaken
+from delayer.core.errors import NotTaken
 from delayer.core.faultpoint import reach
 from delayer.core.heartbeat import Heartbeat
-from delayer.core.message import Delivery
 from delayer.intake.ports import Consumer, Subscription
 from delayer.intake.settle import Session
 from delayer.retry import LOSSES, Backoff, Pause

@@ -13,26 +13,29 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from time import monotonic, perf_counter
 from typing import Final
+from zlib import crc32
 
 import structlog
 
-from delayer.amqp import edits
-from delayer.amqp.edits import Endpoints, Envelope, InvalidEnvelope, into_broker, into_cascade, opened
 from delayer.amqp.errors import MalformedProperties, MalformedTable
-from delayer.amqp.properties import Properties, splice
-from delayer.amqp.reading import message_id
+from delayer.amqp.properties import Properties, splice, value_at
+from delayer.amqp.values import Delivery, Outgoing
 from delayer.core.cascade import MAX_SECONDS
 from delayer.core.counters import Counters
-from delayer.core.delay_headers import whole_seconds_until
-from delayer.core.delay_sources import CONSULTED
+from delayer.core.delay_headers import DELAY, DelayRequest, is_mark, whole_seconds_until
+from delayer.core.delay_sources import CONSULTED, COPY_HEADERS, routing_keys_of
 from delayer.core.errors import Rejected
 from delayer.core.faultpoint import reach
 from delayer.core.hold import too_late
 from delayer.core.loop_watch import LoopWatch
-from delayer.core.marks import LAST_DUE
-from delayer.core.message import WINDOW_MS, Delivery, KeyGroup, Outgoing, Parcel, Target
+from delayer.core.marks import LAST_DUE, X_DEATH
+from delayer.core.message import WINDOW_MS, KeyGroup, Parcel, Target
 from delayer.core.operations import Cancel, Operation
 from delayer.core.plan import AtOnce, EnterCascade, Park, Plan, Policy, Refuse, Retry, Soon, TooLate, decide
+from delayer.format.envelope import Endpoints, Envelope, InvalidEnvelope, into_broker, into_cascade, read_envelope
+from delayer.format.headers import ROOM
+from delayer.format.reading import message_id
+from delayer.format.release import note_failure, released_properties
 from delayer.intake import replies
 from delayer.intake.consume import Handler
 from delayer.intake.ports import Backlog, IntakeSettings
@@ -78,19 +81,19 @@ def classify(
 ) -> Classified:
     """Read a message's request and plan it. Malformed properties lead to a refusal, never to an exception."""
     raw = delivery.properties
-    if len(raw) + edits.ROOM > max_properties:
+    if len(raw) + ROOM > max_properties:
         return _unusable(
             delivery,
-            f"the properties are too long to carry: expected at most {max_properties - edits.ROOM} bytes, "
+            f"the properties are too long to carry: expected at most {max_properties - ROOM} bytes, "
             f"found {len(delivery.properties)}",
         )
     route = policy.routes.get(delivery.exchange)
     try:
         properties = Properties.parse(delivery.properties)
-        request = edits.asked(delivery, properties, CONSULTED if route is None else route.consulted)
+        request = read_request(delivery, properties, CONSULTED if route is None else route.consulted)
         plan, edited = decide(request, route, policy, now_ms, now_lower_ms), b""
         if isinstance(plan, Retry):
-            edited, plan = edits.failed(properties, plan.failed, max_properties), plan.plan
+            edited, plan = note_failure(properties, plan.failed, max_properties), plan.plan
         elif route is not None and route.named and not isinstance(plan, Refuse):
             edited = splice(properties, remove=route.named)
         if edited:
@@ -100,6 +103,24 @@ def classify(
     except MalformedTable as broken:
         return _unusable(delivery, f"malformed header table: {broken}")
     return delivery, properties, plan
+
+
+def read_request(delivery: Delivery, properties: Properties, consulted: frozenset[bytes] = CONSULTED) -> DelayRequest:
+    """Read the delay request from a message's headers, limited to ``consulted``. Of repeated headers the first wins, as
+    for the broker, unless it is an ``x-delay`` that is a mark. Collects all ``CC`` and ``BCC``. Raises
+    MalformedTable."""
+    raw = properties.raw
+    headers: dict[bytes, object] = {}
+    copies: frozenset[bytes] = frozenset()
+    for name, type_at, stop in properties.entries(consulted):
+        if name in COPY_HEADERS:
+            copies |= routing_keys_of(value_at(raw, type_at, stop))
+        elif name not in headers or (name == DELAY and is_mark(headers[name])):
+            headers[name] = value_at(raw, type_at, stop)
+    # The chance spreads retries. Failed messages without an id can be equal byte for byte, but their tags differ.
+    chance = crc32(delivery.tag.to_bytes(8, "big"), crc32(raw)) / (1 << 32) if X_DEATH in headers else 0.0
+    _, _, exchange, routing_key, _, body, _ = delivery
+    return DelayRequest(exchange, routing_key, headers, properties, body, copies, chance)
 
 
 def _unusable(delivery: Delivery, reason: str) -> Classified:
@@ -117,7 +138,7 @@ def batch_plan(batch: Sequence[Classified], names: Endpoints, new_id: Callable[[
                 work.publications.append(to_refused(delivery, plan.reason, names, new_id(), properties))
             case AtOnce() | Soon() if properties is not None:
                 token, (exchange, routing_key) = new_id(), plan.target
-                released = edits.released(properties, token, plan.due_ms)
+                released = released_properties(properties, token, plan.due_ms)
                 outgoing = Outgoing(exchange, routing_key, released, delivery.body, token)
                 carried = parcel(delivery, plan.due_ms, plan.target)
                 undelayed = plan.undelayed and isinstance(plan, AtOnce)  # A default_delay is a delay too.
@@ -170,7 +191,7 @@ def parcel(delivery: Delivery, due_ms: int, target: Target, key: bytes | None = 
 
 
 class KeepingHandler(Handler):
-    """Keeps publications in memory, in slots of time, until shortly before they are due. A Schedule then publishes each
+    """Keeps publications in memory, in slots of time, until shortly before they are due. A Pace then publishes each
     message of a slot on time."""
 
     def __init__(self, live: IntakeSettings, dispatch: Dispatch) -> None:
@@ -407,7 +428,7 @@ class DueHandler(KeepingHandler):
         kept = False
         for delivery in batch:
             try:
-                envelope = opened(Properties.parse(delivery.properties), delivery.body, names.max_properties)
+                envelope = read_envelope(Properties.parse(delivery.properties), delivery.body, names.max_properties)
                 publication = _next_publication(delivery, envelope, now_ms, names)
             except (InvalidEnvelope, MalformedProperties, MalformedTable) as broken:
                 reason = f"not a message of the cascade: {broken}"
@@ -440,7 +461,7 @@ def _next_publication(delivery: Delivery, envelope: Envelope, now_ms: int, names
     It never goes straight into the due queue again, because a broker whose clock is ahead, or that no longer delays,
     would return it immediately, forever. Raises MalformedProperties, MalformedTable."""
     id, parcel, held, _ = envelope
-    released = edits.released(Properties.parse(parcel.properties), id, parcel.due_ms)
+    released = released_properties(Properties.parse(parcel.properties), id, parcel.due_ms)
     seconds = min(whole_seconds_until(envelope.next_ms, now_ms), MAX_SECONDS)
     if seconds:
         rest_ms = (envelope.next_ms - now_ms) % 1000

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from delayer.amqp.edits import Endpoints
+from delayer.amqp.values import Delivery
 from delayer.core.hold import Hold, Limits
-from delayer.core.message import Delivery, Parcel
+from delayer.core.message import Parcel
 from delayer.core.operations import Applied, Operation
 from delayer.core.plan import Policy
+from delayer.format.envelope import Endpoints
 
 
 class Backlog(Protocol):

@@ -14,11 +14,11 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from delayer.amqp.edits import ID
+from delayer.amqp.errors import BrokerLost
 from delayer.amqp.properties import Properties, changed, encode_headers, entry, long_string
-from delayer.core.errors import BrokerLost
-from delayer.core.hold import Confirmed
-from delayer.core.message import Outgoing, as_text, is_direct_reply
+from delayer.amqp.values import Confirmed, Outgoing
+from delayer.core.marks import ID
+from delayer.core.message import as_text, is_direct_reply
 from delayer.core.publisher import Publisher
 
 log = structlog.get_logger(__name__)

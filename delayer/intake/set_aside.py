@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
-from delayer.amqp import reading
-from delayer.amqp.edits import Envelope, HoldNote, InvalidEnvelope, enveloped, opened
-from delayer.amqp.errors import ChannelClosed, MalformedProperties, MalformedTable, ReplyCode
+from delayer.amqp.errors import BrokerLost, ChannelClosed, MalformedProperties, MalformedTable, ReplyCode
 from delayer.amqp.properties import Properties
+from delayer.amqp.values import Confirmed, Delivery, Outgoing
 from delayer.broker.addresses import addresses_of
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import AmqpConsumer, AmqpSubscription, FlowControl
@@ -29,12 +28,13 @@ from delayer.broker.management_api import Management, delayed_in, delayed_reason
 from delayer.broker.pipelined_admin import PipelinedAdmin, pipelined_admin
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.cascade import Cascade, leads_to, routing_key
-from delayer.core.errors import BrokerLost
 from delayer.core.filters import OWN, names_of, own_name
-from delayer.core.hold import Confirmed, Hold, HoldKind
-from delayer.core.message import Delivery, Outgoing, Target, as_text
+from delayer.core.hold import Hold, HoldKind
+from delayer.core.message import Target, as_text
 from delayer.core.readable import COUNTS_AGE
-from delayer.intake.refusals import EntryPoints, Refusal, RetryEdits, build_retry, read_refusal
+from delayer.format import reading
+from delayer.format.envelope import Envelope, HoldNote, InvalidEnvelope, envelope_properties, read_envelope
+from delayer.format.refusal import EntryPoints, Refusal, RetryEdits, build_retry, read_refusal
 
 REFUSE_SECONDS: Final = 2.0
 """Seconds after which retried messages are in the queue again if the daemon refuses them. It needs milliseconds."""
@@ -372,7 +372,7 @@ def read_stray(delivery: Delivery, delivery_exchange: bytes, due_queue: bytes, m
         found = as_text(delivery.routing_key)
         return f"not an envelope of ours: expected a key that ends with {due_queue.decode()!r}, found {found!r}"
     try:
-        return opened(Properties.parse(delivery.properties), delivery.body, max_properties)
+        return read_envelope(Properties.parse(delivery.properties), delivery.body, max_properties)
     except (InvalidEnvelope, MalformedProperties, MalformedTable) as broken:
         return f"not an envelope of ours: {broken}"
 
@@ -390,7 +390,7 @@ def strays_queue(url: str, management_url: str | None, cascade: Cascade, due_que
         if isinstance(one, str):
             return one
         held = one.held and HoldNote(one.held.hold, 0, time.time_ns() // 1_000_000)
-        properties = enveloped(one.parcel, one.id, held)
+        properties = envelope_properties(one.parcel, one.id, held)
         return Outgoing(exchange, routing_key(0, due_queue), properties, one.parcel.body, one.id)
 
     return SetAside(url, management_url, cascade.strays, read, publish)

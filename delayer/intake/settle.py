@@ -17,18 +17,19 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from delayer.amqp import edits
-from delayer.amqp.edits import Endpoints, HoldNote, into_broker, to_strays
 from delayer.amqp.properties import Properties
-from delayer.amqp.reading import message_id
+from delayer.amqp.values import Confirmed, Delivery, Outgoing, Pace
 from delayer.core.backoff import first_of_each, pause_ms
 from delayer.core.counters import Counted, Counters
 from delayer.core.delay_headers import whole_seconds_until
 from delayer.core.errors import NotTaken, Rejected, Unconfirmed
 from delayer.core.faultpoint import reach
-from delayer.core.hold import Confirmed, Hold, Outcome
-from delayer.core.message import Delivery, Outgoing, Parcel, Schedule
+from delayer.core.hold import Hold, Outcome
+from delayer.core.message import Parcel
 from delayer.core.publisher import Publisher
+from delayer.format.envelope import Endpoints, HoldNote, into_broker, to_strays
+from delayer.format.reading import message_id
+from delayer.format.refusal import refused_properties
 from delayer.held import report_held
 from delayer.intake.ports import Backlog, IntakeSettings, Subscription
 from delayer.retry import LOSSES, raise_first, take_failures
@@ -249,7 +250,7 @@ def to_refused(
     delivery: Delivery, reason: str, names: Endpoints, token: bytes, properties: Properties | None = None
 ) -> Publication:
     """Build the publication that refuses a delivery. ``properties``: its parsed properties, if they are known."""
-    raw, carried = edits.refused(delivery, reason, token, names.max_properties, properties)
+    raw, carried = refused_properties(delivery, reason, token, names.max_properties, properties)
     outgoing = Outgoing(names.refused_exchange, delivery.routing_key, raw, delivery.body, carried)
     return Publication(delivery, outgoing, refusal=reason)
 
@@ -315,7 +316,7 @@ class Dispatch:
     async def _publish(self, publications: Sequence[Publication], acks: AckTracker, due_ms: Sequence[int]) -> list[str]:
         """Publish one batch. Returns the destinations that did not take a message although they must."""
         began = perf_counter()
-        schedule = Schedule(due_ms, self._live.now_lower_ms)
+        schedule = Pace(due_ms, self._live.now_lower_ms)
         try:
             outgoing = [publication.outgoing for publication in publications]
             outcomes = await self.publisher.publish(outgoing, schedule if due_ms else None)
@@ -330,11 +331,7 @@ class Dispatch:
         return await self._settle(publications, outcomes, schedule, acks)
 
     async def _settle(
-        self,
-        publications: Sequence[Publication],
-        outcomes: Sequence[Outcome | None],
-        schedule: Schedule,
-        acks: AckTracker,
+        self, publications: Sequence[Publication], outcomes: Sequence[Outcome | None], schedule: Pace, acks: AckTracker
     ) -> list[str]:
         through: list[Publication] = []
         objections: list[Objection] = []

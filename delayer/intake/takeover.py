@@ -15,13 +15,14 @@ from typing import Final
 import structlog
 
 from delayer.amqp.properties import decoded, parsed
+from delayer.amqp.values import Delivery
 from delayer.core.cascade import Cascade
 from delayer.core.counters import Counters
 from delayer.core.errors import Rejected
 from delayer.core.heartbeat import Heartbeat
 from delayer.core.hold import unfit
 from delayer.core.levels import LEVEL_HEADERS, due_at_level
-from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.message import Parcel, Target
 from delayer.intake.consume import Handler, Intake, QueueConsumer
 from delayer.intake.handle import parcel
 from delayer.intake.ports import Backlog, Clock, Consumer

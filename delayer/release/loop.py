@@ -12,18 +12,19 @@ from typing import Final
 
 import structlog
 
-from delayer.amqp import edits
-from delayer.amqp.errors import MalformedProperties, MalformedTable
+from delayer.amqp.errors import BrokerLost, MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties
+from delayer.amqp.values import SHORT_STRING, Confirmed, Outgoing, Pace
 from delayer.core.backoff import pause
 from delayer.core.counters import Counters
-from delayer.core.errors import BrokerLost, LaneLost, StoreLost
+from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.heartbeat import Heartbeat
-from delayer.core.hold import Confirmed, Hold, Outcome, too_late, unfit
-from delayer.core.message import SHORT_STRING, Due, Outgoing, Schedule
+from delayer.core.hold import Hold, Outcome, too_late, unfit
+from delayer.core.message import Due
 from delayer.core.publisher import Publisher
 from delayer.core.rate_limit import TokenBucket
+from delayer.format.release import released_properties
 from delayer.held import report_held
 from delayer.release.ports import Claimer, Lane, ReleaseSettings
 from delayer.retry import Backoff, Pause, raise_first, take_failures
@@ -154,9 +155,9 @@ class LaneRelease:
         """Publish each message when due, once the previous claim is written (``before``), and settle the claim."""
         try:
             sendable, batch, held = self._prepare_batch(rows)
-            schedule = Schedule([row.due_ms for row in sendable], self._live.now_lower_ms, written.set)
+            pace = Pace([row.due_ms for row in sendable], self._live.now_lower_ms, written.set)
             await before.wait()
-            outcomes = await self._publisher.publish(batch, schedule)
+            outcomes = await self._publisher.publish(batch, pace)
             reach("release.published")
             now_ms = self._live.now_lower_ms()
             released = [row for row, outcome in zip(sendable, outcomes, strict=True) if isinstance(outcome, Confirmed)]
@@ -170,10 +171,10 @@ class LaneRelease:
         finally:
             written.set()
         began = time.monotonic()
-        await claimer.settle(released, held, partial(_written_times, outcomes, schedule, now_ms))
+        await claimer.settle(released, held, partial(_written_times, outcomes, pace, now_ms))
         self._counters.took("settle", time.monotonic() - began)
         messages = [("released", row.parcel.route, _due_ms(row)) for row in sendable]
-        self._counters.settled(messages, outcomes, schedule, now_ms)
+        self._counters.settled(messages, outcomes, pace, now_ms)
         self._counters.sent(row.parcel.target for row in released)
         if held:
             report_held([(row.id, row.parcel, hold, row.attempts) for row, hold in held], self._counters)
@@ -200,10 +201,10 @@ def _due_ms(row: Due) -> int | None:
     return None if row.attempts or row.due_ms <= (row.parked_ms or 0) else row.due_ms
 
 
-def _written_times(outcomes: Sequence[Outcome | None], schedule: Schedule, now_ms: float) -> list[float]:
+def _written_times(outcomes: Sequence[Outcome | None], pace: Pace, now_ms: float) -> list[float]:
     """Return when each confirmed message was written to the broker; ``now_ms`` if on the isolation connection."""
     confirmed = (index for index, outcome in enumerate(outcomes) if isinstance(outcome, Confirmed))
-    return [schedule.written_ms.get(index, now_ms) for index in confirmed]
+    return [pace.written_ms.get(index, now_ms) for index in confirmed]
 
 
 def prepare_outgoing(row: Due, max_properties: int) -> Outgoing | Hold:
@@ -213,7 +214,7 @@ def prepare_outgoing(row: Due, max_properties: int) -> Outgoing | Hold:
     _, _, _, _, (exchange, routing_key), stored, body, _, token = row.parcel
     token = token or b"%d" % row.id
     try:
-        properties = edits.released(Properties.parse(stored), token, row.due_ms)
+        properties = released_properties(Properties.parse(stored), token, row.due_ms)
     except (MalformedProperties, MalformedTable) as broken:
         return unfit(f"malformed properties: {broken}")
     if len(properties) > max_properties:

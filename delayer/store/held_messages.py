@@ -10,7 +10,7 @@ from asyncpg import Connection
 
 from delayer.core.filters import Filter
 from delayer.core.hold import Hold
-from delayer.store.rows import envelope
+from delayer.format.rows import read_hold
 from delayer.store.waiting import BEGINNING_OF_BODY, COLUMNS, NO_BODY, Entry, Test, entry_of, meant
 
 AT_ONCE: Final = 1000
@@ -35,7 +35,7 @@ class HeldState(NamedTuple):
 
     @property
     def hold(self) -> Hold:
-        return envelope.read_hold(*self[:4])
+        return read_hold(*self[:4])
 
 
 class HeldEntry(NamedTuple):

@@ -26,6 +26,7 @@ from delayer.core.message import LaneTable, Parcel
 from delayer.core.operations import Applied, Fold, Term
 from delayer.core.segment import Locked, Restoration
 from delayer.core.units import DAY_MS
+from delayer.format.rows import COLUMNS, COLUMNS_WITH_ID, HELD_COLUMNS, hold_columns, stored_row
 from delayer.store import pool, schema, servers, statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, REJECTED, WORTH_REPEATING, check_arrow, describe, translated
@@ -34,7 +35,7 @@ from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.locks import LaneLocks
 from delayer.store.lanes.notify import notify, soonest
 from delayer.store.lanes.placement import FAR_MS, Placement
-from delayer.store.rows import envelope, history, keys, partitions
+from delayer.store.rows import history, keys, partitions
 from delayer.store.rows.partitions import Days, existing
 from delayer.store.statements import Changes
 
@@ -304,8 +305,8 @@ async def apply_batch(
 async def park_plain(connection: Connection, place: Placement, parcels: Sequence[Parcel]) -> None:
     """Park messages without keys by one COPY."""
     lanes = lanes_of(parcels, place)
-    records = [envelope.row(parcel, lane) for parcel, lane in zip(parcels, lanes, strict=True)]
-    await connection.copy_records_to_table("message", records=records, columns=envelope.COLUMNS)
+    records = [stored_row(parcel, lane) for parcel, lane in zip(parcels, lanes, strict=True)]
+    await connection.copy_records_to_table("message", records=records, columns=COLUMNS)
     reach("park.copied")
     if owners := to_notify(place, ((parcel, parcel.due_ms) for parcel in parcels)):
         await notify(connection, owners, {})
@@ -323,8 +324,8 @@ async def _park_keyed(
     ids = await _new_ids(connection, len(lanes))
     if lanes:
         placed = zip(batch.kept, lanes, ids, strict=True)
-        records = [(*envelope.row(parcel, lane), new) for parcel, lane, new in placed]
-        await connection.copy_records_to_table("message", records=records, columns=envelope.COLUMNS_WITH_ID)
+        records = [(*stored_row(parcel, lane), new) for parcel, lane, new in placed]
+        await connection.copy_records_to_table("message", records=records, columns=COLUMNS_WITH_ID)
     placed = zip(batch.kept, lanes, ids, strict=True)
     pointers = [(p.key, lane, p.due_ms, new) for p, lane, new in placed if p.key is not None]
     await keys.point(connection, touched if cancelled.known else (), pointers)
@@ -382,10 +383,10 @@ async def hold_new(
             retries.append((parcel, retry_ms))
         if parcel.key is not None:
             keyed.append((parcel.key, lane, parcel.due_ms, new))
-        records.append((*envelope.row(parcel, lane), new, retry_ms, 1, *envelope.hold_row(hold), parcel.token or None))
+        records.append((*stored_row(parcel, lane), new, retry_ms, 1, *hold_columns(hold), parcel.token or None))
         changes.update([(lane, "parked"), (lane, "held")])
         entries.append(history.of_parcel(history.HELD, new, parcel, now_ms, parked_ms=None, kind=hold.kind))
-    await connection.copy_records_to_table("held", records=records, columns=envelope.HELD_COLUMNS)
+    await connection.copy_records_to_table("held", records=records, columns=HELD_COLUMNS)
     reach("park.copied")
     await notify(connection, {}, to_notify(place, retries))
     if keyed:

@@ -16,12 +16,13 @@ from typing import Any, Final, NamedTuple
 import asyncpg
 from asyncpg import Connection
 
+from delayer.amqp.values import SHORT_STRING
 from delayer.core.filters import MAX_ID, OWN, Filter, Token
-from delayer.core.message import SHORT_STRING, Parcel, Target
+from delayer.core.message import Parcel, Target
 from delayer.core.segment import SegmentBroken
 from delayer.core.units import DAY_MS
+from delayer.format.rows import FORMAT, checksum
 from delayer.store import pool
-from delayer.store.rows import envelope
 from delayer.store.rows.places import AT_PLACES, Place, Places, find_rows
 from delayer.store.segments import catalog
 from delayer.store.session import LONG_SECONDS
@@ -105,8 +106,8 @@ class Entry(NamedTuple):
         body."""
         if len(self.body) < self.size:
             return None
-        found = envelope.checksum(self.exchange, self.routing_key, self.properties, self.body)
-        return self.checksum == found and self.format == envelope.FORMAT
+        found = checksum(self.exchange, self.routing_key, self.properties, self.body)
+        return self.checksum == found and self.format == FORMAT
 
     def parcel(self, token: bytes = b"") -> Parcel:
         target = Target(self.to_exchange, self.to_key)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from delayer.core.lines import Line, write
 from delayer.core.message import Parcel, Target
 from delayer.core.topology import Queue, Topology, arguments
+from delayer.format.lines import Line, write
 from tests.integration.cli import Run
 from tests.support.daemon import DaemonProcess
 from tests.support.place import eventually

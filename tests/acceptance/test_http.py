@@ -9,11 +9,11 @@ import time
 
 import psutil
 
-from delayer.amqp.edits import HoldNote, enveloped
 from delayer.broker.pipelined_admin import DELAYS_FROM
 from delayer.core.filters import HOW_TO_NAME
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
+from delayer.format.envelope import HoldNote, envelope_properties
 from tests.acceptance.own_vhost import OwnVhost, delayed
 from tests.acceptance.world import BROKER_SECRET, STORE_SECRET, USER
 from tests.support.daemon import DaemonProcess
@@ -280,7 +280,7 @@ async def test_strays_are_retried_and_dropped(place: OwnVhost) -> None:
         held = HoldNote(Hold(HoldKind.RETURNED, "312 NO_ROUTE"), 10, None)
         for name, to in ((b"one", b"inbox"), (b"two", b"nowhere")):
             parcel = Parcel(now_ms, b"in", b"in", to, Target(b"", to), Props(message_id=name).encode(), name, None)
-            await raw.publish(Message("", b"delayer.delay-strays", enveloped(parcel, name, held), name))
+            await raw.publish(Message("", b"delayer.delay-strays", envelope_properties(parcel, name, held), name))
         page = await eventually(lambda: web.get("/strays"), lambda page: "2, the first 2 are shown" in page.text)
         found = (await web.get("/api/strays", **allowed)).json
         assert (found["depth"], [one["id"] for one in found["messages"]]) == (2, ["id:one", "id:two"])

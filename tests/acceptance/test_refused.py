@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from delayer.core.errors import BrokerLost
+from delayer.amqp.errors import BrokerLost
 from tests.acceptance.test_fidelity import FULL
 from tests.acceptance.world import MODES, NATIVE, STORE, World
 from tests.support.place import eventually

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from delayer.amqp import edits
 from delayer.core.cascade import delivery_binding
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
+from delayer.format.envelope import HoldNote, envelope_properties
 from tests.acceptance.own_vhost import OwnVhost, delayed
 from tests.acceptance.world import STORE, USER, World, secret_broker_url
 from tests.support.daemon import DaemonProcess, answered, command
@@ -157,9 +157,9 @@ async def test_after_ten_attempts_a_message_waits_for_an_operator(place: OwnVhos
     place.write(config, "native", {})
     now_ms = time.time_ns() // 1_000_000
     parcel = Parcel(now_ms, b"in.missing", b"in.missing", b"inbox", Target(b"missing", b"inbox"), b"\0\0", b"doomed")
-    held = edits.HoldNote(Hold(HoldKind.RETURNED, "returned: 312 NO_ROUTE"), 9, now_ms)
+    held = HoldNote(Hold(HoldKind.RETURNED, "returned: 312 NO_ROUTE"), 9, now_ms)
     async with place.working(place.environ("native")) as (daemon, raw, inbox):
-        await raw.publish(Message("", b"delays.due", edits.enveloped(parcel, b"0815", held), parcel.body))
+        await raw.publish(Message("", b"delays.due", envelope_properties(parcel, b"0815", held), parcel.body))
 
         [row] = await eventually(lambda: strays(config), lambda rows: len(rows) == 1)
         assert (row["id"], row["attempts"], row["kind"]) == ("id:0815", 10, "closed_channel")

@@ -10,7 +10,7 @@ import pandas  # noqa: F401 - pyarrow loads it for its first table, and no lane 
 
 from delayer.audit import faults
 from delayer.core.units import DAY_MS
-from delayer.store.rows import envelope
+from delayer.format.rows import checksum
 from delayer.store.rows.partitions import bounds_of, name_of
 from delayer.store.segments import compact
 from tests.audit.compacting import fill
@@ -186,7 +186,7 @@ class Planting:
         return [law, *(("conservation", "violation", f"{of}: {what}", 1) for of, what in off)]
 
     async def _properties(self) -> Findings:
-        fits = envelope.checksum(b"delayer.in", b"orders.eu", BAD, b"near")
+        fits = checksum(b"delayer.in", b"orders.eu", BAD, b"near")
         await self._change("properties = $2, checksum = $3, body = 'near'", BAD, fits)
         return [("integrity", "violation", "lane 1, waiting: the properties cannot be decoded", 1)]
 

@@ -10,7 +10,7 @@ from delayer.amqp.properties import encode_headers
 from delayer.audit.faults import CHECKSUM, PROPERTIES, UNKNOWN_FORMAT
 from delayer.audit.source import StoredMessage, look, misplaced
 from delayer.core.units import DAY_MS
-from delayer.store.rows.envelope import FORMAT, checksum
+from delayer.format.rows import FORMAT, checksum
 from delayer.store.rows.partitions import name_of
 from tests.audit.rows import DAY, NOW, properties
 

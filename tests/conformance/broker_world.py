@@ -16,14 +16,14 @@ from urllib.parse import quote
 import aio_pika
 
 from delayer.amqp.address import Address
-from delayer.amqp.edits import ID
+from delayer.amqp.errors import BrokerLost
 from delayer.amqp.properties import encode_headers, entry, long_string
+from delayer.amqp.values import Delivery, Outgoing
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import AmqpConsumer
 from delayer.broker.publisher import AmqpPublisher
-from delayer.core.errors import BrokerLost
 from delayer.core.hold import Hold, HoldKind, Outcome, returned
-from delayer.core.message import Delivery, Outgoing
+from delayer.core.marks import ID
 from delayer.core.publisher import Publisher
 from delayer.intake.ports import Consumer, Subscription
 from tests.support import reworded

@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from delayer.amqp.errors import BrokerLost
+from delayer.amqp.values import CONFIRMED
 from delayer.broker.consumer import SAMPLE_PREFETCHES, AdaptivePrefetch, AmqpConsumer, FlowControl
 from delayer.core.cascade import ONE_CONSUMER
-from delayer.core.errors import BrokerLost
-from delayer.core.hold import CONFIRMED
 from delayer.intake.ports import Subscription
 from tests.conformance.broker_world import (
     GATHER,

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from delayer.amqp.edits import Endpoints, enveloped
 from delayer.amqp.properties import encode_headers, entry, int64, long_string
+from delayer.amqp.values import Outgoing
 from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.counters import Counters
 from delayer.core.errors import StoreLost
-from delayer.core.message import Outgoing, Parcel, Target
+from delayer.core.message import Parcel, Target
 from delayer.core.plan import Mode, Policy, Route
 from delayer.daemon.live_settings import NATIVE_KEEP_MS
+from delayer.format.envelope import Endpoints, envelope_properties
 from delayer.intake.consume import Handler
 from delayer.intake.handle import KEEP_MS, DueHandler, IntakeHandler
 from delayer.intake.settle import Dispatch, Session
@@ -139,7 +140,9 @@ def says(name: bytes, value: int | bytes) -> bytes:
 
 
 def envelope(due_ms: int, key: bytes = b"k", inner: bytes = b"\0\0") -> bytes:
-    return enveloped(Parcel(due_ms, b"orders.in", b"orders.in", b"k", Target(b"orders.out", key), inner, b""), b"id")
+    return envelope_properties(
+        Parcel(due_ms, b"orders.in", b"orders.in", b"k", Target(b"orders.out", key), inner, b""), b"id"
+    )
 
 
 def messages() -> list[Outgoing]:

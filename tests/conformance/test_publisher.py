@@ -8,15 +8,15 @@ from contextlib import suppress
 
 import pytest
 
-from delayer.amqp.edits import ID
+from delayer.amqp.errors import BrokerLost
 from delayer.amqp.properties import encode_headers, entry, long_string
+from delayer.amqp.values import CONFIRMED, Pace
 from delayer.broker import publisher as publishing
 from delayer.broker.circuit_breaker import CircuitBreaker, Destination
 from delayer.broker.isolation import Isolation
 from delayer.broker.publisher import AmqpPublisher
-from delayer.core.errors import BrokerLost
-from delayer.core.hold import CONFIRMED, NACKED, unanswered
-from delayer.core.message import Schedule
+from delayer.core.hold import NACKED, unanswered
+from delayer.core.marks import ID
 from tests.conformance.broker_world import (
     BOUND,
     Either,
@@ -164,7 +164,7 @@ async def test_messages_that_are_not_due_wait_also_beside_a_message_at_fault(eit
         arrived = await world.hand.watch("q")
         due = [int(time.time() * 1000) + 20 * n for n in range(12)]
         batch = [message(n, "q", "missing" if n == 3 else "") for n in range(12)]
-        outcomes = await world.publisher.publish(batch, Schedule(due, lambda: time.time() * 1000))
+        outcomes = await world.publisher.publish(batch, Pace(due, lambda: time.time() * 1000))
         assert codes(outcomes) == [CONFIRMED] * 3 + [404] + [CONFIRMED] * 8
         await until(lambda: len(arrived) == 11)
         assert not [body for body, at_ms in arrived if at_ms < due[int(body)]]
@@ -182,7 +182,7 @@ async def test_doubtful_messages_of_several_destinations_wait_until_the_last_of_
         publisher = AmqpPublisher(publishing, isolation=isolation, confirm_timeout=BOUND)
         due = [int(time.time() * 1000) + later for later in (0, 10, 20, 30, 300)]
         batch = [message(n, key) for n, key in enumerate("abbba")]
-        assert await publisher.publish(batch, Schedule(due, lambda: time.time() * 1000)) == [CONFIRMED] * 5
+        assert await publisher.publish(batch, Pace(due, lambda: time.time() * 1000)) == [CONFIRMED] * 5
         await until(lambda: len(at_a) + len(at_b) == 5)
         assert not [body for body, at_ms in at_a + at_b if at_ms < due[int(body)]]
         await publisher.close()
@@ -195,7 +195,7 @@ async def test_a_clock_that_is_set_back_does_not_keep_a_batch(place: Place, monk
     async with place.world("q") as world:
         with pytest.raises(BrokerLost):
             async with asyncio.timeout(BOUND * 3):
-                await world.publisher.publish([message(1, "q")], Schedule([3_600_000], lambda: 0))
+                await world.publisher.publish([message(1, "q")], Pace([3_600_000], lambda: 0))
         assert await world.hand.drain("q") == []
 
 

@@ -16,8 +16,9 @@ import pytest
 from delayer.amqp.address import Address
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
-from delayer.amqp.edits import ID
+from delayer.amqp.errors import BrokerLost
 from delayer.amqp.properties import encode_headers, entry, long_string
+from delayer.amqp.values import CONFIRMED, Outgoing
 from delayer.broker import addresses
 from delayer.broker import connection as connection_module
 from delayer.broker.admin import Admin
@@ -26,9 +27,9 @@ from delayer.broker.isolation import NOT_TRIED, Isolation
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.broker.publisher import MAX_BATCH, AmqpPublisher
 from delayer.core.counters import Counters
-from delayer.core.errors import BrokerLost, LaneLost
-from delayer.core.hold import CONFIRMED, HoldKind, Outcome
-from delayer.core.message import Outgoing
+from delayer.core.errors import LaneLost
+from delayer.core.hold import HoldKind, Outcome
+from delayer.core.marks import ID
 from delayer.release.loop import LaneRelease
 from tests.conformance.broker_world import Place, World, codes, message, publish_all, relay_to
 from tests.support.fakes import Heartbeat, ScriptedLane, ScriptedLive, due, kind_of

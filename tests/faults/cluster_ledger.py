@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
-from delayer.core.message import Delivery, Outgoing
+from delayer.amqp.values import Delivery, Outgoing
 from tests.support.ledger import Arrival, Ledger, Verdict
 from tests.support.raw import Props
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from delayer.core.message import Delivery
+from delayer.amqp.values import Delivery
 from tests.faults.fleet import Fleet
 from tests.support.letters import NUMBER, Letter, doomed, said_by_doomed
 from tests.support.raw import Header, Inbox, Props, Raw, content, text

@@ -22,7 +22,7 @@ from typing import Literal
 
 import uvloop
 
-from delayer.core.errors import BrokerLost
+from delayer.amqp.errors import BrokerLost
 from tests.support.daemon import DaemonProcess
 from tests.support.ledger import Arrival, Verdict
 from tests.support.place import STRATEGY, Place, eventually, killed_by_fault, stopped

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from delayer.core.errors import BrokerLost
+from delayer.amqp.errors import BrokerLost
 from tests.support import reaper
 from tests.support.place import eventually
 from tests.support.proxy import Proxy

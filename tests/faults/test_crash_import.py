@@ -18,9 +18,9 @@ import pytest
 from click.testing import CliRunner
 
 from delayer.cli.main import cli
-from delayer.core import lines
-from delayer.core.lines import Line
 from delayer.core.message import Parcel, Target
+from delayer.format import lines
+from delayer.format.lines import Line
 from delayer.imports import files
 from tests.integration.test_import_sql import NOON, Source, mariadb, source_of
 from tests.support.logged import logging_as_it_was

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from delayer.core.message import Delivery
+from delayer.amqp.values import Delivery
 from tests.support.daemon import DaemonProcess
 from tests.support.place import Place, eventually, killed_by_fault, stopped
 from tests.support.proxy import Proxy

@@ -19,7 +19,7 @@ from pathlib import Path
 import aio_pika
 import pytest
 
-from delayer.core.errors import BrokerLost
+from delayer.amqp.errors import BrokerLost
 from tests.faults.fault import Fault
 from tests.faults.features.striking import strike
 from tests.faults.fleet import Fleet

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from urllib.parse import unquote
 
+from delayer.amqp.errors import BrokerLost
 from delayer.core.cascade import Cascade
-from delayer.core.errors import BrokerLost
 from tests.faults.hostile import EMPTY, FORGED_LINE, IMPERSONATOR, NATIVE, STORE, End, Hostile
 from tests.support import reworded
 from tests.support.place import Place, eventually

@@ -14,8 +14,8 @@ import pytest
 from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 from click.testing import CliRunner, Result
 
-from delayer.amqp.edits import COUNTED
 from delayer.cli.main import cli
+from delayer.format.headers import COUNTED
 from tests.support.logged import logging_as_it_was
 
 Run = Callable[..., Result]

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 from delayer.amqp.channel import seconds_until_due
+from delayer.amqp.values import CONFIRMED, Outgoing, Pace
 from delayer.core.counters import Counters
-from delayer.core.hold import CONFIRMED, Outcome
-from delayer.core.message import Outgoing, Schedule
+from delayer.core.hold import Outcome
 from delayer.release.loop import LaneRelease
 from delayer.release.ports import Lane
 from delayer.release.service import ReleaseService
@@ -29,9 +29,9 @@ class Publisher:
     def __init__(self) -> None:
         self.published: list[tuple[float, Outgoing]] = []
 
-    async def publish(self, batch: Sequence[Outgoing], schedule: Schedule) -> list[Outcome]:
+    async def publish(self, batch: Sequence[Outgoing], pace: Pace) -> list[Outcome]:
         for index, one in enumerate(batch):
-            while left := seconds_until_due(schedule, index):  # noqa: ASYNC110 - a clock
+            while left := seconds_until_due(pace, index):  # noqa: ASYNC110 - a clock
                 await asyncio.sleep(left)
             self.note(one)
         return [CONFIRMED] * len(batch)

@@ -12,10 +12,11 @@ import pytest
 
 from delayer.amqp.address import Address
 from delayer.amqp.connection import Connection
+from delayer.amqp.values import Outgoing
 from delayer.config.model import Settings
 from delayer.config.topology import topology_of
 from delayer.core.hold import HoldKind
-from delayer.core.message import Outgoing
+from delayer.core.marks import ID
 from delayer.store import upgrades
 from tests.support.fakes import kind_of
 from tests.support.raw import Props, text
@@ -135,7 +136,7 @@ async def use(url: str, settings: Settings, consumed: Iterable[str], published: 
     await declare(url, topology_of(settings))
     connection = await Connection.open(Address.parse(url), name="test")
     try:
-        channel = await connection.channel(confirming=True)
+        channel = await connection.channel(token_header=ID)
         for queue in consumed:
             await channel.consume(queue, lambda _: None, lambda: None)
         batch = []

@@ -12,13 +12,13 @@ from urllib.parse import quote, urlsplit
 import aio_pika
 import pytest
 
+from delayer.amqp.errors import BrokerLost
 from delayer.broker import admin as admin_module
 from delayer.broker.admin import Admin
 from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyMismatch
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.core.cascade import CASCADE_KINDS, Cascade, due_topology, intake_topology
-from delayer.core.errors import BrokerLost
 from delayer.core.topology import Exchange, Queue, Topology, arguments
 from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQ

@@ -23,7 +23,7 @@ from delayer.amqp.properties import entry, long_string
 from delayer.audit import dataset
 from delayer.cli.errors import ExitCode
 from delayer.core.units import DAY_MS
-from delayer.store.rows import envelope
+from delayer.format.rows import checksum as checksum_of
 from tests.support.daemon import EXECUTABLE
 from tests.support.rows import Row, compact, everything, put, rows
 from tests.support.store import sql
@@ -67,7 +67,7 @@ def of_routes(plain: Sequence[Row]) -> list[Row]:
     found = []
     for one in plain:
         properties, route = _properties(one.id), ROUTES[one.id % len(ROUTES)]
-        checksum = envelope.checksum(one.exchange, one.routing_key, properties, one.body)
+        checksum = checksum_of(one.exchange, one.routing_key, properties, one.body)
         found.append(one._replace(route=route, properties=properties, checksum=checksum))
     return found
 

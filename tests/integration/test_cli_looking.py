@@ -15,15 +15,17 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from delayer.amqp import edits, reading
+from delayer.amqp.values import Delivery
 from delayer.broker.pipelined_admin import DELAYS_FROM, pipelined_admin
 from delayer.config.loading import load
 from delayer.core.filters import read_token
 from delayer.core.hold import Hold, HoldKind
-from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.message import Parcel, Target
 from delayer.core.readable import instant
 from delayer.core.units import DAY_MS
 from delayer.daemon.set_aside import SetAsideChange, queue_of
+from delayer.format import reading
+from delayer.format.envelope import HoldNote, envelope_properties
 from delayer.intake import set_aside
 from delayer.intake.set_aside import Selection
 from delayer.store.admin import detail
@@ -234,8 +236,8 @@ def envelope(number: int, reason: str, body: bytes = b"body") -> tuple[Parcel, b
     """A held message, and its properties among the strays."""
     now_ms = time.time_ns() // 1_000_000
     parcel = Parcel(now_ms, b"in", b"in", b"k", Target(b"out", b"k"), b"\0\0", body, None)
-    held = edits.HoldNote(Hold(HoldKind.RETURNED, reason), 10, None)
-    return parcel, edits.enveloped(parcel, b"%032x" % number, held)
+    held = HoldNote(Hold(HoldKind.RETURNED, reason), 10, None)
+    return parcel, envelope_properties(parcel, b"%032x" % number, held)
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ import aio_pika
 import aio_pika.abc
 import pytest
 
-from delayer.amqp.edits import enveloped
 from delayer.broker.admin import Admin
 from delayer.config.model import Settings
 from delayer.config.topology import topology_of
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.message import Parcel, Target
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
+from delayer.format.envelope import envelope_properties
 from tests.integration.cli import Run
 from tests.support.place import counted
 from tests.support.rabbitmq import RabbitMQ
@@ -161,7 +161,10 @@ async def test_our_own_cascade_moves_into_the_store(delayer: Run, vhost: str, da
     async with await Raw.connect(vhost) as raw:
         for n, parcel in enumerate(parcels):
             carrier = Message(
-                cascade.entry(9_000), routing_key(9_000, b"delays.due"), enveloped(parcel, b"id-%d" % n), parcel.body
+                cascade.entry(9_000),
+                routing_key(9_000, b"delays.due"),
+                envelope_properties(parcel, b"id-%d" % n),
+                parcel.body,
             )
             await raw.publish(carrier)
     report = json.loads(delayer("import", "cascade", "run", "--yes", "--json").stdout)

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from delayer.amqp.errors import BrokerLost
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.management_api import Management
 from delayer.broker.verify import bindings_from, policies_of
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, topology_of
 from delayer.core.cascade import Cascade, routing_key
-from delayer.core.errors import BrokerLost
 from tests.integration.rights import (
     DATABASE,
     MODES,

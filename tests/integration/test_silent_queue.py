@@ -11,12 +11,12 @@ import aio_pika
 import pytest
 
 from delayer.amqp.address import Address
+from delayer.amqp.errors import BrokerLost
+from delayer.amqp.values import CONFIRMED, Outgoing
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.isolation import Isolation
 from delayer.broker.publisher import AmqpPublisher
-from delayer.core.errors import BrokerLost
-from delayer.core.hold import CONFIRMED, HoldKind, Outcome, unanswered
-from delayer.core.message import Outgoing
+from delayer.core.hold import HoldKind, Outcome, unanswered
 from tests.conformance.broker_world import AdminHand, codes, message, relay_to
 from tests.support.fakes import kind_of
 from tests.support.place import eventually

@@ -10,9 +10,9 @@ from typing import Any
 import asyncpg
 import pytest
 
-from delayer.amqp import reading
 from delayer.core.filters import Filter, Token
 from delayer.core.units import DAY_MS
+from delayer.format import reading
 from delayer.store import waiting
 from delayer.store.admin import actions, audit_log, detail
 from delayer.store.admin.actions import NewDue

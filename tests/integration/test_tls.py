@@ -12,11 +12,12 @@ import pytest
 
 from delayer.amqp.address import Address
 from delayer.amqp.connection import Connection
+from delayer.amqp.errors import BrokerLost
 from delayer.audit.connection import reading
 from delayer.broker.admin import Admin
 from delayer.broker.management_api import Management
 from delayer.broker.verify import bindings_from
-from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl
 from delayer.store import pool
 from tests.support import tls

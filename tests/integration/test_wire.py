@@ -13,7 +13,8 @@ from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import AccessRefused, ChannelClosed
 from delayer.amqp.properties import entry, long_string, splice
-from delayer.core.message import Delivery, Outgoing
+from delayer.amqp.values import Delivery, Outgoing
+from delayer.core.marks import ID
 from tests.support.servers import RabbitMQ
 
 TIMEOUT = 30.0
@@ -43,12 +44,12 @@ async def test_a_long_name_that_is_not_ascii_in_the_reason(rabbitmq: RabbitMQ, v
     name no exchange of more than 127 bytes: such names are not clipped."""
     most = 63 if rabbitmq.falls_over_clipped_names else 126
     async with connected(vhost) as connection:
-        channel, other = [await connection.channel(confirming=True) for _ in range(2)]
+        channel, other = [await connection.channel(token_header=ID) for _ in range(2)]
         for extra in range(2):
             name = "a" * extra + "ü" * most
             with pytest.raises(ChannelClosed, match="404 NOT_FOUND"):
                 await channel.publish([message("1", "q")._replace(exchange=name.encode())], timeout=TIMEOUT)
-            channel = await connection.channel(confirming=True)
+            channel = await connection.channel(token_header=ID)
         await declare(other, "q")
 
 
@@ -57,7 +58,7 @@ async def test_headers_longer_than_a_frame_are_read(vhost: str) -> None:
     to_grave = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "grave", "x-message-ttl": 0}
     came: asyncio.Queue[Delivery] = asyncio.Queue()
     async with connected(vhost) as connection:
-        channel, consumer = await connection.channel(confirming=True), await connection.channel()
+        channel, consumer = await connection.channel(token_header=ID), await connection.channel()
         await declare(channel, "grave")
         await channel.call(commands.Queue.Declare(queue="dying", arguments=to_grave), commands.Queue.DeclareOk)
         large = entry(b"large", long_string(b"v" * (connection.limits.frame_max - 200)))

@@ -121,8 +121,8 @@ MUTANTS: Sequence[Mutant] = (
         ),
     ),
     *of(
-        "delayer/store/rows/envelope.py",
-        "tests/unit/store/test_envelope.py",
+        "delayer/format/rows.py",
+        "tests/unit/format/test_rows.py",
         ("checksum-without-lengths", "crc32(exchange, crc32(lengths))", "crc32(exchange)"),
         ("damage-heals-by-moving", "values[1] ^ 1", "values[1]"),
         ("future-format-is-sound", "version == FORMAT and ", ""),
@@ -186,12 +186,12 @@ MUTANTS: Sequence[Mutant] = (
     *of(
         "delayer/amqp/channel.py",
         "tests/unit/amqp/test_confirms.py",
-        ("returned-counts-as-confirmed", "outcomes[position] = hold", "pass"),
-        ("nacked-counts-as-confirmed", "outcomes[position] = NACKED", "pass"),
+        ("returned-counts-as-confirmed", "answers[position] = returned", "pass"),
+        ("nacked-counts-as-confirmed", "answers[position] = _NACKED", "pass"),
     ),
     *of(
-        "delayer/amqp/edits.py",
-        "tests/unit/amqp/test_edits.py",
+        "delayer/format/release.py",
+        "tests/unit/format/test_release.py",
         (
             "deaths-stay-in-headers",
             "_REMOVED: Final = REQUEST_HEADERS | COUNTED | {X_DEATH, ID, LAST_DUE}",
@@ -237,7 +237,7 @@ MUTANTS: Sequence[Mutant] = (
     *of(
         "delayer/amqp/channel.py",
         "tests/unit/amqp/test_channels.py",
-        ("writes-before-the-instant", "due = bisect_right(schedule.due_ms, now_ms, index)", "due = len(batch)"),
+        ("writes-before-the-instant", "due = bisect_right(pace.due_ms, now_ms, index)", "due = len(batch)"),
     ),
     *of(
         "delayer/broker/isolation.py",

@@ -15,7 +15,7 @@ from typing import Any, Final
 import asyncpg
 from aiormq.exceptions import AMQPError
 
-from delayer.core.errors import BrokerLost
+from delayer.amqp.errors import BrokerLost
 from tests.faults.doomed import refused
 from tests.faults.fault import Fault, Missed, Untouched
 from tests.faults.features.striking import numbers_in

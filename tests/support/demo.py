@@ -20,7 +20,7 @@ from aio_pika.abc import AbstractChannel
 from rich.console import Console
 from rich.markup import escape
 
-from delayer.core.message import Delivery
+from delayer.amqp.values import Delivery
 from tests.support.ledger import Ledger, Verdict
 from tests.support.servers import StartFailed
 from tests.support.stack import Stack, running_stack

@@ -14,15 +14,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
-from delayer.amqp.edits import ID, Endpoints
+from delayer.amqp.errors import BrokerLost
 from delayer.amqp.properties import encode_headers, entry, long_string
+from delayer.amqp.values import CONFIRMED, Delivery, Outgoing, Pace
 from delayer.core.cascade import Cascade
-from delayer.core.errors import BrokerLost
-from delayer.core.hold import CONFIRMED, Hold, HoldKind, Limits, Outcome
-from delayer.core.message import Delivery, Due, LaneRow, LaneTable, Outgoing, Parcel, Schedule, Target
+from delayer.core.hold import Hold, HoldKind, Limits, Outcome
+from delayer.core.marks import ID
+from delayer.core.message import Due, LaneRow, LaneTable, Parcel, Target
 from delayer.core.operations import Applied, Fold, Term
 from delayer.core.plan import Mode, Policy
 from delayer.core.segment import Restoration
+from delayer.format.envelope import Endpoints
 from delayer.intake.consume import Handler
 from delayer.intake.settle import AckTracker, Session
 
@@ -132,16 +134,16 @@ class ScriptedPublisher:
         self.ready = True
         self.batch_limit = 10_000
         self.published: list[Outgoing] = []
-        self.schedules: list[Schedule] = []
+        self.paces: list[Pace] = []
         self.written_ms: dict[int, float] = {}
         self.batches = 0
         self.closed = 0
 
-    async def publish(self, batch: Sequence[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
+    async def publish(self, batch: Sequence[Outgoing], pace: Pace | None = None) -> list[Outcome]:
         self.batches += 1
-        if schedule is not None:
-            self.schedules.append(schedule)
-            schedule.written_ms |= self.written_ms
+        if pace is not None:
+            self.paces.append(pace)
+            pace.written_ms |= self.written_ms
         outcomes: list[Outcome] = []
         for message in batch:
             answer = self.answers.get(message.routing_key, CONFIRMED)

@@ -22,9 +22,9 @@ import aio_pika
 
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
-from delayer.core.errors import BrokerLost
-from delayer.core.hold import CONFIRMED
-from delayer.core.message import Delivery, Outgoing
+from delayer.amqp.errors import BrokerLost
+from delayer.amqp.values import CONFIRMED, Delivery, Outgoing
+from delayer.core.marks import ID
 from tests.support.account import Account, Arrival, Owed, Verdict
 from tests.support.letters import NUMBER, Letter, Letters, doomed
 from tests.support.proxy import Listener
@@ -178,7 +178,7 @@ class Ledger:
             self._publisher = await Connection.open(self._url, name="ledger publish")
             self._publishing = None
         if self._publishing is None or self._publishing.closed.done():
-            self._publishing = await self._publisher.channel(confirming=True)
+            self._publishing = await self._publisher.channel(token_header=ID)
         return self._publishing
 
     def listener(self) -> Listener:

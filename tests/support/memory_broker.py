@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from delayer.amqp.channel import seconds_until_due
+from delayer.amqp.errors import BrokerLost
 from delayer.amqp.framing import DEFAULT_FRAME_MAX, header_limit
-from delayer.core.errors import BrokerLost
-from delayer.core.hold import CONFIRMED, NACKED, Outcome, closed_channel, returned
-from delayer.core.message import Delivery, Outgoing, Schedule
+from delayer.amqp.values import CONFIRMED, Delivery, Outgoing, Pace
+from delayer.core.hold import NACKED, Outcome, closed_channel, returned
 
 IDLE_SECONDS = 1.0
 
@@ -258,26 +258,26 @@ class MemoryPublisher:
     def ready(self) -> bool:
         return self._link.current is not None and self._link.broker.unblocked.is_set()
 
-    async def publish(self, batch: Sequence[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
+    async def publish(self, batch: Sequence[Outgoing], pace: Pace | None = None) -> list[Outcome]:
         if not batch:
             return []
         link, broker = self._link, self._link.broker
         try:
-            async with asyncio.timeout(self._timeout + seconds_until_due(schedule, -1)):
+            async with asyncio.timeout(self._timeout + seconds_until_due(pace, -1)):
                 await link.travel()
                 await broker.unblocked.wait()
                 connects = link.connects
                 outcomes = []
                 for index, message in enumerate(batch):
-                    while left := seconds_until_due(schedule, index):  # noqa: ASYNC110 - a clock
+                    while left := seconds_until_due(pace, index):  # noqa: ASYNC110 - a clock
                         await asyncio.sleep(left)
                     if connects != link.connects:
                         raise BrokerLost("connection lost")
-                    if schedule is not None:
-                        schedule.written_ms[index] = schedule.now_ms()
+                    if pace is not None:
+                        pace.written_ms[index] = pace.now_ms()
                     outcomes.append(broker.publish(message))
-                if schedule is not None:
-                    schedule.on_written()
+                if pace is not None:
+                    pace.on_written()
                 await link.travel(connects)
         except TimeoutError:
             raise BrokerLost("the broker blocks publishers") from None

@@ -80,12 +80,12 @@ def early() -> None:
     from delayer.release import loop
     from delayer.store import statements
 
-    schedule = loop.Schedule
+    pace = loop.Pace
 
     def sooner(due_ms: Sequence[int], *more: Any) -> Any:
-        return schedule([one - 200 for one in due_ms], *more)
+        return pace([one - 200 for one in due_ms], *more)
 
-    loop.Schedule = settle.Schedule = sooner  # type: ignore[assignment, misc, attr-defined]
+    loop.Pace = settle.Pace = sooner  # type: ignore[assignment, misc, attr-defined]
     judge = "statement_timestamp()"
     statements.CLAIM = statements.CLAIM.replace(judge, f"{judge} + interval '200 ms'")
     seconds, init = plan.whole_seconds_until, DueHandler.__init__
@@ -103,8 +103,8 @@ def twice() -> None:
 
     publish = AmqpPublisher.publish
 
-    async def broken(self: AmqpPublisher, batch: Sequence[Any], schedule: Any = None) -> list[Any]:
-        outcomes = await publish(self, batch, schedule)
+    async def broken(self: AmqpPublisher, batch: Sequence[Any], pace: Any = None) -> list[Any]:
+        outcomes = await publish(self, batch, pace)
         return await publish(self, batch) if random.random() < 0.2 else outcomes
 
     AmqpPublisher.publish = broken  # type: ignore[method-assign]
@@ -114,13 +114,13 @@ def forgetful() -> None:
     """Messages that the broker returns or does not take count as delivered (G1); the log names them."""
     import structlog
 
+    from delayer.amqp.values import CONFIRMED
     from delayer.broker.publisher import AmqpPublisher
-    from delayer.core.hold import CONFIRMED
 
     log, publish = structlog.get_logger(__name__), AmqpPublisher.publish
 
-    async def broken(self: AmqpPublisher, batch: Sequence[Any], schedule: Any = None) -> list[Any]:
-        for outcome in await publish(self, batch, schedule):
+    async def broken(self: AmqpPublisher, batch: Sequence[Any], pace: Any = None) -> list[Any]:
+        for outcome in await publish(self, batch, pace):
             if outcome != CONFIRMED:
                 log.warning("forgotten")
         return [CONFIRMED for _ in batch]
@@ -130,14 +130,14 @@ def forgetful() -> None:
 
 def lenient() -> None:
     """The daemon drops a message that it must refuse (G5)."""
+    from delayer.amqp.values import CONFIRMED
     from delayer.broker.publisher import AmqpPublisher
-    from delayer.core.hold import CONFIRMED
 
     publish = AmqpPublisher.publish
 
-    async def broken(self: AmqpPublisher, batch: Sequence[Any], schedule: Any = None) -> list[Any]:
+    async def broken(self: AmqpPublisher, batch: Sequence[Any], pace: Any = None) -> list[Any]:
         kept = [one for one in batch if b"x-delayer-refused" not in one.properties]
-        outcomes = iter(await publish(self, kept, schedule) if kept else ())
+        outcomes = iter(await publish(self, kept, pace) if kept else ())
         return [CONFIRMED if b"x-delayer-refused" in one.properties else next(outcomes) for one in batch]
 
     AmqpPublisher.publish = broken  # type: ignore[method-assign]
@@ -149,16 +149,16 @@ def new_id() -> None:
     from delayer.intake import handle
     from delayer.release import loop
 
-    prepare_outgoing, opened = loop.prepare_outgoing, handle.opened
+    prepare_outgoing, read = loop.prepare_outgoing, handle.read_envelope
 
     def broken(row: Due, max_properties: int) -> Any:
         return prepare_outgoing(row._replace(id=row.id * 1_000_000 + random.randrange(1_000_000)), max_properties)
 
     def renamed(*arguments: Any) -> Any:
-        return opened(*arguments)._replace(id=b"%032x" % random.getrandbits(128))
+        return read(*arguments)._replace(id=b"%032x" % random.getrandbits(128))
 
     loop.prepare_outgoing = broken
-    handle.opened = renamed
+    handle.read_envelope = renamed
 
 
 def same_id() -> None:
@@ -176,22 +176,24 @@ def same_id() -> None:
 
 def narrow() -> None:
     """A signed integer leaves as an unsigned one (G4)."""
-    from delayer.amqp import edits
+    from delayer.intake import handle
+    from delayer.release import loop
 
-    released = edits.released
+    released = loop.released_properties
 
     def broken(*arguments: Any) -> bytes:
         return released(*arguments).replace(b"\x03i32I", b"\x03i32i")
 
-    edits.released = broken
+    handle.released_properties = loop.released_properties = broken  # type: ignore[attr-defined]
 
 
 def sorts_headers() -> None:
     """Headers leave sorted by name (G4). A broker from 4.0 on sorts them before the daemon reads them."""
-    from delayer.amqp import edits
     from delayer.amqp.properties import Properties, splice
+    from delayer.intake import handle
+    from delayer.release import loop
 
-    released = edits.released
+    released = loop.released_properties
 
     def broken(properties: Properties, *more: Any) -> bytes:
         entries = sorted((name, properties.raw[at:stop]) for name, at, stop in properties.entries())
@@ -199,7 +201,7 @@ def sorts_headers() -> None:
         names = b"".join(bytes((len(name),)) + name + value for name, value in entries)
         return released(Properties.parse(splice(bare, append=names)), *more)
 
-    edits.released = broken
+    handle.released_properties = loop.released_properties = broken  # type: ignore[attr-defined]
 
 
 # ---- in features of routes: each breaks the promise of one feature

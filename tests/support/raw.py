@@ -17,8 +17,8 @@ from typing import NamedTuple, Self
 
 from delayer.amqp.address import Address
 from delayer.amqp.connection import Connection
-from delayer.core.hold import CONFIRMED
-from delayer.core.message import Delivery, Outgoing
+from delayer.amqp.values import CONFIRMED, Delivery, Outgoing
+from delayer.core.marks import ID
 
 # ---- field values
 
@@ -315,7 +315,7 @@ class Raw:
     async def connect(cls, url: str) -> Self:
         # No heartbeat: the loops of tests stand still between tests.
         raw = cls(await Connection.open(Address.parse(url), name="test", heartbeat=0))
-        raw.channel = await raw.connection.channel(confirming=True)
+        raw.channel = await raw.connection.channel(token_header=ID)
         await raw.channel.qos(1000)
         return raw
 

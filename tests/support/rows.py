@@ -10,7 +10,8 @@ import asyncpg
 import pyarrow as pa
 
 from delayer.core.units import DAY_MS
-from delayer.store.rows import envelope
+from delayer.format.rows import FORMAT
+from delayer.format.rows import checksum as checksum_of
 from delayer.store.segments import catalog
 from delayer.store.segments import compact as packing
 
@@ -53,9 +54,9 @@ def row(
 ) -> Row:
     """An ordinary message, as the daemon would have parked it."""
     exchange, routing_key, properties = b"delayer.in", b"orders.eu", b"\x10\x00\x02"
-    checksum = envelope.checksum(exchange, routing_key, properties, body)
+    checksum = checksum_of(exchange, routing_key, properties, body)
     return Row(
-        lane, id_, due_ms * 1000, parked_ms * 1000, checksum, envelope.FORMAT, b"delayer.in", exchange, routing_key,
+        lane, id_, due_ms * 1000, parked_ms * 1000, checksum, FORMAT, b"delayer.in", exchange, routing_key,
         b"delayer.out", b"orders.eu", properties, body, key,
     )  # fmt: skip
 

@@ -11,10 +11,11 @@ from asyncpg import Connection
 
 from delayer.core.faultpoint import reach
 from delayer.core.message import Due
+from delayer.format.rows import read_row
 from delayer.store import pool, statements
 from delayer.store.admin import actions, audit_log
 from delayer.store.admin.stats import counters, waiting
-from delayer.store.rows import envelope, keys
+from delayer.store.rows import keys
 from delayer.store.rows.places import Place, Places
 from delayer.store.segments import catalog
 
@@ -87,7 +88,7 @@ async def taken(
     Raises the driver's errors."""
     async with pool.transaction(connection):
         rows = await connection.fetch(_LOCK, *Places.of(places), keys_too)
-        found = [envelope.read(row) for row in rows]
+        found = [read_row(row) for row in rows]
         sound = [one for one in found if one.sound and len(one.parcel.properties) <= max_properties]
         reach("drain.taken")
         yield LockedRows(sound, len(found) - len(sound))

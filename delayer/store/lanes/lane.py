@@ -23,6 +23,7 @@ from delayer.core.errors import LaneLost, Rejected, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold
 from delayer.core.message import WINDOW_MS, Due
+from delayer.format.rows import read_held_row, read_row
 from delayer.store import pool, statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, REJECTED, describe, lost
@@ -30,7 +31,6 @@ from delayer.store.lanes.cursor import NEVER_MS, ReleaseCursor, RowPlace
 from delayer.store.lanes.session import KEEPALIVE_SECONDS, LaneSession
 from delayer.store.lanes.settling import Settlement, settled
 from delayer.store.lanes.skipping import NO_LIMIT, SkippedRows
-from delayer.store.rows import envelope
 
 log = structlog.get_logger()
 
@@ -135,7 +135,7 @@ class PostgresClaimer:
             if max_bytes == ANY_SIZE:
                 cursor.pass_over_retries()
             self._large = self._claim_held
-        return Claim((NEVER_MS, 0), (NEVER_MS, 0), [envelope.read_held(record) for record in held], retries=bool(held))
+        return Claim((NEVER_MS, 0), (NEVER_MS, 0), [read_held_row(record) for record in held], retries=bool(held))
 
     async def _claim_waiting(self, connection: Connection, limit: int, max_bytes: int) -> Claim:
         """Take waiting rows due within the window."""
@@ -151,7 +151,7 @@ class PostgresClaimer:
         except REJECTED as error:
             raise skipped.rejected(limit, first, error) from error
         skipped.limit = min(2 * skipped.limit, NO_LIMIT)
-        rows = sorted([envelope.read(one, parked_ms=one["parked_at"]) for one in records], key=_place)
+        rows = sorted([read_row(one, parked_ms=one["parked_at"]) for one in records], key=_place)
         full = len(rows) >= limit or sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows) >= max_bytes
         last, next_ms = _place(rows[-1]) if rows else start, None
         if not full or (rows and rows[-1].due_ms > before):

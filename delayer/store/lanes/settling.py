@@ -18,11 +18,12 @@ from asyncpg import Connection
 from delayer.core.backoff import pause_ms
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Due
+from delayer.format.rows import COLUMNS_WITH_ID, HELD_COLUMNS, hold_columns, moved_row
 from delayer.store import statements
 from delayer.store.errors import REJECTED, describe, plain_reason
 from delayer.store.lanes.cursor import NEVER_MS
 from delayer.store.lanes.skipping import NEXT_STEP, SkippedRows
-from delayer.store.rows import envelope, history, keys
+from delayer.store.rows import history, keys
 
 log = structlog.get_logger()
 
@@ -82,8 +83,8 @@ class Settlement:
             self.counted["released"] += 1  # Only its key is left behind, without a message.
             return
         if not due.attempts:
-            records = [(*envelope.row_again(due, self.lane), due.id)]
-            await self.connection.copy_records_to_table("message", records=records, columns=envelope.COLUMNS_WITH_ID)
+            records = [(*moved_row(due, self.lane), due.id)]
+            await self.connection.copy_records_to_table("message", records=records, columns=COLUMNS_WITH_ID)
         self.skipped.add(due.id, due.due_ms, reason)
 
     async def _tried(self, rows: Sequence[Settled], *, history: bool) -> asyncpg.PostgresError | None:
@@ -129,11 +130,11 @@ async def _hold(connection: Connection, lane: int, held: Sequence[tuple[Due, Hol
         retry_ms = hold.retry_ms(now_ms + pause_ms(due.attempts + 1, due.id))
         soonest = soonest if retry_ms is None else min(soonest, retry_ms)
         if due.attempts:
-            again.append((due.id, *envelope.hold_row(hold), retry_ms))
+            again.append((due.id, *hold_columns(hold), retry_ms))
         else:
-            first.append((*envelope.row_again(due, lane), due.id, retry_ms, 1, *envelope.hold_row(hold), None))
+            first.append((*moved_row(due, lane), due.id, retry_ms, 1, *hold_columns(hold), None))
     if first:
-        await connection.copy_records_to_table("held", records=first, columns=envelope.HELD_COLUMNS)
+        await connection.copy_records_to_table("held", records=first, columns=HELD_COLUMNS)
     if again:
         await connection.execute(statements.HOLD_AGAIN, *map(list, zip(*again, strict=True)))
     return soonest

@@ -1,8 +1,7 @@
 """The decoder of segments: a run of messages from one Parquet file to an Arrow table, and to rows of Postgres. Pure.
 
 Import it only once there is a segment, because pyarrow costs a daemon memory that it rarely needs. packing.py writes
-the file. Changes follow the rule of envelope.py: never change the meaning of bytes under a released number, keep
-reading every number from 1 on, and leave the stored bytes in the tests alone.
+the file. Changes follow the rule in format/__init__.py.
 
 Packing 1 (core.segment.FORMAT is the newest) is a plain Parquet file: the columns of :data:`SCHEMA`, sorted by (due_at,
 id), in one row group, compressed by zstd. The column ``digest`` of the table segment is the SHA-256 of the file. It is

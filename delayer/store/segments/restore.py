@@ -13,11 +13,11 @@ from asyncpg import Connection
 
 from delayer.core.faultpoint import reach
 from delayer.core.segment import Broken, Restored, SegmentBroken
+from delayer.format.rows import reason_text
 from delayer.store import pool, statements
 from delayer.store.errors import DAMAGED, REJECTED, WORTH_REPEATING, describe
 from delayer.store.lanes.notify import notify
 from delayer.store.rows import keys
-from delayer.store.rows.envelope import reason_text
 from delayer.store.segments import codec
 
 PORTION_BYTES: Final = 1 << 20

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from delayer.core.message import Delivery, Outgoing
+from delayer.amqp.values import Delivery, Outgoing
 from tests.faults.features.striking import REACH, commanded, excused
 from tests.faults.fleet import Fleet
 from tests.support.account import Account, Owed

@@ -9,9 +9,9 @@ import json
 from dataclasses import replace
 from typing import Any, Final
 
+from delayer.amqp.values import Delivery, Outgoing
 from delayer.broker.admin import Admin
 from delayer.core.cascade import Cascade, routing_key
-from delayer.core.message import Delivery, Outgoing
 from delayer.core.topology import Binding, Exchange, Topology
 from tests.faults.fleet import Fleet
 from tests.support.account import Arrival, Owed

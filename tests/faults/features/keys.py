@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from delayer.core.message import Delivery
+from delayer.amqp.values import Delivery
 from tests.support.account import Owed
 from tests.support.ledger import Ledger
 from tests.support.letters import Letter, text

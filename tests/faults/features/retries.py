@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from delayer.core.message import Delivery
+from delayer.amqp.values import Delivery
 from tests.faults.features.striking import excused
 from tests.support.account import Account, Findings
 from tests.support.ledger import Ledger

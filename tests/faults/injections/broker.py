@@ -10,7 +10,7 @@ from contextlib import suppress
 import aio_pika
 
 from delayer.amqp.connection import Connection
-from delayer.core.errors import BrokerLost
+from delayer.amqp.errors import BrokerLost
 from tests.faults.fault import Fault, Missed, Untouched
 from tests.faults.fleet import USER, Fleet
 from tests.support.place import eventually

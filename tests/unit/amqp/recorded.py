@@ -10,9 +10,10 @@ from pamqp.base import Frame
 
 from delayer.amqp import framing
 from delayer.amqp.framing import Parser, ReturnedMessage
-from delayer.core.message import Delivery
+from delayer.amqp.values import Delivery
 from tests.unit.amqp.tables import table_of_every_type
 
+TOKEN_HEADER = b"x-token"
 FRAME_MAX = 1024
 EVERYTHING = struct.pack(">HI", 0x3000, len(table_of_every_type())) + table_of_every_type() + b"\x02"
 TAG = "ctag"
@@ -38,7 +39,7 @@ def deliver(tag: int, payload: bytes, *, raw_properties: bytes = b"\0\0", channe
 
 
 def returned(token: bytes, payload: bytes, channel: int = 1) -> bytes:
-    table = b"\x0cx-delayer-idS" + struct.pack(">I", len(token)) + token
+    table = b"%c%bS" % (len(TOKEN_HEADER), TOKEN_HEADER) + struct.pack(">I", len(token)) + token
     properties = struct.pack(">HI", 0x2000, len(table)) + table
     return method(commands.Basic.Return(312, "NO_ROUTE", "exchange", "key"), channel) + content(
         properties, payload, channel

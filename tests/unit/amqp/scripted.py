@@ -14,7 +14,8 @@ from delayer.amqp.address import Address
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
 from delayer.amqp.properties import encode_headers, entry, long_string
-from delayer.core.message import Outgoing
+from delayer.amqp.values import Outgoing
+from tests.unit.amqp.recorded import TOKEN_HEADER
 
 HOST = "127.0.0.1"
 One = TypeVar("One", bound=Frame | body.ContentBody | header.ContentHeader | heartbeat.Heartbeat)
@@ -111,7 +112,10 @@ class Script:
     async def channel(self, *, confirms: bool = False) -> tuple[Connection, Channel, Peer]:
         """Like connect(), with channel 1 open."""
         connection, peer = await self.connect()
-        opening = connection.channel(confirming=confirms), peer.open_channel(confirms=confirms)
+        opening = (
+            connection.channel(token_header=TOKEN_HEADER if confirms else None),
+            peer.open_channel(confirms=confirms),
+        )
         channel, _ = await asyncio.gather(*opening)
         return connection, channel, peer
 
@@ -142,7 +146,7 @@ async def scripted_channel(*, confirms: bool = False) -> AsyncIterator[tuple[Con
 
 
 def message(token: str, payload: bytes = b"body") -> Outgoing:
-    properties = encode_headers(entry(b"x-delayer-id", long_string(token.encode())))
+    properties = encode_headers(entry(TOKEN_HEADER, long_string(token.encode())))
     return Outgoing(b"", b"q", properties, payload, token.encode())
 
 

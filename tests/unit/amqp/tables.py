@@ -8,8 +8,8 @@ from decimal import Decimal
 from hypothesis import strategies as st
 
 from delayer.amqp.errors import MalformedTable
-from delayer.amqp.properties import FLAGS, Value, end_of_value, entry, long_string, value_at
-from delayer.core.message import Timestamp
+from delayer.amqp.properties import FLAGS, Properties, Value, changed, end_of_value, entry, long_string, value_at
+from delayer.amqp.values import Timestamp
 
 
 def sized(content: bytes) -> bytes:
@@ -19,6 +19,11 @@ def sized(content: bytes) -> bytes:
 def text(name: str, value: str = "v") -> bytes:
     """A header with a string."""
     return entry(name.encode(), long_string(value.encode()))
+
+
+def with_short(raw: bytes, name: str, value: bytes) -> bytes:
+    """Add this short string to the properties."""
+    return changed(Properties.parse(raw), {name: bytes((len(value),)) + value})
 
 
 def with_headers(*entries: bytes) -> bytes:

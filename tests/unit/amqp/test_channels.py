@@ -13,8 +13,7 @@ from pamqp import commands
 
 from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, NoFreeChannel
 from delayer.amqp.properties import encode_headers, entry, long_string
-from delayer.core.hold import CONFIRMED, NACKED
-from delayer.core.message import Delivery, Outgoing, Schedule
+from delayer.amqp.values import CONFIRMED, Delivery, Nacked, Outgoing, Pace
 from tests.support.fakes import until
 from tests.unit.amqp.recorded import content, returned
 from tests.unit.amqp.scripted import (
@@ -45,8 +44,8 @@ async def test_each_message_is_written_when_it_is_due() -> None:
     clock = Clock()
     async with scripted_channel(confirms=True) as (_, channel, peer):
         batch = [message(token) for token in "1234"]
-        schedule = Schedule([-5, 10, 10, 11], clock)
-        publishing = asyncio.create_task(channel.publish(batch, timeout=30, schedule=schedule))
+        pace = Pace([-5, 10, 10, 11], clock)
+        publishing = asyncio.create_task(channel.publish(batch, timeout=30, pace=pace))
         for clock.ms, count in ((0, 1), (10, 2)):
             await publishes(peer, count)
             await round_trip(channel, peer)  # no other message came
@@ -57,15 +56,15 @@ async def test_each_message_is_written_when_it_is_due() -> None:
         assert await other == [CONFIRMED]
         peer.send(commands.Basic.Nack(5, False), 1)
         peer.send(commands.Basic.Ack(3, True), 1)
-        assert await publishing == [CONFIRMED, CONFIRMED, CONFIRMED, NACKED]
-        assert schedule.written_ms == {0: 0, 1: 10, 2: 10, 3: 11}
+        assert await publishing == [CONFIRMED, CONFIRMED, CONFIRMED, Nacked()]
+        assert pace.written_ms == {0: 0, 1: 10, 2: 10, 3: 11}
 
 
 async def test_a_channel_that_closes_before_all_messages_are_due_leaves_the_others_unwritten() -> None:
     clock = Clock()
     async with scripted_channel(confirms=True) as (_, channel, peer):
         batch = [message(token) for token in "12"]
-        publishing = asyncio.create_task(channel.publish(batch, timeout=30, schedule=Schedule([0, 10], clock)))
+        publishing = asyncio.create_task(channel.publish(batch, timeout=30, pace=Pace([0, 10], clock)))
         await publishes(peer, 1)
         peer.send(commands.Basic.Ack(1, False), 1)
         peer.send(commands.Channel.Close(404, "NOT_FOUND", 60, 40), 1)
@@ -73,23 +72,23 @@ async def test_a_channel_that_closes_before_all_messages_are_due_leaves_the_othe
         clock.ms = 10
         with pytest.raises(ChannelClosed) as lost:
             await publishing
-        assert lost.value.outcomes == [CONFIRMED, None]
+        assert lost.value.answers == [CONFIRMED, None]
 
 
 async def test_a_blocked_broker_gets_no_messages_that_become_due() -> None:
     clock = Clock()
     async with scripted_channel(confirms=True) as (connection, channel, peer):
         batch = [message(token) for token in "12"]
-        schedule = Schedule([0, 10], clock)
-        publishing = asyncio.create_task(channel.publish(batch, timeout=0.2, schedule=schedule))
+        pace = Pace([0, 10], clock)
+        publishing = asyncio.create_task(channel.publish(batch, timeout=0.2, pace=pace))
         await publishes(peer, 1)
         peer.send(commands.Connection.Blocked("memory"))
         await until(lambda: connection.blocked)
         clock.ms = 10
         with pytest.raises(ConfirmTimeout) as late:
             await publishing
-        assert late.value.outcomes == [None, None]
-        assert schedule.written_ms == {0: 0}
+        assert late.value.answers == [None, None]
+        assert pace.written_ms == {0: 0}
         await peer.expect(commands.Channel.Close)  # no publish came before it
 
 
@@ -101,10 +100,10 @@ async def test_missing_confirms_close_the_channel() -> None:
         peer.send(commands.Basic.Ack(3, False), 1)
         with pytest.raises(ConfirmTimeout, match=r"3 confirms were missing after 0\.5 s") as missing:
             await late
-        assert missing.value.outcomes == [None, CONFIRMED, None]
+        assert missing.value.answers == [None, CONFIRMED, None]
         with pytest.raises(ConfirmTimeout) as too:
             await other
-        assert too.value.outcomes == [None]
+        assert too.value.answers == [None]
         assert isinstance(channel.closed.result(), ConfirmTimeout)
         await peer.expect(commands.Channel.Close)
         # Until the broker agrees, the connection ignores frames of that channel and does not use its number again.

@@ -12,14 +12,15 @@ from delayer.amqp.channel import Batch, Confirms
 from delayer.amqp.errors import ProtocolError
 from delayer.amqp.framing import ReturnedMessage
 from delayer.amqp.properties import encode_headers, entry, int64, long_string
-from delayer.core.hold import CONFIRMED, NACKED, Outcome, returned
+from delayer.amqp.values import CONFIRMED, Answer, Nacked, Returned
+from tests.unit.amqp.recorded import TOKEN_HEADER
 
-NO_ROUTE = returned(312, "NO_ROUTE")
-C, N, R = CONFIRMED, NACKED, NO_ROUTE
+NO_ROUTE = Returned(312, "NO_ROUTE")
+C, N, R = CONFIRMED, Nacked(), NO_ROUTE
 
 
 def back(token: bytes) -> ReturnedMessage:
-    return ReturnedMessage(312, "NO_ROUTE", encode_headers(entry(b"x-delayer-id", long_string(token))), b"")
+    return ReturnedMessage(312, "NO_ROUTE", encode_headers(entry(TOKEN_HEADER, long_string(token))), b"")
 
 
 def batch_of(count: int, prefix: str = "t") -> Batch:
@@ -28,14 +29,14 @@ def batch_of(count: int, prefix: str = "t") -> Batch:
 
 
 async def written(*counts: int) -> tuple[Confirms, list[Batch]]:
-    confirms = Confirms()
+    confirms = Confirms(TOKEN_HEADER)
     batches = [batch_of(count, prefix) for count, prefix in zip(counts, "abcdef", strict=False)]
     for batch, count in zip(batches, counts, strict=True):
         confirms.written(batch, 0, count)
     return confirms, batches
 
 
-# The broker's answers, as (number, multiple, positive) or a returned token, and the outcomes of three messages.
+# The broker's answers, as (number, multiple, positive) or a returned token, and the answers of three messages.
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
@@ -49,16 +50,16 @@ async def written(*counts: int) -> tuple[Confirms, list[Batch]]:
         ([(2, True, True), (2, True, True), (3, False, True)], [C, C, C]),  # repeats an ack
     ],
 )
-async def test_one_batch(said: list[tuple[int, bool, bool] | str], expected: list[Outcome]) -> None:
+async def test_one_batch(said: list[tuple[int, bool, bool] | str], expected: list[Answer]) -> None:
     confirms, (batch,) = await written(3)
     for one in said:
-        assert not batch.outcomes.done()
+        assert not batch.answers.done()
         if isinstance(one, str):
             confirms.note_returned(back(one.encode()))
         else:
             number, multiple, positive = one
             confirms.settle(number, multiple=multiple, positive=positive)
-    assert batch.outcomes.result() == expected
+    assert batch.answers.result() == expected
     assert confirms.in_flight == 0
 
 
@@ -84,9 +85,9 @@ async def test_a_second_confirm_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("properties", "why"),
     [
-        (b"\0\0", "no x-delayer-id"),
-        (encode_headers(entry(b"x-delayer-id", long_string(b"stranger"))), "0 publishes"),
-        (encode_headers(entry(b"x-delayer-id", int64(1))), "0 publishes"),
+        (b"\0\0", "no x-token"),
+        (encode_headers(entry(TOKEN_HEADER, long_string(b"stranger"))), "0 publishes"),
+        (encode_headers(entry(TOKEN_HEADER, int64(1))), "0 publishes"),
         (b"\x20\0\0\0\0\x02\1a", "cannot be read"),
         (b"\x80", "cannot be read"),
     ],
@@ -100,16 +101,16 @@ async def test_a_return_of_an_unknown_message_is_an_error(properties: bytes, why
 async def test_the_same_token_in_flight_twice() -> None:
     with pytest.raises(ValueError, match="unique"):
         Batch([b"a", b"b", b"a"], asyncio.get_running_loop().create_future())
-    confirms = Confirms()
+    confirms = Confirms(TOKEN_HEADER)
     confirms.written(batch_of(1), 0, 1)
     confirms.written(batch_of(1), 0, 1)
     with pytest.raises(ProtocolError, match="2 publishes"):
         confirms.note_returned(back(b"t0"))
 
 
-async def test_outcomes_known_at_the_timeout() -> None:
-    """A return counts after its confirm. The outcome of an unwritten message is unknown."""
-    confirms = Confirms()
+async def test_answers_known_at_the_timeout() -> None:
+    """A return counts after its confirm. The answer of an unwritten message is unknown."""
+    confirms = Confirms(TOKEN_HEADER)
     batch = batch_of(6)
     confirms.written(batch, 0, 3)
     confirms.written(Batch([b"between"], asyncio.get_running_loop().create_future()), 0, 1)
@@ -130,9 +131,9 @@ async def test_outcomes_known_at_the_timeout() -> None:
     st.lists(st.tuples(st.integers(0, 30), st.booleans(), st.booleans()), max_size=40),
 )
 def test_confirms_in_any_order_match_a_table(counts: list[int], said: list[tuple[int, bool, bool]]) -> None:
-    """Every order of confirms gives the same outcomes as a table by number."""
+    """Every order of confirms gives the same answers as a table by number."""
     total = sum(counts)
-    table: dict[int, Outcome] = {}
+    table: dict[int, Answer] = {}
 
     async def run() -> None:
         confirms, batches = await written(*counts)
@@ -144,11 +145,11 @@ def test_confirms_in_any_order_match_a_table(counts: list[int], said: list[tuple
                 table.setdefault(one, C if positive else N)
             confirms.settle(number, multiple=multiple, positive=positive)
             assert confirms.in_flight == total - len(table)
-            known = [outcome for batch in batches for outcome in batch.so_far()]
+            known = [answer for batch in batches for answer in batch.so_far()]
             assert known == [table.get(one) for one in range(1, total + 1)]
         first = 1
         for batch, count in zip(batches, counts, strict=True):
-            assert batch.outcomes.result() == [table[one] for one in range(first, first + count)]
+            assert batch.answers.result() == [table[one] for one in range(first, first + count)]
             first += count
 
     asyncio.run(run())

@@ -13,8 +13,7 @@ from pamqp import heartbeat as heartbeats
 
 from delayer.amqp.channel import Channel
 from delayer.amqp.errors import ConfirmTimeout, ConnectionLost, ProtocolError
-from delayer.core.hold import CONFIRMED, Outcome
-from delayer.core.message import Delivery
+from delayer.amqp.values import CONFIRMED, Answer, Delivery
 from tests.unit.amqp.recorded import content, returned
 from tests.unit.amqp.scripted import (
     Peer,
@@ -109,7 +108,7 @@ async def test_a_callback_that_raises_ends_the_connection() -> None:
             raise KeyError("a bug of ours")
 
         await consume(channel, peer, broken)
-        peer.send(commands.Basic.Deliver("delayer.1", 1, False, "", "q"), 1)
+        peer.send(commands.Basic.Deliver("amqp.1", 1, False, "", "q"), 1)
         peer.send_raw(content(b"\0\0", b"x"))
         await asyncio.wait({connection.closed})
         assert isinstance(connection.closed.result().__cause__, KeyError)
@@ -180,7 +179,7 @@ LARGE = [message(f"{at}", bytes(100_000)) for at in range(400)]
 @asynccontextmanager
 async def publishing_into_a_full_buffer(
     timeout: float = 30,
-) -> AsyncIterator[tuple[asyncio.Task[list[Outcome]], Channel, Peer]]:
+) -> AsyncIterator[tuple[asyncio.Task[list[Answer]], Channel, Peer]]:
     """A publish to a peer that reads nothing; the transport's buffer is above its high-water mark."""
     async with scripted_channel(confirms=True) as (connection, channel, peer):
         full = asyncio.Event()

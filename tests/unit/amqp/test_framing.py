@@ -14,7 +14,7 @@ from pamqp import body, commands, frame, header
 from delayer.amqp import framing
 from delayer.amqp.errors import ProtocolError, ReplyCode
 from delayer.amqp.framing import OVERHEAD, ReturnedMessage
-from delayer.core.message import Delivery, Outgoing
+from delayer.amqp.values import Delivery, Outgoing
 from tests.unit.amqp.recorded import EVERYTHING, FRAME_MAX, TAG, content, conversation, deliver, method, reading
 
 WHOLE = conversation()

@@ -27,12 +27,13 @@ async def test_certificates_instead_of_a_password() -> None:
 
 async def test_the_client_properties() -> None:
     async with scripted() as script:
-        opening, peer = await script.opening(name="delayer@host", heartbeat=7)
+        opening, peer = await script.opening(name="delayer@host", product="delayer", version="7.1", heartbeat=7)
         hello = await peer.log_in()
         connection = await opening
         assert hello.client_properties is not None
         assert hello.client_properties["product"] == "delayer"
         assert hello.client_properties["connection_name"] == "delayer@host"
+        assert hello.client_properties["version"] == "7.1"
         assert hello.client_properties["capabilities"] == dict.fromkeys(
             ("publisher_confirms", "consumer_cancel_notify", "connection.blocked", "basic.nack",
              "authentication_failure_close"), True,

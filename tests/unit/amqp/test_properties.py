@@ -29,7 +29,7 @@ from delayer.amqp.properties import (
     negated,
     splice,
 )
-from delayer.core.message import Timestamp
+from delayer.amqp.values import Timestamp
 from tests.unit.amqp.tables import EVERY_TYPE, decode, nested, properties, sized, table_of_every_type, tables
 
 TIME = datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC)

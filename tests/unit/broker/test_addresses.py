@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from delayer.amqp.address import Address
-from delayer.amqp.errors import AccessRefused, ConnectionLost
+from delayer.amqp.errors import AccessRefused, BrokerLost, ConnectionLost
 from delayer.broker import addresses
 from delayer.broker.addresses import addresses_of, first_success
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.core.errors import BrokerLost
 
 NAMES = {"cluster": ["10.0.0.1", "10.0.0.2"], "single": ["10.0.0.3"]}
 

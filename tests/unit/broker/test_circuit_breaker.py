@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from delayer.amqp.properties import encode_headers, entry, long_string
+from delayer.amqp.values import Outgoing
 from delayer.broker.circuit_breaker import MANY, CircuitBreaker, Destination
 from delayer.core.hold import Outcome, closed_channel, unanswered
-from delayer.core.message import Outgoing
 
 X = b"x"
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from delayer.amqp import edits
 from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string, parsed
+from delayer.amqp.values import Delivery
 from delayer.cli.drain import (
     AGAIN,
     BrokerDepths,
@@ -21,8 +21,9 @@ from delayer.cli.drain import (
 from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade, delay_in_key
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.importing import ImportItem
-from delayer.core.marks import LAST_DUE
-from delayer.core.message import Delivery, Due, Parcel, Target
+from delayer.core.marks import ID, LAST_DUE
+from delayer.core.message import Due, Parcel, Target
+from delayer.format.envelope import Endpoints, HoldNote, into_cascade, read_envelope
 from delayer.imports.cascade import LevelReader
 from delayer.store.admin.draining import DrainBacklog
 from tests.support.fakes import NOW
@@ -30,7 +31,7 @@ from tests.support.fakes import NOW
 OURS = Cascade()
 DAY = 86_400_000
 DUE = b"delays.due"
-NAMES = edits.Endpoints(OURS, DUE, b"", 100_000)
+NAMES = Endpoints(OURS, DUE, b"", 100_000)
 
 
 def into_store(met: Delivery, level: int, now_ms: int = NOW) -> Parcel:
@@ -52,9 +53,9 @@ def test_a_drained_message_comes_back_unchanged(wait_ms: int) -> None:
     seconds = delay_in_key(sent.routing_key)
     assert seconds is not None
     assert wait_ms - 1000 < seconds * 1000 <= wait_ms or seconds == MAX_SECONDS
-    assert edits.opened(Properties.parse(sent.properties), b"", 100_000).rest_ms == wait_ms % 1000
+    assert read_envelope(Properties.parse(sent.properties), b"", 100_000).rest_ms == wait_ms % 1000
     assert sent.routing_key.endswith(b".delays.due")
-    token = Properties.parse(sent.properties).get(edits.ID)
+    token = Properties.parse(sent.properties).get(ID)
     assert token is not None
     assert token.content == b"48213", "copies keep the row's id"
     level = max(seconds.bit_length() - 1, 0)
@@ -65,7 +66,7 @@ def test_a_drained_message_comes_back_unchanged(wait_ms: int) -> None:
 
 def test_a_message_between_two_attempts_comes_in_as_held_with_its_id_and_flags() -> None:
     hold = Hold(HoldKind.UNANSWERED, "no confirm", may_be_delivered=True)
-    sent = edits.into_cascade(row(NOW).parcel, b"id", 64, NAMES, held=edits.HoldNote(hold, 7, NOW + 64_000))
+    sent = into_cascade(row(NOW).parcel, b"id", 64, NAMES, held=HoldNote(hold, 7, NOW + 64_000))
     met = Delivery(1, False, sent.exchange, sent.routing_key, sent.properties, sent.body)
     found = LevelReader(OURS, 6, OURS.delivery.encode(), DUE).item(met, parsed(met.properties), NOW)
     assert found == ImportItem(row(NOW).parcel._replace(token=b"id"), hold)
@@ -73,7 +74,7 @@ def test_a_message_between_two_attempts_comes_in_as_held_with_its_id_and_flags()
 
 def test_foreign_messages_go_to_the_end_of_the_cascade() -> None:
     key = b"0." * (LEVELS - 6) + b"1.0.0.0.0.0.inbox"
-    properties = encode_headers(entry(LAST_DUE, int64(NOW + 30_000)) + entry(edits.ID, long_string(b"id")))
+    properties = encode_headers(entry(LAST_DUE, int64(NOW + 30_000)) + entry(ID, long_string(b"id")))
     met = Delivery(1, False, OURS.level(5).encode(), key, properties, b"body")
     parcel = into_store(met, 5)
     assert parcel.target == Target(OURS.delivery.encode(), b"inbox")

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delayer.amqp.values import Timestamp
 from delayer.core.delay_headers import (
     UnreadableDelay,
     in_words,
@@ -24,7 +25,6 @@ from delayer.core.delay_headers import (
     whole_seconds_until,
 )
 from delayer.core.delay_sources import LONGEST_BODY, instant_in_json_ms, steps
-from delayer.core.message import Timestamp
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MS = timedelta(milliseconds=1)

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delayer.amqp.values import Timestamp
 from delayer.core import levels
 from delayer.core.cascade import CASCADE_KINDS, LEVELS, MAX_SECONDS, Cascade, Kind, routing_key
 from delayer.core.levels import due_at_level, longest_wait_seconds
 from delayer.core.marks import X_DEATH
-from delayer.core.message import Timestamp
 from delayer.core.nservicebus import DELAY_IN_SECONDS, EXPIRE, RETRIES_TIMESTAMP, TIME_SENT
 from tests.support.raw import wire_instant
 

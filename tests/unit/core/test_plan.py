@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delayer.amqp.values import Timestamp
 from delayer.core.delay_headers import DelayRequest
 from delayer.core.delay_sources import CONSULTED
-from delayer.core.message import Target, Timestamp
+from delayer.core.message import Target
 from delayer.core.plan import LATEST_MS, AtOnce, Cancel, EnterCascade, Mode, Park, Policy, Refuse, Route, Soon
 from tests.support.planning import decide, request
 

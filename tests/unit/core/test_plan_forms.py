@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delayer.amqp.values import Timestamp
 from delayer.core import retry_policy
 from delayer.core.cascade import routing_key
 from delayer.core.delay_headers import DelayRequest
 from delayer.core.delay_sources import CONSULTED, SOURCES, source_of
-from delayer.core.message import KeyGroup, Target, Timestamp
+from delayer.core.message import KeyGroup, Target
 from delayer.core.nservicebus import (
     CLEAR_TIMEOUTS,
     DELAY_IN_SECONDS,

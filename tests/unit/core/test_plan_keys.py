@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from delayer.amqp.values import Timestamp
 from delayer.core.delay_headers import DelayRequest
-from delayer.core.message import Target, Timestamp
+from delayer.core.message import Target
 from delayer.core.plan import Cancel, EnterCascade, Mode, Park, Policy, Refuse, Route
 from tests.support.planning import decide, request
 

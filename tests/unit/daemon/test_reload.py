@@ -12,10 +12,11 @@ from typing import Any, cast
 import pytest
 from structlog.testing import capture_logs
 
+from delayer.amqp.errors import BrokerLost
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.config.loading import load
 from delayer.config.model import Settings
-from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.errors import StoreLost
 from delayer.daemon.app import Reload, changed, live_part
 from delayer.daemon.systemd import Notifier
 from delayer.daemon.wiring import Daemon

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from delayer.amqp.errors import BrokerLost
 from delayer.cli import status
 from delayer.config.model import Settings
-from delayer.core.errors import BrokerLost
+from delayer.format.refusal import NO_EDITS, RetryEdits
 from delayer.http import server
 from delayer.http.access import HEADERS
 from delayer.http.server import HttpPart
 from delayer.http.view import Depths, State
-from delayer.intake.refusals import NO_EDITS, RetryEdits
 from delayer.intake.set_aside import Result, SetAsideMessage
 from delayer.store.admin.changes import ChangeResult
 from tests.support.fakes import until

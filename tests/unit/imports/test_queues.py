@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from delayer.amqp.properties import Properties
-from delayer.core.message import Delivery, Target
+from delayer.amqp.values import Delivery
+from delayer.core.message import Target
 from delayer.imports.hold_queues import HoldQueue
 from delayer.imports.queues import fell, fingerprint
 from tests.support.raw import Props, Value, array, number, table, text

@@ -12,17 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.amqp import edits
-from delayer.amqp.edits import Endpoints
+from delayer.amqp.errors import BrokerLost
 from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string
+from delayer.amqp.values import CONFIRMED, Delivery, Outgoing, Pace
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.counters import Counters
-from delayer.core.errors import BrokerLost, StoreLost
-from delayer.core.hold import CONFIRMED, Hold, Outcome, returned
-from delayer.core.message import Delivery, KeyGroup, Outgoing, Parcel, Schedule, Target
+from delayer.core.errors import StoreLost
+from delayer.core.hold import Hold, Outcome, returned
+from delayer.core.message import KeyGroup, Parcel, Target
 from delayer.core.operations import Applied, Cancel, Operation
 from delayer.core.plan import Mode, Park, Policy, Route
 from delayer.core.retry_policy import RetryPolicy
+from delayer.format.envelope import Endpoints, read_envelope
+from delayer.format.headers import ROOM
+from delayer.format.release import released_properties
 from delayer.intake import replies
 from delayer.intake.handle import (
     PARK_BYTES,
@@ -35,11 +38,10 @@ from delayer.intake.handle import (
     classify,
     operations_of,
 )
-from delayer.intake.refusals import with_short
 from delayer.intake.settle import Dispatch, Session
 from tests.support.fakes import NOW, ScriptedLive, ScriptedPublisher, ScriptedSubscription, delivery, ids
 from tests.support.raw import Header, Props, Value, array, nested, number, table, text, wire_instant
-from tests.unit.amqp.tables import properties
+from tests.unit.amqp.tables import properties, with_short
 
 ORDERS = Route(b"orders.in", b"orders.out")
 MAIL = Route(b"mail.in", b"")
@@ -133,7 +135,7 @@ def test_a_due_message_is_published_as_released() -> None:
     [publication] = work(one).publications
     assert publication.delivery is one
     assert publication.outgoing[:2] == Target(b"orders.out", b"k")
-    assert publication.outgoing.properties == edits.released(Properties.parse(one.properties), b"id-0", NOW)
+    assert publication.outgoing.properties == released_properties(Properties.parse(one.properties), b"id-0", NOW)
     assert publication.outgoing.token == b"id-0"
     assert publication.outgoing.body == b"body"
     assert publication.parcel is not None
@@ -146,7 +148,7 @@ def test_the_cascade_leads_to_the_due_queue() -> None:
     outgoing = publication.outgoing
     assert outgoing.exchange == b"delayer.delay-level-02"
     assert outgoing.routing_key == routing_key(5, b"delays.due")
-    envelope = edits.opened(Properties.parse(outgoing.properties), outgoing.body, NAMES.max_properties)
+    envelope = read_envelope(Properties.parse(outgoing.properties), outgoing.body, NAMES.max_properties)
     assert envelope.id == outgoing.token == b"id-0"
     assert envelope.parcel.properties == one.properties
     assert envelope.parcel.due_ms == NOW + 5000
@@ -160,7 +162,7 @@ def test_the_cascade_leads_to_the_due_queue() -> None:
         (b"\xff", "malformed properties"),
         (b"\x20\x00\0\0\0\x03bad", "malformed header table"),
         (encode_headers(b"\x07x-delayF\x00\x00\x00\x01\xff"), "malformed header table"),
-        (encode_headers(entry(b"x", long_string(bytes(10_000 - edits.ROOM)))), "the properties are too long to carry"),
+        (encode_headers(entry(b"x", long_string(bytes(10_000 - ROOM)))), "the properties are too long to carry"),
         (encode_headers(says(b"x-delay", b"soon")), "x-delay: expected milliseconds"),
         (encode_headers(says(b"X-Delay", 5)), "the message has no delay, but a header 'X-Delay': expected 'x-delay'"),
         (
@@ -276,7 +278,7 @@ async def test_a_queue_that_does_not_confirm_its_replies_delays_no_batch() -> No
     it = Gathered()
     silent = asyncio.Event()
 
-    async def publish(batch: list[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
+    async def publish(batch: list[Outgoing], pace: Pace | None = None) -> list[Outcome]:
         await silent.wait()
         return [CONFIRMED] * len(batch)
 
@@ -450,7 +452,7 @@ async def test_a_due_message_leaves_at_once_and_a_soon_due_one_at_its_instant() 
     assert it.acks.acked == [(2, False)]
     await it.session.wait_until_idle()
     assert [one.body for one in it.publisher.published] == [b"2", b"1"]
-    assert [list(schedule.due_ms) for schedule in it.publisher.schedules] == [[NOW + 100]]
+    assert [list(pace.due_ms) for pace in it.publisher.paces] == [[NOW + 100]]
     assert it.acks.acked[1:] in ([(3, False), (1, True)], [(1, True)])  # the third may have been parked already
 
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.amqp import edits
 from delayer.amqp.properties import Properties
+from delayer.amqp.values import Delivery
 from delayer.core.cascade import routing_key
 from delayer.core.delay_sources import SOURCES, is_lasting
-from delayer.core.message import Delivery
 from delayer.core.plan import AtOnce, EnterCascade, Mode, Park, Policy, Refuse, Route
+from delayer.format.release import released_properties
 from delayer.intake.handle import Classified, classify
 from tests.support import fakes
 from tests.support.logged import capture_logs
@@ -109,7 +109,7 @@ def trip(message: Message, now_ms: int, mode: Mode, due_ms: int = DUE) -> Messag
     assert isinstance(found, Park | EnterCascade), found
     assert found.due_ms == due_ms
     carried = Properties.parse(delivery.properties)
-    released = Props.decode(edits.released(carried, b"id", found.due_ms))
+    released = Props.decode(released_properties(carried, b"id", found.due_ms))
     return Message(released.headers or (), found.target.routing_key, message.body, released.timestamp)
 
 

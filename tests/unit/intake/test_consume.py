@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.core.errors import BrokerLost, NotTaken, StoreLost
-from delayer.core.message import Delivery
+from delayer.amqp.errors import BrokerLost
+from delayer.amqp.values import Delivery
+from delayer.core.errors import NotTaken, StoreLost
 from delayer.intake.consume import Intake, QueueConsumer
 from delayer.intake.settle import KEPT_BYTES, AckTracker, Session
 from delayer.retry import Backoff, raise_first

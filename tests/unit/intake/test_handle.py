@@ -8,16 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from delayer.amqp import edits
-from delayer.amqp.edits import HoldNote
+from delayer.amqp.errors import BrokerLost
 from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string
+from delayer.amqp.values import CONFIRMED, Delivery
 from delayer.core.cascade import MAX_SECONDS, Cascade, routing_key
 from delayer.core.counters import Counters
-from delayer.core.errors import BrokerLost, NotTaken, StoreLost, Unconfirmed
-from delayer.core.hold import CONFIRMED, NACKED, Hold, HoldKind, Outcome, closed_channel, returned, too_late, unanswered
+from delayer.core.errors import NotTaken, StoreLost, Unconfirmed
+from delayer.core.hold import NACKED, Hold, HoldKind, Outcome, closed_channel, returned, too_late, unanswered
 from delayer.core.marks import LAST_DUE
-from delayer.core.message import BROKER_LEAD_MS, Delivery, Parcel, Target
+from delayer.core.message import BROKER_LEAD_MS, Parcel, Target
 from delayer.core.plan import LATEST_MS
+from delayer.format.envelope import Envelope, HoldNote, envelope_properties, read_envelope
+from delayer.format.release import released_properties
 from delayer.intake.handle import SLOT_MS, DueHandler
 from delayer.intake.settle import MAX_ATTEMPTS, AckTracker, Dispatch, Objection, Publication, Session
 from tests.support.fakes import NOW, WHY, ScriptedLive, ScriptedPublisher, ScriptedSubscription, delivery, ids, outgoing
@@ -72,7 +74,7 @@ class Scene:
     @property
     def instants(self) -> list[int]:
         """The instants of the scheduled publishes, as differences to now."""
-        return [due_ms - NOW for schedule in self.publisher.schedules for due_ms in schedule.due_ms]
+        return [due_ms - NOW for pace in self.publisher.paces for due_ms in pace.due_ms]
 
     @property
     def accepted(self) -> list[int]:
@@ -189,8 +191,8 @@ async def test_messages_for_a_person_go_to_the_strays_at_once(kind: HoldKind) ->
     await it.dispatch.hold([Objection(delivery(1), PARCEL, Hold(kind, "why"))], it.tracker)
     [stray] = it.publisher.published
     assert stray.exchange == b"delayer.delay-strays"
-    held = edits.opened(Properties.parse(stray.properties), stray.body, 10_000).held
-    assert held == edits.HoldNote(Hold(kind, "why"), 1, None)
+    held = read_envelope(Properties.parse(stray.properties), stray.body, 10_000).held
+    assert held == HoldNote(Hold(kind, "why"), 1, None)
 
 
 async def test_a_refusal_by_the_cascade_returns_the_delivery_to_the_queue() -> None:
@@ -217,7 +219,7 @@ async def test_each_publish_of_a_batch_is_progress() -> None:
 def carried(tag: int, due_ms: int, key: bytes = b"k", held: HoldNote | None = None, *, rest_ms: int = 0) -> Delivery:
     parcel = Parcel(due_ms, b"orders.in", b"orders.in", b"k", Target(b"orders.out", key), INNER, b"")
     return delivery(tag, body=b"body")._replace(
-        properties=edits.enveloped(parcel, b"id", held, rest_ms), exchange=b"delayer.delivery"
+        properties=envelope_properties(parcel, b"id", held, rest_ms), exchange=b"delayer.delivery"
     )
 
 
@@ -227,7 +229,7 @@ async def test_a_due_envelope_goes_to_its_destination(late_ms: int) -> None:
     await it.carry(carried(1, NOW - late_ms))
     [message] = it.publisher.published
     assert message[:2] == (b"orders.out", b"k")
-    assert message.properties == edits.released(Properties.parse(INNER), b"id", NOW - late_ms)
+    assert message.properties == released_properties(Properties.parse(INNER), b"id", NOW - late_ms)
     assert (message.body, message.token) == (b"body", b"id")
     assert it.acks.acked == [(1, True)]
     assert it.instants == []
@@ -256,7 +258,7 @@ async def test_messages_of_one_slot_share_a_publish_in_the_order_of_their_instan
     begin = -NOW % SLOT_MS
     await it.carry(*(carried(tag, NOW + begin + early) for tag, early in enumerate((40, SLOT_MS, 20, 30), 1)))
     assert it.instants == [begin + early for early in (20, 30, 40, SLOT_MS)]
-    assert [len(schedule.due_ms) for schedule in it.publisher.schedules] == [2, 1, 1]
+    assert [len(pace.due_ms) for pace in it.publisher.paces] == [2, 1, 1]
     assert sorted(it.accepted) == [1, 2, 3, 4]
 
 
@@ -290,11 +292,11 @@ JUNK = [
     b"\xff\xff",
     encode_headers(b"\x03bad"),
     encode_headers(entry(b"x-delayer-envelope", int64(2))),
-    edits.enveloped(Parcel(NOW, b"", b"", b"", Target(b"", b""), b"\xff", b""), b"id"),
-    edits.enveloped(Parcel(NOW, b"", b"", b"", Target(b"", b""), encode_headers(b"\x03bad"), b""), b"id"),
-    edits.enveloped(Parcel(1 << 62, b"", b"", b"", Target(b"", b""), b"\0\0", b""), b"id"),
-    edits.enveloped(Parcel(NOW, b"", b"", b"", Target(b"x" * 256, b""), b"\0\0", b""), b"id"),
-    edits.enveloped(Parcel(NOW, b"", b"", b"", Target(b"", b""), bytes(9_000), b""), b"id"),
+    envelope_properties(Parcel(NOW, b"", b"", b"", Target(b"", b""), b"\xff", b""), b"id"),
+    envelope_properties(Parcel(NOW, b"", b"", b"", Target(b"", b""), encode_headers(b"\x03bad"), b""), b"id"),
+    envelope_properties(Parcel(1 << 62, b"", b"", b"", Target(b"", b""), b"\0\0", b""), b"id"),
+    envelope_properties(Parcel(NOW, b"", b"", b"", Target(b"x" * 256, b""), b"\0\0", b""), b"id"),
+    envelope_properties(Parcel(NOW, b"", b"", b"", Target(b"", b""), bytes(9_000), b""), b"id"),
 ]
 
 
@@ -307,8 +309,8 @@ async def test_junk_is_refused_and_the_other_messages_continue(raw: bytes) -> No
     assert it.counters.as_dict()["refused"] == 1
 
 
-def opened(raw: bytes) -> edits.Envelope:
-    return edits.opened(Properties.parse(raw), b"body", 10_000)
+def opened(raw: bytes) -> Envelope:
+    return read_envelope(Properties.parse(raw), b"body", 10_000)
 
 
 async def test_an_attempt_waits_in_the_due_queue_if_the_broker_delays() -> None:

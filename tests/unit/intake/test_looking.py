@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.amqp import reading
+from delayer.amqp.values import Delivery
 from delayer.core.filters import Filter, Token, names_of, own_name, read_token
-from delayer.core.message import Delivery
-from delayer.intake.refusals import EntryPoints, read_refusal, with_short
+from delayer.format import reading
+from delayer.format.refusal import EntryPoints, read_refusal
 from delayer.intake.set_aside import Result
 from delayer.store.lanes.notify import HELD, WAITING, parsed
 from tests.support.raw import Props, Value, array, number, octets, table, text
@@ -121,14 +121,6 @@ def test_previews() -> None:
     assert reading.preview("käse".encode(), 2) == "k"  # never half a character
     assert reading.preview(b"\x00\x01") == "00 01"
     assert reading.preview(b"\x1b[31mred") == b"\x1b[31mred".hex(" ")
-
-
-def test_a_short_string_is_inserted_at_its_place() -> None:
-    props = Props(content_type=b"t", reply_to=b"r", message_id=b"m")
-    assert Props.decode(with_short(props.encode(), "expiration", b"5")) == Props(
-        content_type=b"t", reply_to=b"r", expiration=b"5", message_id=b"m"
-    )
-    assert with_short(props.encode(), "message_id", b"other") == props.encode()
 
 
 @pytest.mark.parametrize(

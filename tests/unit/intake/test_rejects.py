@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import pytest
 
+from delayer.amqp.values import Delivery
 from delayer.core.errors import Rejected, StoreLost
 from delayer.core.hold import Hold
-from delayer.core.message import Delivery, Parcel
+from delayer.core.message import Parcel
 from delayer.core.operations import Applied, Cancel, Operation
 from delayer.intake.settle import Dispatch, Objection
 from tests.support.fakes import WHY, ScriptedLane, ScriptedStore, due

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from delayer.amqp.properties import entry, int64, long_string
+from delayer.amqp.values import Delivery
 from delayer.core.cascade import Cascade, Kind, routing_key
 from delayer.core.counters import Counters
 from delayer.core.errors import StoreLost
-from delayer.core.message import Delivery, Parcel
+from delayer.core.message import Parcel
 from delayer.core.nservicebus import DELAY_IN_SECONDS, TIME_SENT
 from delayer.intake.takeover import MOST_DELIVERIES, LevelTakeover
 from tests.support.fakes import NOW, Heartbeat, ScriptedConsumer, ScriptedLive, ScriptedSubscription, delivery

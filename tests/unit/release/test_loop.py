@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from delayer.amqp.channel import seconds_until_due
+from delayer.amqp.errors import BrokerLost
 from delayer.amqp.properties import Properties, encode_headers, entry, long_string
+from delayer.amqp.values import Outgoing, Pace
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import DelayRequest
-from delayer.core.errors import BrokerLost, LaneLost, StoreLost
+from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.hold import NACKED, Hold, HoldKind, Limits, Outcome, returned, too_late
-from delayer.core.message import Outgoing, Schedule
 from delayer.core.plan import AtOnce, Mode, Park, Policy, Route, TooLate
 from delayer.release.loop import SLICE_SECONDS, LaneRelease, prepare_outgoing
 from tests.support.fakes import NOW, Heartbeat, ScriptedLane, ScriptedLive, ScriptedPublisher, due, until
@@ -59,10 +60,10 @@ async def test_messages_leave_at_their_instant_and_held_rows_first() -> None:
     rows = [row._replace(due_ms=NOW + at) for row, at in zip(rows, (20, 30, -9_000), strict=True)]
     it = Scene(ScriptedLane(claims=[rows]))
     await run_dry(it)
-    [schedule] = it.publisher.schedules
+    [pace] = it.publisher.paces
     assert [message.body for message in it.publisher.published] == [b"3", b"1", b"2"]
-    assert schedule.due_ms == [NOW - 9_000, NOW + 20, NOW + 30]
-    assert seconds_until_due(schedule, -1) == 0.03
+    assert pace.due_ms == [NOW - 9_000, NOW + 20, NOW + 30]
+    assert seconds_until_due(pace, -1) == 0.03
 
 
 async def test_the_next_claim_overlaps_with_the_publish_of_the_last() -> None:
@@ -72,9 +73,9 @@ async def test_the_next_claim_overlaps_with_the_publish_of_the_last() -> None:
     async with running(it):
         await publisher.asked.wait()
         await until(lambda: it.lane.events == ["claim", "claim"])
-        assert len(publisher.schedules) == 1
-        publisher.schedules[0].on_written()
-        await until(lambda: len(publisher.schedules) == 2)
+        assert len(publisher.paces) == 1
+        publisher.paces[0].on_written()
+        await until(lambda: len(publisher.paces) == 2)
         assert publisher.published == []
         publisher.gate.set()
         await it.lane.sleeping.wait()
@@ -219,9 +220,9 @@ class Gated(ScriptedPublisher):
         self.gate = asyncio.Event()
         self.asked = asyncio.Event()
 
-    async def publish(self, batch: Sequence[Outgoing], schedule: Schedule | None = None) -> list[Outcome]:
+    async def publish(self, batch: Sequence[Outgoing], pace: Pace | None = None) -> list[Outcome]:
         self.asked.set()
-        self.schedules += [] if schedule is None else [schedule]
+        self.paces += [] if pace is None else [pace]
         await self.gate.wait()
         return await super().publish(batch)
 

@@ -6,8 +6,8 @@ import struct
 
 import pytest
 
-from delayer.amqp import edits
 from delayer.amqp.properties import Properties
+from delayer.format.release import released_properties
 from tests.support.account import AFTERMATH_MS, Account
 from tests.support.letters import Form, Gained, Letters, long, table_of, text
 from tests.support.verdict import Arrival, Verdict, Window
@@ -37,7 +37,7 @@ def test_a_letter_is_recognized_after_our_edits(number: int) -> None:
     letters = Letters(3)
     letter = letters.letter(number, letters.form(number, None), DUE_MS, DELAY_MS)
     for id in (b"1", b"9" * 18, UUID):
-        properties = edits.released(Properties.parse(letter.properties), id, DUE_MS)
+        properties = released_properties(Properties.parse(letter.properties), id, DUE_MS)
         assert letter.gained(letter.routing_key, properties, letter.body) == Gained(id, DUE_MS)
 
 

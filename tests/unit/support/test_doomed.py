@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 
-from delayer.core.message import Delivery
+from delayer.amqp.values import Delivery
 from tests.faults.doomed import COUNTED, Doomed, Judge
 from tests.support.letters import NUMBER, SHAPES, doomed
 from tests.support.raw import VOID, Props, number, octets, text

@@ -9,8 +9,9 @@ from typing import Any, Final, NamedTuple
 
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import NAMES, Properties
+from delayer.amqp.values import Timestamp
 from delayer.core.filters import Filter
-from delayer.core.message import Timestamp, as_text
+from delayer.core.message import as_text, raw
 from delayer.core.readable import instant
 
 TYPES: Final = {
@@ -68,11 +69,6 @@ def value_text(value: Any) -> str:
     ('a', 'null', '{"b": [true, 1]}')
     """
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def raw(text: str) -> bytes:
-    """Encode a name from the command line or a form as AMQP has it."""
-    return text.encode("utf-8", "surrogateescape")
 
 
 def plain(value: Any) -> Any:  # noqa: PLR0911 - one return for each type

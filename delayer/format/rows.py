@@ -1,13 +1,7 @@
 """The stored form of a message: the row's columns, their checksum, and the version of their meaning. Pure.
 
-A store outlives many versions of this program, and a row may wait ten years. So, for changes:
-
-1. Never change the meaning of a column's bytes under a released format number. Raise FORMAT by one.
-2. Keep reading every number from 1 on. Add branches to :func:`read`, never remove any.
-3. Add a fixture of stored bytes of the new format to tests/unit/store/test_envelope.py, and leave the old ones alone.
-4. An older daemon holds messages in formats it cannot read (``sound`` is false). Upgrade every daemon before the first
-   one writes the new number.
-5. A new column, index or table is a schema upgrade (migrations/), not a new format.
+An older daemon holds messages in formats that it cannot read (``sound`` is false). A new column, index or table is a
+schema upgrade (migrations/), not a new format.
 """
 
 from __future__ import annotations
@@ -43,7 +37,7 @@ def checksum(exchange: bytes, routing_key: bytes, properties: bytes, body: bytes
     return crc32(body, crc32(properties, crc32(routing_key, crc32(exchange, crc32(lengths)))))
 
 
-def row(parcel: Parcel, lane: int) -> StoredRow:
+def stored_row(parcel: Parcel, lane: int) -> StoredRow:
     """The values of :data:`COLUMNS` for ``parcel``."""
     due_ms, route, exchange, routing_key, target, properties, body, key, _ = parcel
     return (
@@ -62,15 +56,15 @@ def row(parcel: Parcel, lane: int) -> StoredRow:
     )
 
 
-def row_again(due: Due, lane: int) -> StoredRow:
+def moved_row(due: Due, lane: int) -> StoredRow:
     """The values of :data:`COLUMNS` for a row that is moved. An unsound row stays unsound, by a wrong checksum."""
-    values = row(due.parcel, lane)
+    values = stored_row(due.parcel, lane)
     if due.sound:
         return values
     return (values[0], values[1] ^ 1, *values[2:])
 
 
-def read(
+def read_row(
     record: Iterable[Any],
     attempts: int = 0,
     hold: Hold | None = None,
@@ -86,7 +80,7 @@ def read(
     return Due(id_, due_ms, attempts, parcel, sound, hold, parked_ms)
 
 
-def hold_row(hold: Hold) -> tuple[str, str, bool, bool]:
+def hold_columns(hold: Hold) -> tuple[str, str, bool, bool]:
     """The values of the columns kind, reason, may_be_delivered and isolated."""
     return hold.kind, reason_text(hold.text), hold.may_be_delivered, hold.isolated
 
@@ -95,10 +89,10 @@ def read_hold(kind: str, reason: str, may_be_delivered: bool, isolated: bool) ->
     return Hold(HoldKind(kind), reason, may_be_delivered, isolated)
 
 
-def read_held(record: Any) -> Due:
+def read_held_row(record: Any) -> Due:
     """Parse a row of claim_held.sql into a held message."""
     hold = read_hold(record["kind"], record["reason"], record["may_be_delivered"], record["isolated"])
-    return read(record, record["attempts"], hold, record["token"])
+    return read_row(record, record["attempts"], hold, record["token"])
 
 
 def reason_text(reason: str) -> str:

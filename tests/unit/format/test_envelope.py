@@ -8,14 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.amqp import edits
-from delayer.amqp.edits import ID_BYTES, ROOM, Envelope, InvalidEnvelope
 from delayer.amqp.properties import Properties, byte_array, encode_headers, entry, int64, long_string
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.delay_headers import LONGEST_TIMER_MS
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import BROKER_LEAD_MS, Parcel, Target
 from delayer.core.plan import LATEST_MS
+from delayer.format.envelope import (
+    ID_BYTES,
+    Endpoints,
+    Envelope,
+    HoldNote,
+    InvalidEnvelope,
+    envelope_properties,
+    into_broker,
+    into_cascade,
+    read_envelope,
+)
+from delayer.format.headers import ROOM
 from tests.unit.amqp.tables import properties, sized, text, with_headers
 
 DUE_MS = 1_800_000_000_000
@@ -38,8 +48,8 @@ FORMAT_1 = bytes.fromhex(
 PLAIN = Parcel(DUE_MS, b"orders.in", b"orders.in", b"a.b", Target(b"orders.out", b"a.b"), b"\x20\x00\0\0\0", b"body")
 
 
-def opened(raw: bytes, body: bytes = b"body", max_properties: int = MAX) -> edits.Envelope:
-    return edits.opened(Properties.parse(raw), body, max_properties)
+def opened(raw: bytes, body: bytes = b"body", max_properties: int = MAX) -> Envelope:
+    return read_envelope(Properties.parse(raw), body, max_properties)
 
 
 short = st.binary(max_size=5) | st.just(b"s" * 255)
@@ -58,7 +68,7 @@ parcels = st.builds(
 
 
 held = st.none() | st.builds(
-    edits.HoldNote,
+    HoldNote,
     st.builds(Hold, st.sampled_from(HoldKind), st.text(max_size=600), st.booleans(), st.booleans()),
     st.integers(1, (1 << 31) - 1),
     st.none() | st.integers(0, LATEST_MS),
@@ -66,8 +76,8 @@ held = st.none() | st.builds(
 
 
 @given(parcels, st.binary(max_size=ID_BYTES), held)
-def test_an_envelope_returns_its_message(parcel: Parcel, id: bytes, held: edits.HoldNote | None) -> None:
-    raw = edits.enveloped(parcel, id, held)
+def test_an_envelope_returns_its_message(parcel: Parcel, id: bytes, held: HoldNote | None) -> None:
+    raw = envelope_properties(parcel, id, held)
     envelope = opened(raw, parcel.body)
     assert envelope[:2] == (id, parcel)
     found = envelope.held
@@ -81,7 +91,7 @@ def test_an_envelope_returns_its_message(parcel: Parcel, id: bytes, held: edits.
 
 
 def test_the_format() -> None:
-    assert edits.enveloped(PLAIN, b"id") == FORMAT_1
+    assert envelope_properties(PLAIN, b"id") == FORMAT_1
     assert opened(FORMAT_1) == Envelope(b"id", PLAIN)
 
 
@@ -130,20 +140,20 @@ def test_other_messages_are_no_envelopes(raw: bytes, reason: str) -> None:
         opened(raw)
 
 
-CASCADE = edits.Endpoints(Cascade(), b"delays.due", b"delays.refused", MAX)
+CASCADE = Endpoints(Cascade(), b"delays.due", b"delays.refused", MAX)
 
 
 @given(parcels, held, st.integers(BROKER_LEAD_MS, LATEST_MS))
 def test_a_broker_that_delays_gets_the_same_envelope_with_a_time_that_ends_no_queue(
-    parcel: Parcel, note: edits.HoldNote | None, at_ms: int
+    parcel: Parcel, note: HoldNote | None, at_ms: int
 ) -> None:
-    sent = edits.into_broker(parcel, b"id", at_ms, 0, replace(CASCADE, broker_delays=True), held=note)
+    sent = into_broker(parcel, b"id", at_ms, 0, replace(CASCADE, broker_delays=True), held=note)
     assert (sent.exchange, sent.routing_key) == (b"delayer.delay-delivery", routing_key(0, b"delays.due"))
     assert (sent.body, sent.token) == (parcel.body, b"id")
     timer = Properties.parse(sent.properties).get(b"x-opt-delivery-time")
     assert timer is not None and (timer.type, timer.value) == (ord("l"), min(at_ms - BROKER_LEAD_MS, LONGEST_TIMER_MS))
-    plain = edits.enveloped(parcel, b"id", note, BROKER_LEAD_MS)
+    plain = envelope_properties(parcel, b"id", note, BROKER_LEAD_MS)
     assert opened(sent.properties, parcel.body) == opened(plain, parcel.body)
-    assert edits.into_broker(parcel, b"id", at_ms, 7, CASCADE, held=note) == edits.into_cascade(
+    assert into_broker(parcel, b"id", at_ms, 7, CASCADE, held=note) == into_cascade(
         parcel, b"id", 7, CASCADE, held=note
     )

@@ -14,8 +14,6 @@ key, properties and body. A line with a wrong ``crc`` is held, not sent. ``token
 ``x-delayer-id`` of a message published and held before it waited (core/hold.py), so its copies have that id. Other
 imported messages get new ids, because ids of one store mean other messages in another. The last line, such as
 ``{"v": 1, "messages": 1000}``, has the number of messages, so that a reader detects a truncated file.
-
-Change the format by the rule of amqp/edits.py: never change the meaning of a released version, and read all of them.
 """
 
 from __future__ import annotations
@@ -23,12 +21,13 @@ from __future__ import annotations
 import base64
 import difflib
 import json
-import re
 from dataclasses import asdict
 from typing import Any, Final, NamedTuple
 
+from delayer.amqp.values import SHORT_STRING
 from delayer.core.hold import Hold, HoldKind
-from delayer.core.message import SHORT_STRING, Parcel, Target
+from delayer.core.message import Parcel, Target
+from delayer.core.readable import escaped
 
 VERSION: Final = 1
 _ANY: Final = 1 << 40  # No limit.
@@ -183,20 +182,3 @@ def _integer(record: dict[str, Any], name: str) -> int:
 
 def _kind(value: object) -> str:
     return "nothing" if value is None else type(value).__name__
-
-
-_UNPRINTED: Final = re.compile("[^\n -~]")
-
-
-def escaped(text: str) -> str:
-    r"""Escape unprintable characters (DEL, C1 controls, direction marks) of JSON as ``\uXXXX``. They occur only in
-    strings, where both spellings mean the same. Line ends between the objects stay.
-
-    >>> escaped('"a\u202eb\x9b"')
-    '"a\\u202eb\\u009b"'
-    """
-    return _UNPRINTED.sub(_spelled, text)
-
-
-def _spelled(match: re.Match[str]) -> str:
-    return match[0] if match[0].isprintable() else json.dumps(match[0])[1:-1]

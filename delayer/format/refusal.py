@@ -1,6 +1,6 @@
 """Refused messages: their reason and origin, and the way back to the intake. No I/O.
 
-A retry undoes the refusal (edits.refused): it removes the added headers, and restores the expiration and
+A retry undoes :func:`refused_properties`: it removes the added headers, and restores the expiration and
 ``x-opt-delivery-time``. A user_id stays a header. The id stays, because it names the publish, and the daemon removes it
 at its next edit. A message that the broker dead-lettered gets a new id. A relative delay counts from the retry, so the
 time when a broker first received the message is removed.
@@ -20,19 +20,74 @@ from typing import Any, Final, NamedTuple
 
 from pamqp.encode import field_table
 
-from delayer.amqp.edits import DELIVERY_TIME, EXCHANGE, EXPIRATION, ID, PROPERTIES, REFUSED, ROUTING_KEY, USER_ID
 from delayer.amqp.errors import MalformedProperties, MalformedTable
-from delayer.amqp.properties import Field, Properties, changed, long_string, splice
-from delayer.amqp.properties import entry as header
-from delayer.amqp.reading import raw
+from delayer.amqp.properties import Field, Properties, byte_array, changed, encode_headers, entry, long_string, splice
+from delayer.amqp.values import Delivery, Outgoing, Timestamp
 from delayer.core.delay_headers import DELAY, DELIVER_AT, LONGEST_TIMER_MS, OPT_DELAY, OPT_TIME
 from delayer.core.filters import own_name
-from delayer.core.marks import RECEIVED_AT, X_DEATH
-from delayer.core.message import Delivery, Outgoing, Timestamp, as_bytes, as_text
+from delayer.core.marks import ID, RECEIVED_AT, X_DEATH
+from delayer.core.message import as_bytes, as_text, raw
+from delayer.format.headers import (
+    ADDED_TO_REFUSED,
+    DELIVERY_TIME,
+    EXCHANGE,
+    EXPIRATION,
+    PROPERTIES,
+    REFUSED,
+    ROUTING_KEY,
+    USER_ID,
+    header_text,
+)
 
 _LONGEST_ID: Final = 64
 """Bytes of an id that a retry keeps, because a publisher may have written it."""
-_GAINED: Final = frozenset({REFUSED, EXCHANGE, ROUTING_KEY, EXPIRATION, DELIVERY_TIME})
+_GAINED: Final = ADDED_TO_REFUSED | {EXPIRATION}
+
+
+def refused_properties(
+    delivery: Delivery, reason: str, id: bytes, max_properties: int, parsed: Properties | None = None
+) -> tuple[bytes, bytes]:
+    """Build the properties of a refused message, and its token. ``parsed``: the delivery's properties, if known.
+
+    ``expiration``, ``user_id`` and an ``x-opt-delivery-time`` other than text become headers of ours. The first would
+    delete the message from the refused queue, the second would make the broker close the channel. The third would delay
+    the message, or as a decimal close the connection. If the header table is malformed, or the result exceeds the
+    frame's limit, one header carries the original properties. If they do not fit in a header, they go without the note,
+    these three and ``x-death``, and the token is empty. If they do not fit either way, only the note goes.
+    """
+    notes = (
+        entry(ID, long_string(id))
+        + entry(REFUSED, long_string(header_text(reason)))
+        + entry(EXCHANGE, long_string(delivery.exchange))
+        + entry(ROUTING_KEY, long_string(delivery.routing_key))
+    )
+    fallback = b""
+    try:
+        kept = _with_notes(parsed or Properties.parse(delivery.properties), notes)
+        if len(kept) <= max_properties:
+            return kept, id
+        fallback = splice(
+            delivery.properties, remove=ADDED_TO_REFUSED | {ID, X_DEATH, OPT_TIME}, drop=("user_id", "expiration")
+        )
+    except (MalformedProperties, MalformedTable):
+        pass
+    wrapped = encode_headers(notes + entry(PROPERTIES, byte_array(delivery.properties)))
+    if len(wrapped) <= max_properties:
+        return wrapped, id
+    # The fallback needs no token: the refused exchange always has its queue, so nothing is returned.
+    return (fallback, b"") if 0 < len(fallback) <= max_properties else (encode_headers(notes), id)
+
+
+def _with_notes(properties: Properties, notes: bytes) -> bytes:
+    for name, header in (("expiration", EXPIRATION), ("user_id", USER_ID)):
+        if (value := properties.short(name)) is not None:
+            notes += entry(header, long_string(value))
+    remove = ADDED_TO_REFUSED | {ID}
+    delivery_time = properties.get(OPT_TIME)
+    if delivery_time is not None and not isinstance(delivery_time.value, str):  # The broker ignores text.
+        notes += entry(DELIVERY_TIME, delivery_time.type_and_value)
+        remove |= {OPT_TIME}
+    return splice(properties, remove=remove, append=notes, drop=("user_id", "expiration"))
 
 
 class EntryPoints(NamedTuple):
@@ -135,19 +190,19 @@ def build_retry(delivery: Delivery, entries: EntryPoints, max_properties: int, e
     was_refused = properties.get(REFUSED) is not None
     given = properties.get(ID) if was_refused else None
     token = uuid.uuid4().hex.encode() if given is None else given.content[:_LONGEST_ID]
-    append, remove = header(ID, long_string(token)), (_GAINED if was_refused else frozenset()) | {ID, RECEIVED_AT}
+    append, remove = entry(ID, long_string(token)), (_GAINED if was_refused else frozenset()) | {ID, RECEIVED_AT}
     if (user_id := properties.short("user_id")) is not None:  # The broker refuses a user_id of another user.
-        append, remove = append + header(USER_ID, long_string(user_id)), remove | {USER_ID}
+        append, remove = append + entry(USER_ID, long_string(user_id)), remove | {USER_ID}
     delivery_time = properties.get(DELIVERY_TIME) if was_refused else None
     if delivery_time is not None and OPT_TIME not in edits.headers:
-        append += header(OPT_TIME, delivery_time.type_and_value)
+        append += entry(OPT_TIME, delivery_time.type_and_value)
     append += b"".join(edits.headers.values())
     raw = splice(properties, remove=remove | edits.headers.keys(), append=append, drop=("user_id",))
     if (time := Properties.parse(raw).get(OPT_TIME)) is not None and (why := _why_unsendable(time)):
         return why
-    expiration = _removed_expiration(properties) if was_refused else None
+    expiration = _removed_expiration(properties) if was_refused and "expiration" not in properties.places else None
     if expiration is not None:
-        raw = with_short(raw, "expiration", expiration)
+        raw = changed(Properties.parse(raw), {"expiration": bytes((len(expiration),)) + expiration})
     if len(raw) > max_properties:
         return f"its properties are too long: expected at most {max_properties} bytes, found {len(raw)}"
     return Outgoing(refusal.exchange, refusal.routing_key, raw, delivery.body, token)
@@ -171,14 +226,6 @@ def _removed_expiration(properties: Properties) -> bytes | None:
     expiration, because the broker closes the channel for one."""
     values = [one.content for one in properties.headers_items() if one.name == EXPIRATION]
     return values[-1] if values and re.fullmatch(rb"[0-9]{1,10}", values[-1]) and int(values[-1]) < 1 << 32 else None
-
-
-def with_short(raw: bytes, name: str, value: bytes) -> bytes:
-    """Add this short string to the properties, unless they have one of this name."""
-    properties = Properties.parse(raw)
-    if name in properties.places:
-        return raw
-    return changed(properties, {name: bytes((len(value),)) + value})
 
 
 def _read_death(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str, bytes | None, bytes | None] | None:

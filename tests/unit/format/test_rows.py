@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delayer.core.message import Due, Parcel, Target
+from delayer.format.rows import COLUMNS, FORMAT, READ, checksum, moved_row, read_row, reason_text, stored_row
 from delayer.store import statements
-from delayer.store.rows import envelope
 
 NAMES = (
     "id", "due_at", "checksum", "format", "route", "exchange", "routing_key", "to_exchange", "to_key", "properties",
@@ -31,13 +31,13 @@ FORMAT_1: list[tuple[Mapping[str, object], Parcel]] = [
 
 
 def read(record: Mapping[str, object], attempts: int = 0) -> Due:
-    return envelope.read([record[name] for name in envelope.READ], attempts)
+    return read_row([record[name] for name in READ], attempts)
 
 
 @pytest.mark.parametrize("statement", [statements.CLAIM, statements.CLAIM_HELD])
 def test_the_claims_return_the_columns_in_reading_order(statement: str) -> None:
     found = re.findall(r"\b[mh]\.(\w+)(?=,|\s*$|\s*FROM)", statement[statement.index(".checksum") - 20 :])
-    assert tuple(found[: len(envelope.READ)]) == envelope.READ
+    assert tuple(found[: len(READ)]) == READ
 
 
 @pytest.mark.parametrize(("record", "parcel"), FORMAT_1)
@@ -49,12 +49,12 @@ def test_format_1_still_reads(record: Mapping[str, object], parcel: Parcel) -> N
 def test_format_1_is_still_written(record: Mapping[str, object], parcel: Parcel) -> None:
     expected = dict(record) | {"lane": 3}
     del expected["id"]
-    assert dict(zip(envelope.COLUMNS, envelope.row(parcel, 3), strict=True)) == expected
+    assert dict(zip(COLUMNS, stored_row(parcel, 3), strict=True)) == expected
 
 
 def test_a_format_of_the_future_is_not_sound() -> None:
     record, _ = FORMAT_1[0]
-    assert not read(dict(record) | {"format": envelope.FORMAT + 1}).sound
+    assert not read(dict(record) | {"format": FORMAT + 1}).sound
 
 
 pieces = st.binary(max_size=6)
@@ -66,24 +66,24 @@ def test_the_checksum_finds_bytes_moved_between_columns(
     one: tuple[bytes, bytes, bytes, bytes], two: tuple[bytes, bytes, bytes, bytes]
 ) -> None:
     if b"".join(one) == b"".join(two) and one != two:
-        assert envelope.checksum(*one) != envelope.checksum(*two)
+        assert checksum(*one) != checksum(*two)
 
 
 @settings(deadline=None)
 @given(pieces, pieces, pieces, pieces)
 def test_a_message_reads_as_it_was_written(exchange: bytes, key: bytes, properties: bytes, body: bytes) -> None:
     parcel = Parcel(5, b"r", exchange, key, Target(key, exchange), properties, body)
-    record = dict(zip(envelope.COLUMNS, envelope.row(parcel, 1), strict=True)) | {"id": 1}
+    record = dict(zip(COLUMNS, stored_row(parcel, 1), strict=True)) | {"id": 1}
     due = read(record, attempts=4)
     assert due == Due(1, 5, 4, parcel, sound=True)
-    assert envelope.row_again(due, 1) == envelope.row(parcel, 1)
+    assert moved_row(due, 1) == stored_row(parcel, 1)
 
 
 def test_a_moved_damaged_row_is_still_damaged() -> None:
     record, _ = FORMAT_1[0]
     due = read(dict(record) | {"body": b"damaged"})
     assert not due.sound
-    moved = dict(zip(envelope.COLUMNS, envelope.row_again(due, 1), strict=True)) | {"id": 7}
+    moved = dict(zip(COLUMNS, moved_row(due, 1), strict=True)) | {"id": 7}
     assert not read(moved).sound
 
 
@@ -91,4 +91,4 @@ def test_a_moved_damaged_row_is_still_damaged() -> None:
     ("text", "kept"), [("NO_ROUTE", "NO_ROUTE"), ("a\0b", "a\ufffdb"), ("\udcff", "?"), ("ü", "ü")]
 )
 def test_reasons_are_text_that_postgres_keeps(text: str, kept: str) -> None:
-    assert envelope.reason_text(text) == kept
+    assert reason_text(text) == kept

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import struct
-from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
-from delayer.amqp import edits
-from delayer.amqp.edits import ID, ID_BYTES, ROOM
-from delayer.amqp.properties import Properties, byte_array, encode_headers, entry, int64, long_string
-from delayer.core.delay_headers import DelayRequest
+from delayer.amqp.properties import Properties, byte_array, entry, int64, long_string
+from delayer.amqp.values import Delivery
 from delayer.core.hold import Hold, HoldKind
-from delayer.core.marks import LAST_DUE
-from delayer.core.message import Delivery, Parcel, Target
-from delayer.core.retry_policy import RETRY_HEADERS, FailedAttempt
+from delayer.core.marks import ID, LAST_DUE
+from delayer.core.message import Parcel, Target
+from delayer.core.retry_policy import FailedAttempt
+from delayer.format.envelope import ID_BYTES, HoldNote, envelope_properties
+from delayer.format.headers import ROOM
+from delayer.format.refusal import refused_properties
+from delayer.format.release import note_failure, released_properties
+from delayer.intake.handle import read_request
 from tests.unit.amqp.tables import properties, sized, text, with_headers
+from tests.unit.format.test_refused_properties import GAINED, refused
 
 DUE_MS = 1_800_000_000_000
 ADDED = entry(ID, long_string(b"id")) + entry(LAST_DUE, int64(DUE_MS))
@@ -26,7 +28,7 @@ MAX = 131_052
 
 
 def released(raw: bytes) -> bytes:
-    return edits.released(Properties.parse(raw), b"id", DUE_MS)
+    return released_properties(Properties.parse(raw), b"id", DUE_MS)
 
 
 def delivered(raw: bytes, body: bytes = b"") -> Delivery:
@@ -61,7 +63,7 @@ def test_headers_of_the_broker_and_the_delay_are_removed() -> None:
 def test_the_first_delay_after_a_mark_counts_and_is_turned() -> None:
     mark, delay, other = (entry(b"x-delay", int64(value)) for value in (-1, 5_000, 7_000))
     properties = Properties.parse(with_headers(mark, delay, other))
-    assert edits.asked(delivered(properties.raw), properties).headers == {b"x-delay": 5_000}
+    assert read_request(delivered(properties.raw), properties).headers == {b"x-delay": 5_000}
     turned = entry(b"x-delay", int64(-5_000))
     assert released(properties.raw) == with_headers(mark, turned, turned, ADDED)
 
@@ -93,22 +95,6 @@ def test_the_user_becomes_a_header() -> None:
     assert released(raw) == b"\x20\x08" + sized(ADDED + text("x-delayer-user-id", "guest")) + b"\x03app"
 
 
-def test_a_full_frame_keeps_no_forged_header() -> None:
-    """Tools for refused messages trust these headers, and a full frame leaves no room for the daemon's own."""
-    forged = (text("x-delayer-refused"), text("x-delayer-exchange", "private"), text("x-delayer-id"), text("x-death"))
-    raw = with_headers(*forged, text("large", "v" * 1_000))
-    came = Delivery(1, False, b"in", b"k", raw, b"")
-    kept, token = edits.refused(came, "too long to carry", b"id", 1_100)
-    assert (kept, token) == (with_headers(text("large", "v" * 1_000)), b"")
-
-
-def test_a_refused_message_drops_properties_that_do_not_fit() -> None:
-    came = delivered(with_headers(text("large", "v" * 200_000)))
-    kept, token = edits.refused(came, "too long to carry", b"id", MAX)
-    names = {field.name for field in Properties.parse(kept).headers_items()}
-    assert (names, token) == ({ID, b"x-delayer-refused", edits.EXCHANGE, edits.ROUTING_KEY}, b"id")
-
-
 def test_a_delay_that_cannot_be_read_stays_as_it_is() -> None:
     deep = b"F" + sized(b"")
     for _ in range(70):
@@ -125,67 +111,11 @@ def test_a_second_release_changes_nothing_more(raw: bytes) -> None:
     assert released(without_user) == without_user
 
 
-TWO_DELAYS = with_headers(
-    entry(b"x-delay", b"I" + struct.pack(">i", 5)),
-    text("other"),
-    entry(b"x-delay", b"I" + struct.pack(">i", 9)),
-    text("x-delay-key", "key"),
-)
-
-
-@pytest.mark.parametrize(
-    ("raw", "asked"),
-    [
-        (TWO_DELAYS, {"headers": {b"x-delay": 5, b"x-delay-key": "key"}}),
-        (b"\x42\x80" + b"\x04gzip" + b"\x04back" + b"\x04id-1", {}),
-        (b"\x00\x40" + struct.pack(">Q", 77), {}),
-    ],
-)
-def test_the_request_of_a_message(raw: bytes, asked: dict[str, Any]) -> None:
-    found = Properties.parse(raw)
-    expected = {"headers": {}, "properties": found, "body": b"body"} | asked
-    assert edits.asked(delivered(raw, b"body"), found) == DelayRequest(b"orders.in", b"k", **expected)
-
-
-def test_chance_is_for_dead_letters() -> None:
-    raw = with_headers(entry(b"x-death", b"A" + sized(b"S" + sized(b"x"))))
-    asked = edits.asked(delivered(raw), Properties.parse(raw))
-    assert asked.headers == {b"x-death": ["x"]}
-    assert 0 < asked.chance < 1
-    plain = with_headers(entry(b"other", long_string(b"x")))
-    assert edits.asked(delivered(plain), Properties.parse(plain)).chance == 0
-
-
-def test_messages_that_are_alike_do_not_come_back_together() -> None:
-    """These messages have no id and were rejected in the same second."""
-    raw = with_headers(entry(b"x-death", b"A" + sized(b"S" + sized(b"x"))))
-    found = Properties.parse(raw)
-    every = [delivered(raw)._replace(tag=tag) for tag in range(1, 1_001)]
-    chances = sorted(edits.asked(one, found, RETRY_HEADERS).chance for one in every)
-    assert len(set(chances)) == 1_000
-    assert max(after - before for before, after in pairwise(chances)) < 0.02
-
-
-@pytest.mark.parametrize(
-    ("value", "copies"),
-    [
-        (b"A" + sized(long_string(b"k") + b"t\x01" + long_string(b"\xff")), {b"k", b"\xff"}),
-        (b"A" + sized(b""), set()),
-        (long_string(b"k"), set()),
-        (b"F" + sized(text("k")), set()),
-        (b"V", set()),
-    ],
-)
-def test_the_keys_of_cc(value: bytes, copies: set[bytes]) -> None:
-    raw = with_headers(entry(b"CC", value))
-    assert edits.asked(delivered(raw), Properties.parse(raw)).copies == copies
-
-
 FAILED = FailedAttempt(1, b"orders", "rejected", 1_800_000_000, b"shop", b"order.new", exhausted=False)
 
 
 def failed(raw: bytes, failure: FailedAttempt = FAILED, max_properties: int = MAX) -> Properties:
-    return Properties.parse(edits.failed(Properties.parse(raw), failure, max_properties))
+    return Properties.parse(note_failure(Properties.parse(raw), failure, max_properties))
 
 
 def value(found: Properties, name: str) -> Any:
@@ -244,29 +174,12 @@ def test_the_room_that_edits_need() -> None:
     longest = b"n" * 255
     raw = with_headers(entry(b"x", byte_array(bytes(1000))))
     parcel = Parcel(DUE_MS, longest, longest, longest, Target(longest, longest), raw, b"")
-    note = edits.HoldNote(Hold(HoldKind.CLOSED_CONNECTION, "ü" * 600), 1, DUE_MS)
-    assert len(edits.enveloped(parcel, b"i" * ID_BYTES, note)) <= len(raw) + ROOM
+    note = HoldNote(Hold(HoldKind.CLOSED_CONNECTION, "ü" * 600), 1, DUE_MS)
+    assert len(envelope_properties(parcel, b"i" * ID_BYTES, note)) <= len(raw) + ROOM
     raw = b"\x20\x10" + sized(b"") + b"\xff" + bytes(255)
-    assert len(edits.released(Properties.parse(raw), b"i" * ID_BYTES, DUE_MS)) <= len(raw) + ROOM
+    assert len(released_properties(Properties.parse(raw), b"i" * ID_BYTES, DUE_MS)) <= len(raw) + ROOM
     every = delivered(raw)._replace(exchange=longest, routing_key=longest)
-    assert len(edits.refused(every, "ü" * 600, b"i" * ID_BYTES, MAX)[0]) <= len(raw) + ROOM
-
-
-GAINED = (
-    entry(ID, long_string(b"id"))
-    + entry(b"x-delayer-refused", long_string(b"why"))
-    + entry(b"x-delayer-exchange", long_string(b"orders.in"))
-    + entry(b"x-delayer-routing-key", long_string(b"k"))
-)
-
-
-def refused(raw: bytes, max_properties: int = MAX) -> tuple[bytes, bytes]:
-    return edits.refused(delivered(raw), "why", b"id", max_properties)
-
-
-def test_a_second_refusal_adds_no_headers() -> None:
-    once, _ = refused(with_headers(text("a")))
-    assert refused(once) == (once, b"id")
+    assert len(refused_properties(every, "ü" * 600, b"i" * ID_BYTES, MAX)[0]) <= len(raw) + ROOM
 
 
 def test_a_released_retry_loses_the_headers_of_its_refusal() -> None:
@@ -284,48 +197,8 @@ def test_headers_of_a_message_that_was_never_refused_stay(mention: bytes) -> Non
     assert released(raw) == raw[:2] + sized(raw[6:] + ADDED)
 
 
-@pytest.mark.parametrize(
-    "raw", [b"", b"\xff", b"\x00\x01", b"\x20\x00\0\0\0\x09broken", with_headers(b"\x03bad?"), b"\x80\x00\x09cut"]
-)
-def test_broken_property_bytes_are_kept_in_a_header(raw: bytes) -> None:
-    wrapped = encode_headers(GAINED + entry(b"x-delayer-properties", byte_array(raw)))
-    assert refused(raw) == (wrapped, b"id")
-
-
-def test_a_table_that_fills_the_frame_keeps_its_bytes() -> None:
-    raw = with_headers(entry(b"x", byte_array(bytes(1000))))
-    whole, _ = refused(raw)
-    wrapped = encode_headers(GAINED + entry(b"x-delayer-properties", byte_array(raw)))
-    assert len(wrapped) > len(whole)
-    assert refused(raw, len(whole)) == (whole, b"id")
-    assert refused(raw, len(whole) - 1) == (raw, b"")
-    full = b"\x21\x10" + sized(entry(b"x", byte_array(bytes(1000)))) + b"\x0560000\x05guest"
-    assert refused(full, len(full)) == (raw, b"")  # but expiration and user id go
-
-
-@given(st.binary(max_size=400), st.integers(0, 1000), st.text(max_size=700))
-def test_anything_can_be_refused(raw: bytes, room: int, reason: str) -> None:
-    limit = max(len(raw), 900) + room
-    found, token = edits.refused(delivered(raw), reason, b"id", limit)
-    assert len(found) <= limit
-    parsed = Properties.parse(found)
-    assert parsed.short("expiration") is None
-    assert parsed.short("user_id") is None
-    if token:
-        field = parsed.get(ID)
-        assert field is not None
-        assert field.content == token
-
-
-def test_a_reason_is_cut_between_two_characters() -> None:
-    field = Properties.parse(edits.refused(delivered(b"\0\0"), "aü" * 400, b"id", MAX)[0]).get(b"x-delayer-refused")
-    assert field is not None
-    assert isinstance(field.value, str)
-    assert len(field.content) <= 500
-
-
 @pytest.mark.parametrize("due_ms", [-1, 0, -(1 << 62), (1 << 63) - 1])
 def test_any_due_instant_that_a_row_can_hold_can_be_released(due_ms: int) -> None:
-    field = Properties.parse(edits.released(Properties.parse(b"\0\0"), b"1", due_ms)).get(b"x-delayer-due")
+    field = Properties.parse(released_properties(Properties.parse(b"\0\0"), b"1", due_ms)).get(b"x-delayer-due")
     assert field is not None
     assert field.value == due_ms

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.cli.output import print_json
-from delayer.core import lines
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.importing import ImportItem, ImportSelection, read_rewrite
-from delayer.core.lines import EndLine, Line, NotALine, escaped
 from delayer.core.message import Parcel, Target
+from delayer.core.readable import escaped
+from delayer.format import lines
+from delayer.format.lines import EndLine, Line, NotALine
 from tests.support.fakes import due
 
 

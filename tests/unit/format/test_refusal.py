@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from delayer.amqp import edits
 from delayer.amqp.properties import Properties
-from delayer.core.message import Delivery, Outgoing
-from delayer.intake.refusals import NO_EDITS, EntryPoints, RetryEdits, build_retry, read_refusal
+from delayer.amqp.values import Delivery, Outgoing
+from delayer.format.refusal import NO_EDITS, EntryPoints, RetryEdits, build_retry, read_refusal, refused_properties
 from tests.support.raw import Header, Props, Value, array, content, decimal, nested, number, table, text
 
 LIMIT = 100_000
@@ -30,7 +29,7 @@ ENTRIES = EntryPoints(b"delays", frozenset({b"delayer.in", b"other.in"}))
 )
 def test_a_retry_has_the_original_bytes_and_delay(props: Props) -> None:
     came = Delivery(1, False, b"delayer.in", b"orders.eu", props.encode(), b"body")
-    properties, token = edits.refused(came, "too long", b"abc", LIMIT)
+    properties, token = refused_properties(came, "too long", b"abc", LIMIT)
     stands = Delivery(2, True, b"delays.refused", b"orders.eu", properties, b"body")
     said = read_refusal(stands, ENTRIES)
     assert (said.id, said.reason, said.exchange, said.routing_key) == (
@@ -124,7 +123,7 @@ def test_forged_headers_stop_a_retry(stands: Delivery, why: str) -> None:
 @pytest.mark.parametrize("when", [number("l", 1_800_000_000_000_000), number("T", 1_800_000_000_000)])
 def test_no_retry_carries_a_time_that_ends_a_queue_of_rabbitmq_44(when: Value) -> None:
     came = Delivery(1, False, b"delayer.in", b"k", Props(headers=((b"x-opt-delivery-time", when),)).encode(), b"")
-    properties, _ = edits.refused(came, "too long", b"abc", LIMIT)
+    properties, _ = refused_properties(came, "too long", b"abc", LIMIT)
     assert b"x-opt-delivery-time" not in properties, "the header would end the refused queue too"
     back = build_retry(Delivery(2, True, b"delays.refused", b"k", properties, b""), ENTRIES, LIMIT, NO_EDITS)
     assert isinstance(back, str) and "too far ahead" in back
@@ -134,7 +133,7 @@ def test_a_decimal_time_leaves_by_no_publish() -> None:
     """RabbitMQ 4.4 would close the connection of the daemon."""
     when = decimal(3, 1_800_000_000)
     came = Delivery(1, False, b"delayer.in", b"k", Props(headers=((b"x-opt-delivery-time", when),)).encode(), b"")
-    properties, _ = edits.refused(came, "no instant", b"abc", LIMIT)
+    properties, _ = refused_properties(came, "no instant", b"abc", LIMIT)
     assert Properties.parse(properties).get(b"x-opt-delivery-time") is None
     stands = Delivery(2, True, b"delays.refused", b"k", properties, b"")
     assert "is no number" in str(build_retry(stands, ENTRIES, LIMIT, NO_EDITS))
@@ -152,6 +151,6 @@ def test_a_failed_retry_has_a_reason() -> None:
     nowhere = Delivery(1, False, b"", b"", Props().encode(), b"")
     assert build_retry(nowhere, ENTRIES, LIMIT, NO_EDITS).startswith("its origin is unknown")
     broken = Delivery(1, False, b"in", b"k", b"\x20\x00\x00\x00\x00\x02\x05x", b"")
-    properties, _ = edits.refused(broken, "malformed", b"abc", LIMIT)
+    properties, _ = refused_properties(broken, "malformed", b"abc", LIMIT)
     assert "refused again" in str(build_retry(broken._replace(properties=properties), ENTRIES, LIMIT, NO_EDITS))
     assert "refused again" in str(build_retry(broken, ENTRIES, LIMIT, NO_EDITS))
