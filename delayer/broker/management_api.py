@@ -9,7 +9,7 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from email.utils import mktime_tz, parsedate_tz
 from http.client import HTTPException
 from typing import Any, Final, Self
@@ -62,40 +62,47 @@ class Management:
         """Count, for every queue of the vhost, the messages that the broker itself delays: neither ready nor
         unacknowledged. The broker's counts are up to COUNTS_AGE seconds old. None if it has not counted a new queue
         yet, or does not count (``management.disable_stats``)."""
-        rows = await self.get(f"queues/{self.vhost}?columns=name,messages,messages_ready,messages_unacknowledged")
-        try:
-            return {row["name"]: _delayed(row) for row in rows}
-        except (LookupError, TypeError) as error:
-            raise BrokerUnreachable(f"{self.where}: {_OTHER}") from error
+        columns = ("messages", "messages_ready", "messages_unacknowledged")
+        path = f"queues/{self.vhost}?columns=name,{','.join(columns)}"
+        rows = await self.get(path, [{"name": str, **dict.fromkeys(columns, int | None)}])
+        return {name: None if None in counts else max(0, counts[0] - sum(counts[1:])) for name, *counts in rows}
 
     async def bindings(self, path: str) -> list[tuple[Binding, dict[str, Any]]]:
         """Read the bindings at a ``path`` below /api, with their arguments."""
-        return [
-            (Binding(row["source"], row["destination"], row["destination_type"], row["routing_key"]), row["arguments"])
-            for row in await self.get(path)
-        ]
+        names = ("source", "destination", "destination_type", "routing_key")
+        rows = await self.get(path, [{**dict.fromkeys(names, str), "arguments": dict}])
+        return [(Binding(*binding), arguments) for *binding, arguments in rows]
 
-    async def get(self, path: str, answers: int = 200) -> Any:
-        """Return the decoded answer to a ``path`` below /api, even of an error with the code ``answers``.
+    async def get(self, path: str, shape: object, answers: int = 200) -> Any:
+        """The decoded answer to a ``path`` below /api, read as :func:`_read` does; an error of the code ``answers`` has
+        one too.
 
-        Raises BrokerRefused (401, 403), and BrokerUnreachable for all other errors, including 404, because a server
-        that does not find existing parts is not our broker.
+        Raises BrokerRefused (401, 403), and BrokerUnreachable for all other errors. A 404 is one of those: a server
+        that does not find existing parts is not our broker. An answer of another shape is not from our broker either.
         """
-        return await asyncio.to_thread(self._get_blocking, path, answers)
+        answer = await asyncio.to_thread(self._get_blocking, path, answers)
+        try:
+            return _read(answer, shape)
+        except TypeError as error:
+            raise BrokerUnreachable(f"{self.where}: {_OTHER}") from error
 
     def _get_blocking(self, path: str, answers: int) -> Any:
         request = urllib.request.Request(f"{self._base}/{path}", headers={"Accept": "application/json"})
         request.add_unredirected_header("Authorization", self._authorization)
         asked = time.time()
         try:
-            with self._opener.open(request, timeout=self._timeout) as response:
+            try:
+                response = self._opener.open(request, timeout=self._timeout)
+            except urllib.error.HTTPError as error:
+                if error.code != answers:
+                    raise
+                response = error
+            with response:
                 if date := parsedate_tz(response.headers.get("Date")):
                     self.clock = ClockOffset.of_answer(asked, mktime_tz(date), time.time(), precision=DATE_SECONDS)
                 return json.load(response)
         except urllib.error.HTTPError as error:
             with error:
-                if error.code == answers:
-                    return json.load(error)
                 if error.code in (401, 403):
                     raise BrokerRefused(f"{self.where}: the management API refused the user ({error.code})") from error
                 raise BrokerUnreachable(f"{self.where}: the management API answered {error.code}") from error
@@ -105,12 +112,23 @@ class Management:
             raise BrokerUnreachable(f"{self.where}: {_OTHER}") from error
 
 
-def _delayed(row: Mapping[str, Any]) -> int | None:
-    names = ("messages", "messages_ready", "messages_unacknowledged")
-    if not row.keys() >= set(names):
-        return None
-    whole, *shown = (int(row[name]) for name in names)
-    return max(0, whole - sum(shown))
+def _read(found: Any, shape: Any) -> Any:
+    """``found``, if it has this shape. Raises TypeError.
+
+    A shape is a type, ``[shape]`` for a list, or ``{field: shape}`` for an object, which becomes a tuple of these
+    fields. A list that an object lacks is empty; any other field that it lacks is None.
+
+    >>> _read([{"name": "delays", "node": "a", "more": 1}], [{"name": str, "node": str | None, "members": [str]}])
+    [('delays', 'a', [])]
+    """
+    if isinstance(shape, list):
+        return [_read(one, shape[0]) for one in _read(found, list)]
+    if isinstance(shape, dict):
+        fields = _read(found, dict)
+        return tuple(_read(fields.get(name, [] if isinstance(of, list) else None), of) for name, of in shape.items())
+    if not isinstance(found, shape):
+        raise TypeError(f"expected {shape}, found {type(found)}")
+    return found
 
 
 def delayed_reason(count: int | None) -> str:

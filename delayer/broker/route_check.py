@@ -247,13 +247,14 @@ async def _verdict_on(admin: Admin, is_queue: bool, name: bytes) -> RouteVerdict
 
 
 async def _read_exchange(management: Management, name: str) -> ExchangeRoutes:
-    """Read an exchange. An alternate exchange by argument has priority over one by policy."""
-    columns = "type,internal,arguments,policy"
-    row = await management.get(f"exchanges/{management.vhost}/{quote(name, safe='')}?columns={columns}")
-    alternate = row["arguments"].get("alternate-exchange")
-    if alternate is None and row.get("policy"):
+    """An alternate exchange by argument has priority over one by policy."""
+    shape = {"type": str, "internal": bool, "arguments": dict, "policy": str | None}
+    path = f"exchanges/{management.vhost}/{quote(name, safe='')}?columns={','.join(shape)}"
+    type_, internal, arguments, policy = await management.get(path, shape)
+    alternate = arguments.get("alternate-exchange")
+    if alternate is None and policy:
         policies = await policies_of(management)
-        in_force = [one for one in policies if one.name == row["policy"] and not one.by_operator]
+        in_force = [one for one in policies if one.name == policy and not one.by_operator]
         alternate = next((one.definition.get("alternate-exchange") for one in in_force), None)
     bindings = [binding for binding, _ in await bindings_from(management, name)]
-    return ExchangeRoutes(row["type"], bindings, internal=row["internal"], alternate=alternate)
+    return ExchangeRoutes(type_, bindings, internal=internal, alternate=alternate)

@@ -42,10 +42,11 @@ class BrokerPolicy(NamedTuple):
 
 async def policies_of(management: Management) -> list[BrokerPolicy]:
     """Read all policies and operator policies of the vhost."""
+    shape = [{"name": str, "pattern": str, "apply-to": str, "priority": int, "definition": dict}]
     return [
-        BrokerPolicy(row["name"], row["pattern"], row["apply-to"], row["priority"], row["definition"], by_operator)
+        BrokerPolicy._make((*policy, by_operator))
         for path, by_operator in (("policies", False), ("operator-policies", True))
-        for row in await management.get(f"{path}/{management.vhost}")
+        for policy in await management.get(f"{path}/{management.vhost}", shape)
     ]
 
 
@@ -130,22 +131,23 @@ class Verifier:
         if self._connection.version < DELAYS_FROM:
             return []
         path = f"health/checks/quorum-queues-without-elected-leaders/vhost/{management.vhost}/pattern/.*"
-        down = {row["name"] for row in (await management.get(path, 503)).get("queues", ())}
+        _, down = await management.get(path, {"status": str, "queues": [{"name": str}]}, 503)
         return [
             TopologyFinding("queue", one.name, "running", "down: it gives and takes nothing", state="down")
             for one in self._topology.queues
-            if one.name in down
+            if (one.name,) in down
         ]
 
     async def _copy_findings(self, management: Management) -> list[TopologyFinding]:
         """Findings about our queues with a single copy, on one node of a cluster."""
-        rows = await management.get(f"queues/{management.vhost}?columns=name,node,members,slave_nodes")
-        copies = {row["name"]: row.get("members") or [row.get("node"), *row.get("slave_nodes", ())] for row in rows}
+        shape = [{"name": str, "node": str | None, "members": [str], "slave_nodes": [str]}]
+        rows = await management.get(f"queues/{management.vhost}?columns=name,node,members,slave_nodes", shape)
+        copies = {name: members or [node, *more] for name, node, members, more in rows}
         alone = [one for one in self._topology.queues if not one.shared and len(copies.get(one.name, "ab")) == 1]
         if not alone:
             return []
         try:
-            nodes = len(await management.get("nodes?columns=name"))
+            nodes = len(await management.get("nodes?columns=name", [dict]))
         except BrokerRefused as refused:
             found = f"whether the broker is a cluster cannot be seen: {refused}; give this user the tag `monitoring`"
             return [TopologyFinding("queue", "*", "copies on several nodes of a cluster", found, "unknown")]

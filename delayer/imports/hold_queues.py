@@ -114,16 +114,16 @@ async def _queues(management: Management) -> dict[str, dict[str, Any]]:
     """List the vhost's queues with the arguments that apply to their messages, including policies under the names of
     arguments. The shortest TTL wins, as in the broker."""
     found = {}
-    rows = await management.get(f"queues/{management.vhost}?columns=name,arguments,effective_policy_definition")
-    for row in rows:
-        arguments = dict(row.get("arguments") or {})
-        for name, value in (row.get("effective_policy_definition") or {}).items():
+    shape = {"name": str, "arguments": dict | None, "effective_policy_definition": dict | None}
+    for queue, own, policy in await management.get(f"queues/{management.vhost}?columns={','.join(shape)}", [shape]):
+        arguments = dict(own or {})
+        for name, value in (policy or {}).items():
             argument = f"x-{name}"
             if name == "message-ttl" and argument in arguments:
                 arguments[argument] = min(arguments[argument], value)
             else:
                 arguments.setdefault(argument, value)
-        found[row["name"]] = arguments
+        found[queue] = arguments
     return found
 
 

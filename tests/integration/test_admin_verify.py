@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -15,9 +16,11 @@ from aio_pika.abc import AbstractChannel
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerUnreachable, TopologyFinding
 from delayer.broker.management_api import Management
-from delayer.broker.verify import BrokerPolicy, policies_in_force
+from delayer.broker.route_check import _read_exchange
+from delayer.broker.verify import BrokerPolicy, Verifier, bindings_from, policies_in_force, policies_of
 from delayer.core.cascade import CASCADE_KINDS, Cascade, delivery_binding, due_topology, intake_topology
 from delayer.core.topology import Queue, Topology, arguments
+from delayer.imports.hold_queues import _queues
 from tests.support.servers import RabbitMQ
 from tests.support.topology import bound, declare
 
@@ -254,13 +257,28 @@ async def test_a_management_api_out_of_reach_is_said_and_the_rest_is_done(
     assert "wr0ng" not in str(findings)
 
 
+OK = b"HTTP/1.0 200 OK\r\n\r\n"
+
+
 @pytest.mark.parametrize(
-    "told", [b"AMQP\0\0\x09\x01", b"HTTP/1.0 200 OK\r\n\r\n<html>", b'HTTP/1.0 200 OK\r\n\r\n{"a": 1}']
-)
+    "told",
+    [
+        b"AMQP\0\0\x09\x01", b"HTTP/1.0 503 Unavailable\r\n\r\n<html>",
+        *(OK + body for body in (b"<html>", b'{"error": "login required"}', b"{}", b"null", b"[1]", b"[{}]", b'["a"]')),
+        OK + b'[{"name": 1, "source": 1, "pattern": 1}]', OK + b'{"type": "topic", "arguments": []}',
+    ],
+)  # fmt: skip
 async def test_something_else_than_a_management_api(told: bytes) -> None:
+    verifier = Verifier(SimpleNamespace(version=(4, 4)), WHOLE, None)  # type: ignore[arg-type]
     async with answering(told) as url:
-        with pytest.raises(BrokerUnreachable, match="not RabbitMQ's management API"):
-            await Management(url, "/").delayed()
+        management = Management(url, "/")
+        for read in (
+            management.delayed(), bindings_from(management, "x"), policies_of(management),
+            _read_exchange(management, "x"), verifier._down(management), verifier._alone(management),
+            _queues(management),
+        ):  # fmt: skip
+            with pytest.raises(BrokerUnreachable, match=r"not RabbitMQ's management API|answered 503"):
+                await read
 
 
 @asynccontextmanager
@@ -281,7 +299,7 @@ async def answering(told: bytes) -> AsyncIterator[str]:
 async def test_a_queue_without_counts_is_unknown() -> None:
     """With ``management.disable_stats`` a row has no counts, and so has that of a new queue."""
     rows = b'[{"name": "a"}, {"name": "b", "messages": 3, "messages_ready": 1, "messages_unacknowledged": 0}]'
-    async with answering(b"HTTP/1.0 200 OK\r\n\r\n" + rows) as url:
+    async with answering(OK + rows) as url:
         assert await Management(url, "/").delayed() == {"a": None, "b": 2}
 
 

@@ -116,8 +116,8 @@ async def test_queues_that_one_node_of_a_cluster_has_alone(
     assert [row["result"] for row in rows(delayer, "topology", **more)] == ["ok"]
     get = Management.get
 
-    async def longer(self: Management, path: str, answers: int = 200) -> Any:
-        return [{"name": f"node{n}"} for n in range(3)] if path.startswith("nodes") else await get(self, path, answers)
+    async def longer(self: Management, path: str, *how: Any) -> Any:
+        return [{"name": f"node{n}"} for n in range(3)] if path.startswith("nodes") else await get(self, path, *how)
 
     monkeypatch.setattr(Management, "get", longer)
     found = rows(delayer, "topology", expect=1, **more)

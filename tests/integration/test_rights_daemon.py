@@ -290,7 +290,7 @@ async def test_the_management_api_answers_a_monitoring_user(rabbitmq: RabbitMQ, 
     await bindings_from(management, "delayer.out")
     await policies_of(management)
     with pytest.raises(BrokerRefused) if tag == "management" else nullcontext():
-        await management.get("nodes?columns=name")
+        await management.get("nodes?columns=name", [dict])
 
 
 # A whole daemon with the rights that the page grants, in broker and store.
