@@ -106,7 +106,7 @@ class PipelinedAdmin:
     """
 
     def __init__(self, connection: Connection, patience: float) -> None:
-        self._connection = connection
+        self.connection = connection
         self._patience = patience
         self._channel: Channel | None = None
 
@@ -120,7 +120,7 @@ class PipelinedAdmin:
     @property
     def may_delay(self) -> bool:
         """Whether quorum queues of this version can delay messages."""
-        return self._connection.version >= DELAYS_FROM
+        return self.connection.version >= DELAYS_FROM
 
     async def declare(self, wanted: Topology) -> None:
         """Declare the topology; existing parts stay as they are.
@@ -181,7 +181,7 @@ class PipelinedAdmin:
         The message goes through ``exchange`` to a dedicated queue, ``name`` and a number, which lasts at most a minute.
         """
         if not self.may_delay:
-            return f"RabbitMQ {'.'.join(map(str, self._connection.version))} delays no messages"
+            return f"RabbitMQ {'.'.join(map(str, self.connection.version))} delays no messages"
         probe = Queue(f"{name}-{secrets.token_hex(8)}", arguments({"x-queue-type": "quorum", "x-expires": 60_000}))
         try:
             await self.declare(Topology((), (probe,), (Binding(exchange, probe.name, "queue", probe.name),)))
@@ -205,7 +205,7 @@ class PipelinedAdmin:
             if not came_ms.done():
                 came_ms.set_result(_now_ms())
 
-        channel = await self._answer(self._connection.channel(token_header=ID))
+        channel = await self._answer(self.connection.channel(token_header=ID))
         await self._answer(channel.consume(queue, on_delivery, on_cancelled=lambda: None))
         due_ms = _now_ms() + PROBE_MS
         properties = encode_headers(entry(OPT_TIME, int64(due_ms)))
@@ -224,7 +224,7 @@ class PipelinedAdmin:
         at_once = MOST_AT_ONCE
         while len(answers) < len(questions):
             if self._channel is None or self._channel.closed.done():
-                self._channel = await self._answer(self._connection.channel())
+                self._channel = await self._answer(self.connection.channel())
             rest = questions[len(answers) : len(answers) + at_once]
             calls = [asyncio.ensure_future(self._channel.call(one, _ANSWERS[type(one)])) for one in rest]
             try:

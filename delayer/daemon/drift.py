@@ -23,6 +23,7 @@ ROUND_SECONDS: Final = 60.0
 SHOWN: Final = 5
 """The most parts that a line names."""
 DELETED: Final = "find out what deletes them: an operator, or a policy with `expires` (rabbitmqctl list_policies)"
+SILENT: Final = "see the broker's log and `rabbitmq-diagnostics cluster_status`: a node hangs, or is overloaded"
 
 
 class DeclaredTopology:
@@ -35,6 +36,7 @@ class DeclaredTopology:
         self._lost: dict[TopologyPart, None] = {}  # By the last look.
         self._unlogged: dict[TopologyPart, None] = {}  # Lost, and not all restored yet.
         self._lock = asyncio.Lock()
+        self._silent = False  # In the last round.
 
     async def keep(self, broker: PipelinedAdmin, settings: Settings) -> None:
         """Declare what the settings in force need, and note whether that succeeds. Raises as :meth:`declare` does."""
@@ -52,6 +54,12 @@ class DeclaredTopology:
             f"lost again after the daemon restored it: {_names_of(again)}" if again else "", DELETED, began=began
         )
 
+    def note_silence(self, reason: str) -> None:
+        """Note that a round got no answer on an open connection. One round may meet an election; two are a reason."""
+        if self._silent:
+            self._note(f"not known, because two rounds got no answer: {reason}", SILENT, began=True)
+        self._silent = True
+
     def _note(self, reason: str, advice: str, *, began: bool) -> None:
         """``began``: the topology was in place before. Otherwise the start logs the reason itself."""
         reason = reason and f"the topology is not in place: {reason}"
@@ -59,7 +67,7 @@ class DeclaredTopology:
             log.error("topology not in place", reason=reason, next_step=advice)
         elif self.reason and not reason:
             log.info("topology in place")
-        self.reason = reason
+        self.reason, self._silent = reason, False
 
     async def declare(self, broker: PipelinedAdmin, settings: Settings) -> list[TopologyPart]:
         """Declare what these settings need. Log the parts that were there before and were lost; return those of them
@@ -82,11 +90,13 @@ async def _missing(broker: PipelinedAdmin, settings: Settings, wanted: Topology)
     """The missing exchanges and queues. With a management URL also the missing bindings of the intake queue, whose
     loss would lose messages; AMQP does not show them."""
     missing: list[TopologyPart] = [*await broker.missing([*wanted.exchanges, *wanted.queues])]
-    management = Management.beside(settings.broker_url, settings.management_url)
     ends = {one.name for one in missing if not isinstance(one, Binding)}
     ours = [one for one in wanted.bindings if one.destination == settings.intake.queue]
-    if management is not None and settings.intake.queue not in ends:
+    if settings.intake.queue not in ends:
         try:
+            management = Management.beside(settings.broker_url, settings.management_url)
+            if management is None:
+                return missing
             path = f"queues/{management.vhost}/{quote(settings.intake.queue, safe='')}/bindings"
             present = [binding for binding, _ in await management.bindings(path)]
         except (BrokerRefused, BrokerUnreachable):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Final
@@ -21,6 +22,8 @@ from delayer.store.postgres import PostgresStore
 log = structlog.get_logger(__name__)
 
 PATIENCE: Final = 10.0
+IDENTITY_SECONDS: Final = 1.0
+"""How long a new connection waits for the store's id. A store that hangs must not keep the daemon off the broker."""
 RIGHTS: Final = "give the broker's user *configure* on delayer.store.* (docs/security.md)"
 
 
@@ -33,13 +36,16 @@ class StoreBond:
 
     async def attach(self, store: PostgresStore, connections: Iterable[Connection]) -> None:
         """Check the open connections, and every later one. Raises StoreLost if a broker is another store's, or cannot
-        be asked."""
-        for connection in connections:
-            try:
+        be asked; then later ones are checked as before."""
+        last, self._store = self._store, store  # First, because connections may open while this runs.
+        try:
+            for connection in connections:
                 await self._check(store, connection)
-            except BrokerLost as lost:
-                raise StoreLost(f"the broker of the store could not be checked: {lost}") from lost
-        self._store = store
+            last = store
+        except BrokerLost as lost:
+            raise StoreLost(f"the broker of the store could not be checked: {lost}") from lost
+        finally:
+            self._store = last
 
     async def check(self, connection: Connection) -> None:
         """Check a connection. If it passed before, restore an exchange that was deleted since. Raises BrokerLost if its
@@ -53,8 +59,10 @@ class StoreBond:
 
     async def _check(self, store: PostgresStore, connection: Connection) -> None:
         """Raises StoreLost, BrokerLost."""
-        with suppress(StoreLost):  # The daemon also works without its store, and the id seldom changes.
-            await store.read_identity()
+        # The daemon also works without its store, and the id seldom changes.
+        with suppress(StoreLost, TimeoutError):
+            async with asyncio.timeout(IDENTITY_SECONDS):
+                await store.read_identity()
         exchange = store.identity.exchange
 
         async def declare() -> None:

@@ -14,7 +14,7 @@ from delayer.amqp.errors import BrokerLost
 from delayer.broker.addresses import addresses_of
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import BUFFER_BYTES, AdaptivePrefetch, AmqpConsumer, FlowControl
-from delayer.broker.errors import BrokerRefused, TopologyMismatch
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyMismatch
 from delayer.broker.isolation import Isolation
 from delayer.broker.pipelined_admin import PATIENCE, PipelinedAdmin, pipelined_admin
 from delayer.broker.publisher import CONFIRM_TIMEOUT, AmqpPublisher
@@ -192,23 +192,27 @@ class Daemon:
         )
 
     async def _watch_broker(self, stopping: asyncio.Event) -> None:
-        """Once a minute, look whether the broker is still the store's, and declare the topology again."""
+        """Once a minute, check that the broker is still the store's, and declare the topology again."""
         while not await first_set(stopping, seconds=drift.ROUND_SECONDS):
             if (connection := self.connections["intake"].current) is None:
                 continue  # Then it is not consumed.
             try:
-                await self._bond.check(connection)
+                for one in self.connections.open():
+                    await self._bond.check(one)
                 async with PipelinedAdmin(connection, PATIENCE) as broker:
                     await self.topology.keep(broker, self.settings)
             except WrongBroker as wrong:
                 self.connections.drop(str(wrong))
+            except BrokerUnreachable as silent:
+                self.topology.note_silence(str(silent))
             except (BrokerLost, BrokerRefused, TopologyMismatch):
-                continue  # It is noted, or the connection is lost.
+                continue  # The connection is lost, or ``keep`` noted it.
 
     async def declare(self, settings: Settings | None = None) -> None:
         """Declare the topology. Raises BrokerLost, BrokerRefused, TopologyMismatch."""
         wanted = settings or self.settings
         async with pipelined_admin(self.settings.broker_url, "delayer admin") as broker:
+            await self._bond.check(broker.connection)
             await (self.topology.keep if settings is None else self.topology.declare)(broker, wanted)
             # Earlier messages may still be in the cascade, although new messages do not use it.
             if self._due is None and (uses_cascade(wanted) or await broker.exists(wanted.native.due_queue)):

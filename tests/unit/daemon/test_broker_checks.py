@@ -1,0 +1,193 @@
+"""The daemon checks each connection against its store, and notices a broker that stops answering."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delayer.broker.errors import BrokerUnreachable
+from delayer.config.model import Settings
+from delayer.core.errors import StoreLost
+from delayer.core.topology import Exchange, Queue
+from delayer.daemon import drift, store_bond, wiring
+from delayer.daemon.store_bond import StoreBond, WrongBroker
+from delayer.daemon.systemd import Notifier
+from delayer.daemon.wiring import Daemon
+from delayer.store.identity import StoreIdentity
+
+
+class FakeConnection:
+    def __init__(self, *exchanges: str) -> None:
+        self.exchanges = {f"delayer.store.{name}" for name in exchanges}
+
+
+class FakeAdmin:
+    def __init__(self, connection: FakeConnection, _patience: float) -> None:
+        self.connection = connection
+
+    async def __aenter__(self) -> FakeAdmin:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def exchange_exists(self, name: str) -> bool:
+        return name in self.connection.exchanges
+
+
+class FakeStore:
+    """Belongs to the broker with the exchange ``delayer.store.ours``, and gives its id when it is told to."""
+
+    def __init__(self) -> None:
+        self.identity = StoreIdentity("ours", True, 0)
+        self.asked, self.answers = asyncio.Event(), asyncio.Event()
+
+    async def read_identity(self) -> StoreIdentity:
+        self.asked.set()
+        await self.answers.wait()
+        return self.identity
+
+    async def give_broker(self, _declare: object) -> bool:
+        return False
+
+
+@pytest.fixture(autouse=True)
+def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_bond, "PipelinedAdmin", FakeAdmin)
+
+
+async def attached(bond: Any, store: FakeStore) -> None:
+    store.answers.set()
+    await bond.attach(store, [])
+
+
+async def test_a_store_that_hangs_keeps_no_connection_from_the_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_bond, "IDENTITY_SECONDS", 0.01)
+    bond: Any = StoreBond()
+    store = FakeStore()
+    await attached(bond, store)
+    store.answers.clear()
+    await bond.check(FakeConnection("ours"))
+    with pytest.raises(WrongBroker):
+        await bond.check(FakeConnection("theirs"))
+
+
+@pytest.mark.parametrize("ours", [True, False])
+async def test_connections_that_open_while_a_store_is_attached_are_checked(
+    monkeypatch: pytest.MonkeyPatch, ours: bool
+) -> None:
+    monkeypatch.setattr(store_bond, "IDENTITY_SECONDS", 60.0)
+    bond: Any = StoreBond()
+    store = FakeStore()
+    attaching = asyncio.create_task(bond.attach(store, [FakeConnection("ours" if ours else "theirs")]))
+    await store.asked.wait()
+    checking = asyncio.create_task(bond.check(FakeConnection("theirs")))
+    store.answers.set()
+    with pytest.raises(WrongBroker):
+        await checking
+    if ours:
+        await attaching
+    else:
+        with pytest.raises(StoreLost):
+            await attaching
+        await bond.check(FakeConnection("theirs"))  # Without its store, the daemon takes any broker.
+
+
+def daemon(**tables: Any) -> Any:
+    return Daemon(Settings.model_validate({"mode": "native", **tables}), Notifier({}))
+
+
+async def test_the_topology_is_not_declared_on_another_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    @asynccontextmanager
+    async def admin(*_: object) -> AsyncIterator[FakeAdmin]:
+        yield FakeAdmin(FakeConnection("theirs"), 1.0)
+
+    monkeypatch.setattr(wiring, "pipelined_admin", admin)
+    one = daemon()
+    await attached(one._bond, FakeStore())
+    with pytest.raises(WrongBroker):
+        await one.declare()
+
+
+class Round(FakeAdmin):
+    """What a round meets: it gets one of ``answers`` to its declaration, and the last one ends the rounds."""
+
+    answers: list[str]
+    stopping: asyncio.Event
+
+    async def missing(self, _parts: object) -> list[Exchange | Queue]:
+        return []
+
+    async def declare(self, _wanted: object) -> None:
+        answer = self.answers.pop(0)
+        if not self.answers:
+            self.stopping.set()
+        if answer:
+            raise BrokerUnreachable(answer)
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> type[Round]:
+    Round.stopping = asyncio.Event()
+    monkeypatch.setattr(drift, "ROUND_SECONDS", 0.0)
+    monkeypatch.setattr(wiring, "PipelinedAdmin", Round)
+    return Round
+
+
+def connect(one: Any, *connections: FakeConnection) -> None:
+    for keeper, connection in zip(one.connections._connections.values(), connections, strict=False):
+        keeper._connection = connection
+
+
+SILENCE = "no answer within 30 s"
+
+
+@pytest.mark.parametrize(
+    ("answers", "ready"),
+    [
+        ([""], True), ([SILENCE], True), ([SILENCE, "", SILENCE], True), ([SILENCE, SILENCE], False),
+        ([SILENCE, SILENCE, ""], True),
+    ],
+)  # fmt: skip
+async def test_a_broker_that_stays_silent_makes_the_daemon_unready(
+    rounds: type[Round], answers: list[str], ready: bool
+) -> None:
+    one = daemon()
+    connect(one, FakeConnection())
+    rounds.answers = [*answers]
+    await one._watch_broker(rounds.stopping)
+    assert (not one.topology.reason) == ready
+    assert ready or SILENCE in one.topology.reason
+
+
+async def test_every_connection_is_checked_in_a_round(rounds: type[Round], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = daemon()
+    await attached(one._bond, FakeStore())
+    connect(one, FakeConnection("ours"), FakeConnection("ours"), FakeConnection("theirs"))
+    dropped: list[str] = []
+
+    def drop(reason: str) -> None:
+        dropped.append(reason)
+        rounds.stopping.set()
+
+    monkeypatch.setattr(one.connections, "drop", drop)
+    rounds.answers = [""]
+    await one._watch_broker(rounds.stopping)
+    assert "belongs to another broker" in dropped[0]
+
+
+async def test_a_missing_file_of_the_broker_url_does_not_end_the_rounds(rounds: type[Round], tmp_path: Path) -> None:
+    """A secret is replaced at that moment. The open connection does not need it."""
+    one = daemon(broker={"url": "amqps://localhost", "ca_file": str(tmp_path / "ca"), "management_url": "http://a"})
+    connect(one, FakeConnection())
+    rounds.answers = [""]
+    await one.topology.keep(Round(FakeConnection(), 1.0), Settings())
+    rounds.answers = ["", ""]
+    rounds.stopping.clear()
+    await one._watch_broker(rounds.stopping)
+    assert not rounds.answers
+    assert not one.topology.reason
