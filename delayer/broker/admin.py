@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from aiormq.exceptions import ChannelClosed, ChannelLockedResource, ChannelNotFoundEntity
 from pamqp.commands import Basic as BasicMethods
@@ -18,9 +18,18 @@ from pamqp.commands import Queue as QueueMethods
 
 from delayer.amqp.framing import UncheckedMethod
 from delayer.broker.admin_connection import AdminConnection
-from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding
+from delayer.broker.errors import BrokerRefused, TopologyFinding
 from delayer.broker.management_api import Management, delayed_in, delayed_reason
-from delayer.broker.pipelined_admin import DELAYS_FROM, PATIENCE, QueueDelete, check_exchange, check_queue
+from delayer.broker.pipelined_admin import (
+    DELAYS_FROM,
+    LINE,
+    PATIENCE,
+    QueueDelete,
+    check_exchange,
+    check_queue,
+    slow,
+    slow_leader,
+)
 from delayer.broker.verify import Verifier
 from delayer.core.clocks import ClockOffset
 from delayer.core.readable import COUNTS_AGE
@@ -47,11 +56,6 @@ class Removal:
 
     removed: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
-
-
-LEADER_SECONDS: Final = 0.25
-"""If the leader of a quorum queue does not answer for this long, RabbitMQ counts 0 messages."""
-LEADER_TRIES: Final = 40
 
 
 class Remover:
@@ -93,18 +97,8 @@ class Remover:
             self._result.left[what] = "shared with another system"
         return not shared
 
-    async def _state(self, name: str) -> QueueState | None:
-        """Return the state of a queue. Retries while its leader is slow. Raises BrokerUnreachable if it stays slow."""
-        for _ in range(LEADER_TRIES):
-            began = time.monotonic()
-            state = await self._admin.state(name)
-            if state is None or state.messages or self._force or time.monotonic() - began < LEADER_SECONDS:
-                return state
-        slow = f"queue {name!r} did not answer within {LEADER_SECONDS * 1000:.0f} ms, so its messages are not known"
-        raise BrokerUnreachable(f"{slow}; on a slow line use --force")
-
     async def _reasons_against(self, queues: list[str]) -> dict[str, str]:
-        states = {name: await self._state(name) for name in queues}
+        states = {name: await self._admin.state(name, doubtful=self._force) for name in queues}
         reasons = {name: _reason(state) for name, state in states.items() if state is not None}
         found = {f"queue {name}": reason for name, reason in reasons.items() if reason}
         return found or await self._delayed_in(reasons)
@@ -137,8 +131,8 @@ class Remover:
         )
 
     async def _remove_queue(self, name: str) -> bool:
-        """Remove a queue, unless it has new messages. Returns whether it is gone."""
-        state = await self._state(name)
+        """Remove a queue. Returns False if it has new messages, and so stays."""
+        state = await self._admin.state(name, doubtful=self._force)
         if state is None:
             return True
         if not self._force and (reason := _reason(state)):
@@ -199,12 +193,18 @@ class Admin:
         states = {name: await self.state(name) for name in queues}
         return {name: state.messages if state else None for name, state in states.items()}
 
-    async def state(self, queue: str) -> QueueState | None:
-        """Return the state of a queue; None as in :meth:`depths`."""
-        answer = await self.connection.ask(check_queue(queue))
-        if not isinstance(answer, QueueMethods.DeclareOk):
-            return None
-        return QueueState(answer.message_count or 0, answer.consumer_count or 0)
+    async def state(self, queue: str, *, doubtful: bool = False) -> QueueState | None:
+        """Messages and consumers of a queue; None as in :meth:`depths`. It is asked again while its leader is slow;
+        ``doubtful``: not, so that 0 may mean any number."""
+        ends = time.monotonic() + self.connection.patience
+        while (began := time.monotonic()) < ends:
+            answer = await self.connection.ask(check_queue(queue))
+            if not isinstance(answer, QueueMethods.DeclareOk):
+                return None
+            state = QueueState(answer.message_count or 0, answer.consumer_count or 0)
+            if state.messages or doubtful or not await slow(began, lambda: self.connection.ask(LINE)):
+                return state
+        raise slow_leader(queue)
 
     async def delayed(self, queues: Collection[str], *, fresh: bool = True) -> dict[str, int | None]:
         """Count the messages of each queue that the broker itself delays, which AMQP does not report. None if unknown,

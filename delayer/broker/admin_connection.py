@@ -37,7 +37,7 @@ class AdminConnection:
     def __init__(self, connection: AbstractConnection, where: str, patience: float) -> None:
         self.where = where
         self._connection = connection
-        self._patience = patience
+        self.patience = patience
         self._channel: AbstractChannel | None = None
 
     @classmethod
@@ -80,7 +80,7 @@ class AdminConnection:
         """
         with translate_errors(self.where):
             try:
-                async with asyncio.timeout(self._patience):
+                async with asyncio.timeout(self.patience):
                     return await method(await self._open_channel())
             except ChannelAccessRefused as error:
                 raise BrokerRefused(f"{self.where}: {_text(error)}", PERMISSION) from error

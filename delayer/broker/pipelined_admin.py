@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, Self, TypeVar
 
 from pamqp.base import Frame
+from pamqp.commands import Basic as BasicMethods
 from pamqp.commands import Exchange as ExchangeMethods
 from pamqp.commands import Queue as QueueMethods
 
@@ -51,6 +52,7 @@ _ANSWERS: Final[dict[type[Frame], type[Frame]]] = {
     QueueDeclare: QueueMethods.DeclareOk,
     QueueDelete: QueueMethods.DeleteOk,
     QueueBind: QueueMethods.BindOk,
+    BasicMethods.Qos: BasicMethods.QosOk,
 }
 
 
@@ -90,6 +92,12 @@ PATIENCE: Final = 30.0
 """Seconds without an answer after which the broker counts as unreachable. A quorum queue waits for an election."""
 DELAYS_FROM: Final = (4, 3)
 """The first version of RabbitMQ whose quorum queues delay messages: returned ones, and from 4.4 on published ones."""
+LEADER_SECONDS: Final = 0.25
+"""If the leader of a quorum queue does not answer for so long, RabbitMQ counts 0 messages."""
+LINE: Final = BasicMethods.Qos()
+"""A method that changes nothing and needs no queue, so its answer takes as long as the line does."""
+JITTER_SECONDS: Final = 0.1
+"""How much longer than the last one the next answer may take on a line."""
 MOST_AT_ONCE: Final = 256
 """Maximum number of unanswered requests."""
 PROBE_MS: Final = 500
@@ -160,7 +168,8 @@ class PipelinedAdmin:
     async def exists(self, queue: str) -> bool:
         """Whether the queue exists and no other connection owns it. RabbitMQ 4.3 shows a queue only to users with the
         configure permission; for others it counts as missing."""
-        return isinstance((await self.depths([queue]))[queue], int)
+        [answer] = await self._ask([check_queue(queue)])
+        return not isinstance(answer, ChannelClosed)
 
     async def exchange_exists(self, exchange: str) -> bool:
         """Whether the exchange exists. Raises BrokerRefused if this user may not see it."""
@@ -170,10 +179,27 @@ class PipelinedAdmin:
         return not isinstance(answer, ChannelClosed)
 
     async def depths(self, queues: Iterable[str]) -> dict[str, int | ChannelClosed]:
-        """Return the number of messages ready in each queue, or the broker's refusal."""
-        names = list(queues)
+        """Messages ready in each queue, or the broker's refusal. Raises BrokerUnreachable if a queue's leader stays
+        slow."""
+        names, began = list(queues), time.monotonic()
         answers = await self._ask([check_queue(name) for name in names])
-        return dict(zip(names, map(_ready, answers), strict=True))
+        found = dict(zip(names, map(_ready, answers), strict=True))
+        if await self._slow(began):
+            for name in names:
+                found[name] = found[name] or await self._depth(name)
+        return found
+
+    async def _depth(self, queue: str) -> int | ChannelClosed:
+        """The depth of one queue, asked again while its leader is slow."""
+        ends = time.monotonic() + self._patience
+        while (began := time.monotonic()) < ends:
+            [answer] = await self._ask([check_queue(queue)])
+            if (found := _ready(answer)) or not await self._slow(began):
+                return found
+        raise slow_leader(queue)
+
+    async def _slow(self, began: float) -> bool:
+        return await slow(began, lambda: self._ask([LINE]))
 
     async def why_no_delays(self, exchange: str, name: str) -> str:
         """Return why the broker cannot delay messages for us, or "" if a message delayed by 0.5 s returned on time.
@@ -246,6 +272,22 @@ class PipelinedAdmin:
                 return await question
         except TimeoutError as late:
             raise BrokerUnreachable(f"no answer within {self._patience:g} s") from late
+
+
+async def slow(began: float, ask_line: Callable[[], Awaitable[object]]) -> bool:
+    """Whether an answer to a question of the time ``began`` took so long that a 0 in it may be no count. ``ask_line``
+    waits for the answer to LINE, which tells a slow line from a slow leader."""
+    if (took := time.monotonic() - began) < LEADER_SECONDS:
+        return False
+    began = time.monotonic()
+    await ask_line()
+    return took - (time.monotonic() - began) >= LEADER_SECONDS - JITTER_SECONDS
+
+
+def slow_leader(queue: str) -> BrokerUnreachable:
+    """The error if a count of 0 stays unknown."""
+    text = f"queue {queue!r} did not answer within {LEADER_SECONDS * 1000:.0f} ms, so its messages are not known"
+    return BrokerUnreachable(text, advice="see which broker node hangs: `rabbitmq-queues quorum_status QUEUE`")
 
 
 def _ready(answer: Frame | ChannelClosed) -> int | ChannelClosed:

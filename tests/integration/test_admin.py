@@ -6,20 +6,21 @@ import asyncio
 import re
 import socket
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import aio_pika
 import pytest
 
-from delayer.amqp.errors import BrokerLost
-from delayer.broker import admin as admin_module
 from delayer.broker.admin import Admin
 from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyMismatch
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.core.cascade import CASCADE_KINDS, Cascade, due_topology, intake_topology
 from delayer.core.topology import Exchange, Queue, Topology, arguments
+from delayer.intake import set_aside
+from delayer.intake.refusals import EntryPoints, Mend
 from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQ
 from tests.support.silent import silent
@@ -162,15 +163,34 @@ async def test_a_queue_whose_leader_does_not_answer_is_not_taken_for_empty(
     rabbitmq: RabbitMQ, vhost: str, vhost_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """RabbitMQ counts 0 messages for it."""
-    monkeypatch.setattr(admin_module, "LEADER_TRIES", 2)
-    topology = Topology((), (Queue("full", arguments({"x-queue-type": "quorum"})),), ())
-    async with await Admin.connect(vhost, management_url=rabbitmq.management_url) as admin:
+    full = Queue("full", arguments({"x-queue-type": "quorum"}))
+    topology = Topology((), (full, Queue("empty")), ())
+    hasty = partial(pipelined_admin, patience=1.0)
+    monkeypatch.setattr(set_aside, "pipelined_admin", hasty)
+    refused = set_aside.refused_queue(vhost, None, "full", EntryPoints.of("full", []), Mend())
+    async with await Admin.connect(vhost, patience=1.0) as admin, hasty(vhost, "test") as broker:
         await declare(vhost, topology)
         await publish(vhost, "full")
         async with silent(rabbitmq, vhost_name, "full"):
-            with pytest.raises(BrokerUnreachable, match="'full' did not answer within 250 ms"):
-                await admin.remove(topology)
-        assert (await admin.remove(topology)).left == {"queue full": "holds 1 message"}
+            for asking in (
+                admin.remove(topology), admin.depths(["empty", "full"]), broker.depths(["empty", "full"]),
+                cascade_depths(vhost, "test", CASCADE, ["empty", "full"], patience=1.0), refused.look(),
+            ):  # fmt: skip
+                with pytest.raises(BrokerUnreachable, match="'full' did not answer within 250 ms"):
+                    await asking
+            assert await broker.exists("full")
+        assert (await admin.remove(topology)).left["queue full"] == "holds 1 message"
+        assert (await broker.depths(["full"]), await admin.depths(["full"])) == ({"full": 1}, {"full": 1})
+
+
+async def test_a_slow_line_is_no_slow_leader(rabbitmq: RabbitMQ, vhost: str, vhost_name: str) -> None:
+    await declare(vhost, Topology((), (Queue("empty"),), ()))
+    async with Proxy(rabbitmq.port) as proxy:
+        url = rabbitmq.url(vhost_name, port=proxy.port)
+        async with await Admin.connect(url) as admin, pipelined_admin(url, "test") as broker:
+            proxy.slow(delay=0.3)
+            assert await broker.depths(["empty"]) == {"empty": 0}
+            assert await admin.depths(["empty"]) == {"empty": 0}
 
 
 async def test_messages_that_the_broker_delays_meanwhile_stop_the_removal(vhost: str) -> None:
