@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final, TypeVar
 
@@ -16,6 +16,7 @@ from delayer.amqp.errors import AccessRefused, BrokerLost
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 
 T = TypeVar("T")
+Loss = BrokerLost | BrokerRefused
 
 CONNECT_SECONDS: Final = 10.0
 """Timeout of one address, so that a hanging node does not keep a client from the next address."""
@@ -51,15 +52,8 @@ async def first_success(
 
     Raises BrokerRefused or BrokerLost: a refusal if any, otherwise the reasons of all.
     """
-    losses: list[BrokerLost | BrokerRefused] = []
-    places: list[Address] = []
-    for found in await asyncio.gather(*map(_places, addresses), return_exceptions=True):
-        if isinstance(found, BrokerLost):
-            losses.append(found)
-        elif isinstance(found, BaseException):
-            raise found
-        else:
-            places += found
+    losses: list[Loss] = []
+    places = [place for places in await _results(map(_places, addresses), losses) for place in places]
     first = random.randrange(len(places)) if places else 0
     places = places[first:] + places[:first]
     if avoided is not None:
@@ -76,6 +70,28 @@ async def first_success(
         if isinstance(loss, AccessRefused | BrokerRefused) or loss.advice:
             raise loss
     raise BrokerUnreachable("; ".join(dict.fromkeys(map(str, losses)))) from losses[0]
+
+
+async def losses_of(addresses: Sequence[Address], attempt: Callable[[Address], Awaitable[object]]) -> list[Loss]:
+    """Why ``attempt`` fails, for each address that it fails with. With one address alone it is not made."""
+    losses: list[Loss] = []
+    places = [place for places in await _results(map(_places, addresses), losses) for place in places]
+    if len(places) + len(losses) > 1:
+        await _results(map(attempt, places), losses)
+    return losses
+
+
+async def _results(attempts: Iterable[Awaitable[T]], losses: list[Loss]) -> list[T]:
+    """The results of those that succeed, all at once; ``losses`` gets the others' errors."""
+
+    async def result(attempt: Awaitable[T]) -> list[T]:
+        try:
+            return [await attempt]
+        except (BrokerLost, BrokerRefused) as lost:
+            losses.append(lost)
+            return []
+
+    return [one for found in await asyncio.gather(*map(result, attempts)) for one in found]
 
 
 async def _places(address: Address) -> list[Address]:

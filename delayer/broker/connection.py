@@ -156,7 +156,7 @@ class ReconnectingConnection:
             except BrokerLost as lost:
                 # Retry even a rejected password or missing vhost, because an operator may fix it in the meantime.
                 told = self._throttle.should_log(str(lost), time.monotonic())
-                advice = lost.advice or certificate_advice(str(lost), *OF_BROKER)
+                advice = _advice(lost)
                 if told and advice:
                     log.error("broker refused", broker=self._where, reason=str(lost), next_step=advice)
                 elif told:
@@ -182,7 +182,20 @@ class ReconnectingConnection:
         """Raises BrokerLost."""
         addresses = self._addresses()
         self._where = ", ".join(map(str, addresses))
-        return await first_success(addresses, self._open_accepted, self._address)
+        failed: dict[Address, BrokerLost] = {}
+
+        async def attempt(address: Address) -> Connection:
+            try:
+                return await self._open_accepted(address)
+            except BrokerLost as lost:
+                failed[address] = lost
+                raise
+
+        connection = await first_success(addresses, attempt, self._address)
+        for address, lost in failed.items():  # Another one hides it, but not forever.
+            if (advice := _advice(lost)) and self._throttle.is_new(f"{address}: {lost}"):
+                log.error("broker refused", broker=str(address), reason=str(lost), next_step=advice)
+        return connection
 
     async def _open_accepted(self, address: Address) -> Connection:
         """Raises BrokerLost."""
@@ -195,6 +208,10 @@ class ReconnectingConnection:
                 raise
         self._address = address
         return connection
+
+
+def _advice(lost: BrokerLost) -> str:
+    return lost.advice or certificate_advice(str(lost), *OF_BROKER)
 
 
 def _alarmed(name: str, reason: str) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Final, Literal, NamedTuple
 
 import click
 
+from delayer.amqp.address import Address
 from delayer.amqp.errors import BrokerLost
+from delayer.broker.addresses import addresses_of, losses_of
 from delayer.broker.admin import Admin
 from delayer.broker.errors import RIGHTS, BrokerRefused, TopologyFinding, mismatch_advice
+from delayer.broker.pipelined_admin import PATIENCE, open_connection
 from delayer.cli import status
 from delayer.cli.errors import SEEING, STORE_RUNS, ExitCode, broker_advice
 from delayer.cli.options import as_json, request_of
@@ -56,7 +60,8 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     These are off: queues and exchanges that differ, missing destinations, a missing schema of the store, overdue
     messages without a daemon that releases them, settings of the servers that lose messages (docs/operations.md),
     clocks more than a second apart, and a daemon on this host that is not ready. These are notes: what could not be
-    seen, queues that the daemon will declare, queues without a consumer, refused and held messages.
+    seen, addresses of the broker that fail, queues that the daemon will declare or that have no consumer, refused and
+    held messages.
 
     Offline, credentials that only the service may read (a unit's ExecReload may not) are left out, with a note.
 
@@ -146,6 +151,7 @@ async def _servers(report: CheckReport, settings: Settings) -> None:
     except (BrokerLost, BrokerRefused) as error:
         result: CheckResult = "refused" if isinstance(error, BrokerRefused) else "out of reach"
         report.add("broker", result, error, broker_advice(error))
+    await _every_address(report, settings)
     if settings.store_url is not None:
         clocks |= {"the database": await _store(report, settings, settings.store_url)}
     else:
@@ -198,6 +204,17 @@ async def _bond(report: CheckReport, admin: Admin, store_url: str | None) -> Non
             await store.check_broker(admin.exchange_exists)
     except StoreLost as wrong:
         report.add("broker", "off", wrong, wrong.advice)
+
+
+async def _every_address(report: CheckReport, settings: Settings) -> None:
+    """Note which of several addresses fail: while one of them works, nothing else shows it."""
+
+    async def attempt(address: Address) -> None:
+        await (await open_connection(address, "delayer check", PATIENCE)).close()
+
+    with suppress(BrokerLost):  # The row of the broker tells of a missing file.
+        for lost in await losses_of(addresses_of(settings.broker_url), attempt):
+            report.add("broker", "note", f"one of its addresses fails: {lost}", broker_advice(lost))
 
 
 async def _broker(report: CheckReport, admin: Admin, settings: Settings) -> None:

@@ -22,6 +22,7 @@ class LogThrottle:
 
     def __init__(self) -> None:
         self._said: str | None = None
+        self._ever_said: set[str] = set()
         self._interval = 10.0
         self._next = 0.0
 
@@ -35,6 +36,12 @@ class LogThrottle:
             return False
         self._next = now + self._interval
         return True
+
+    def is_new(self, reason: str) -> bool:
+        """Whether this is the first call with this reason, for failures that do not end in an outage."""
+        new = reason not in self._ever_said
+        self._ever_said.add(reason)
+        return new
 
     def reset(self) -> None:
         """Reset after a success, so that the next failure is logged."""

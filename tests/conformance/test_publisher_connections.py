@@ -26,6 +26,7 @@ from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.isolation import NOT_TRIED, Isolation
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.broker.publisher import MAX_BATCH, AmqpPublisher
+from delayer.core.backoff import LogThrottle
 from delayer.core.counters import Counters
 from delayer.core.errors import LaneLost
 from delayer.core.hold import HoldKind, Outcome
@@ -33,6 +34,7 @@ from delayer.core.marks import ID
 from delayer.release.loop import LaneRelease
 from tests.conformance.broker_world import Place, World, codes, message, publish_all, relay_to
 from tests.support.fakes import Heartbeat, ScriptedLane, ScriptedLive, due, kind_of
+from tests.support.logged import capture_logs
 from tests.support.place import eventually
 from tests.support.proxy import Proxy, deaf
 
@@ -303,6 +305,23 @@ async def test_a_lost_connection_is_opened_elsewhere(place: Place) -> None:
         await (await reconnecting.another(10)).close()
         assert (used.accepted, other.accepted) == (1, 2)
         await reconnecting.close()
+
+
+async def test_an_address_that_refuses_is_logged_once_although_another_works(place: Place) -> None:
+    other = replace(place.address, password="wrong")
+    throttle = LogThrottle()
+    with capture_logs() as logs:
+        for seed in range(12):  # Each starts at one of the two.
+            random.seed(seed)
+            reconnecting = ReconnectingConnection(
+                lambda: [other, place.address], "reconnecting test", heartbeat=20, throttle=throttle
+            )
+            reconnecting.start()
+            await reconnecting.connection(10)
+            await reconnecting.close()
+    (refused,) = [one for one in logs if one["event"] == "broker refused"]
+    assert refused["next_step"]
+    assert not [one for one in logs if one["event"] == "broker unreachable"]
 
 
 async def test_a_broker_that_closes_each_connection_is_asked_after_a_pause(place: Place) -> None:

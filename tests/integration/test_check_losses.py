@@ -14,6 +14,7 @@ from delayer.broker.management_api import Management
 from delayer.store import pool
 from tests.faults.test_clocks import _SKEW
 from tests.integration.cli import Run, channel_to, destination, rows
+from tests.support import ports
 from tests.support.servers import Postgres, RabbitMQ
 from tests.support.store import sql
 
@@ -41,6 +42,19 @@ async def test_what_cannot_be_seen_is_said(delayer: Run, vhost: str, managed: di
     (row,) = rows(delayer, "topology", **managed)
     assert (row["result"], row["found"]) == ("ok", "everything is as it should be")
     assert "Everything is as it should be." in delayer("topology", "verify", **managed).stdout
+
+
+@pytest.mark.parametrize("works", [True, False])
+async def test_every_address_that_fails_is_named(delayer: Run, vhost: str, works: bool) -> None:
+    await in_place(delayer, vhost)
+    dead = urlsplit(vhost)._replace(netloc=f"guest:guest@127.0.0.1:{ports.reserve()}").geturl()
+    urls = [dead, vhost.replace("guest:guest", "guest:wrong"), *([vhost] if works else [])]
+    broker, *notes = rows(delayer, "broker", expect=0 if works else 3, DELAYER_BROKER__URL=",".join(urls))
+    assert broker["result"] == ("ok" if works else "refused")
+    assert [row["result"] for row in notes] == ["note", "note"]
+    for reason, step in (("no connection to", "the broker runs"), ("ACCESS_REFUSED", "check user and password")):
+        (row,) = [row for row in notes if reason in row["found"]]
+        assert step in row["advice"]
 
 
 async def test_lost_queues_are_never_nothing(delayer: Run, vhost: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from delayer.amqp.address import Address
 from delayer.amqp.errors import AccessRefused, BrokerLost, ConnectionLost
 from delayer.broker import addresses
-from delayer.broker.addresses import addresses_of, first_success
+from delayer.broker.addresses import addresses_of, losses_of, first_success
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 
 NAMES = {"cluster": ["10.0.0.1", "10.0.0.2"], "single": ["10.0.0.3"]}
@@ -81,6 +81,17 @@ async def test_a_refusal_is_told_before_an_outage() -> None:
     for refusal in refusals:
         with pytest.raises(type(refusal), match="no"):
             await first_success(addresses_of("amqp://a/,amqp://b/,amqp://c/"), Attempts(b=refusal))
+
+
+async def test_every_failure_is_told_even_if_others_succeed() -> None:
+    refused = AccessRefused(403, "no")
+    attempts = Attempts("10.0.0.1", "single", **{"10.0.0.2": refused})
+    losses = await losses_of(addresses_of("amqp://nowhere/,amqp://cluster/,amqp://dead/,amqp://10.0.0.3/"), attempts)
+    assert {str(one) for one in losses} >= {"403 no", "no connection to dead", "no connection to 10.0.0.3"}
+    assert any("no such name" in str(one) for one in losses)
+    attempts = Attempts()
+    assert not await losses_of(addresses_of("amqp://single/"), attempts)
+    assert not attempts.tried
 
 
 async def test_a_single_failure_is_told_as_it_is() -> None:
