@@ -128,7 +128,32 @@ def reopening() -> Iterator[None]:
         raise StoreLost(str(bad), FILES) from bad
 
 
-async def open_pool(url: Callable[[], str], application: str, size: int, more: Mapping[str, str]) -> asyncpg.Pool:
+RESTART: Final = "restart the daemon if its store has moved there; otherwise correct the file in store.url_file"
+
+
+class SameServer:
+    """Checks that all connections of a process lead to one server, because ``store.url_file`` may change. Otherwise
+    messages would enter one store while lanes release from another."""
+
+    def __init__(self) -> None:
+        self._identifier: int | None = None
+
+    async def check(self, connection: Connection) -> None:
+        """Cut a connection that leads elsewhere than the first one. Raises StoreLost, and the driver's errors."""
+        found = None
+        try:
+            found = await connection.fetchval("SELECT system_identifier FROM pg_control_system()")
+        finally:
+            self._identifier = self._identifier or found
+            if found is None or found != self._identifier:
+                end(connection)
+        if found != self._identifier:
+            raise StoreLost("store.url leads to another server than at the start", RESTART)
+
+
+async def open_pool(
+    url: Callable[[], str], application: str, size: int, more: Mapping[str, str], server: SameServer
+) -> asyncpg.Pool:
     """A pool of up to ``size`` connections, each to the ``url`` of its time. Raises StoreLost."""
 
     async def connect(*_: object, **how: Any) -> Connection:
@@ -136,6 +161,7 @@ async def open_pool(url: Callable[[], str], application: str, size: int, more: M
             return await asyncpg.connect(url(), **how)
 
     async def prepared(connection: Connection) -> None:
+        await server.check(connection)
         await connection.execute(_settings(more))
         await prepare(connection)
 

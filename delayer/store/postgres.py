@@ -94,7 +94,8 @@ class PostgresStore:
             await servers.check(url())
         owner = owner or f"{socket.gethostname()}:{os.getpid()}"
         timeout = f"{transaction_timeout * 1000:.0f}ms"
-        parking = await pool.open_pool(url, "delayer park", parkers, {"idle_in_transaction_session_timeout": timeout})
+        more, server = {"idle_in_transaction_session_timeout": timeout}, pool.SameServer()
+        parking = await pool.open_pool(url, "delayer park", parkers, more, server)
         clock = StoreClock()
         try:
             with translated("connect"):
@@ -110,7 +111,14 @@ class PostgresStore:
             parking.terminate()
             raise
         locks = LaneLocks(
-            url, parking, clock, owner=owner, idle=idle_timeout, releasing=transaction_timeout, history=history_days > 0
+            url,
+            parking,
+            clock,
+            owner=owner,
+            idle=idle_timeout,
+            releasing=transaction_timeout,
+            history=history_days > 0,
+            server=server,
         )
         return cls(parking, clock, locks, days, identity=identity, history_days=history_days)
 

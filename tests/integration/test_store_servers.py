@@ -3,11 +3,13 @@ PgBouncer in session mode."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 
 import pytest
 
+from delayer.core.errors import StoreLost
 from tests.integration.cli import Run
 from tests.support.daemon import DaemonProcess
 from tests.support.postgres_kinds import pgbouncer
@@ -73,3 +75,22 @@ async def test_pgbouncer_in_session_mode_holds_lanes(url: str) -> None:
         other = await Store.connect(lambda: url)
         assert await other.take(lane.number) is None
         await other.close()
+
+
+async def test_a_file_that_names_another_server_moves_no_session_there(database: str) -> None:
+    """Else messages would enter one store, while the lanes that are open release from the other."""
+    with Postgres() as other:
+        urls = [database]
+        store = await Store.connect(lambda: urls[0])
+        try:
+            async with owned(store):
+                urls[0] = other.url(await asyncio.to_thread(other.add_store))
+                with pytest.raises(StoreLost, match="leads to another server") as lane:
+                    await store.take(2)
+                with pytest.raises(StoreLost, match="leads to another server") as park:
+                    await asyncio.gather(*(store.read_identity() for _ in range(2)))
+                assert "restart the daemon" in lane.value.advice == park.value.advice
+                urls[0] = database
+                await asyncio.gather(*(store.read_identity() for _ in range(2)))
+        finally:
+            await store.close()

@@ -25,6 +25,7 @@ from delayer.store.lanes.cursor import ReleaseCursor
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.notify import listen
 from delayer.store.lanes.session import LaneSession
+from delayer.store.pool import SameServer
 
 log = structlog.get_logger(__name__)
 
@@ -80,10 +81,12 @@ class LaneLocks:
         idle: float,
         releasing: float,
         history: bool = False,
+        server: SameServer | None = None,
     ) -> None:
         """``idle``: seconds after which the server ends a silent connection of a lane or the presence, even in a
         transaction. ``releasing``: how long a release is exempt from that."""
         self._url = url
+        self._server = server or SameServer()
         self._pool = pool
         self._clock = clock
         self._owner = owner
@@ -230,7 +233,9 @@ class LaneLocks:
     async def _connect(self, application: str, more: Mapping[str, str]) -> Connection:
         """Raises StoreLost."""
         with pool.reopening():
-            return await pool.connect(self._url(), application, more)
+            connection = await pool.connect(self._url(), application, more)
+            await self._server.check(connection)
+            return connection
 
     async def _unlock(self, presence: Connection, number: int, forget: Unlock) -> None:
         """Free the lane of a limited route, and ``forget`` its notifications."""
