@@ -6,9 +6,9 @@ Parts that another system owns (``shared``) are never removed.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Self
 
 from aiormq.exceptions import ChannelClosed, ChannelLockedResource, ChannelNotFoundEntity
@@ -20,16 +20,7 @@ from delayer.amqp.framing import UncheckedMethod
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused, TopologyFinding
 from delayer.broker.management_api import Management, delayed_in, delayed_reason
-from delayer.broker.pipelined_admin import (
-    DELAYS_FROM,
-    LINE,
-    PATIENCE,
-    QueueDelete,
-    check_exchange,
-    check_queue,
-    slow,
-    slow_leader,
-)
+from delayer.broker.pipelined_admin import DELAYS_FROM, LINE, PATIENCE, QueueDelete, counted, check_exchange, check_queue
 from delayer.broker.verify import Verifier
 from delayer.core.clocks import ClockOffset
 from delayer.core.readable import COUNTS_AGE
@@ -144,6 +135,10 @@ class Remover:
         return True
 
 
+def _is_empty(state: QueueState | None) -> bool:
+    return state is not None and not state.messages
+
+
 def _reason(state: QueueState) -> str:
     if state.messages:
         return f"holds {state.messages} message{'s' * (state.messages != 1)}"
@@ -196,15 +191,17 @@ class Admin:
     async def state(self, queue: str, *, doubtful: bool = False) -> QueueState | None:
         """Messages and consumers of a queue; None as in :meth:`depths`. It is asked again while its leader is slow;
         ``doubtful``: not, so that 0 may mean any number."""
-        ends = time.monotonic() + self.connection.patience
-        while (began := time.monotonic()) < ends:
+
+        async def look() -> QueueState | None:
             answer = await self.connection.ask(check_queue(queue))
             if not isinstance(answer, QueueMethods.DeclareOk):
                 return None
-            state = QueueState(answer.message_count or 0, answer.consumer_count or 0)
-            if state.messages or doubtful or not await slow(began, lambda: self.connection.ask(LINE)):
-                return state
-        raise slow_leader(queue)
+            return QueueState(answer.message_count or 0, answer.consumer_count or 0)
+
+        if doubtful:
+            return await look()
+        ask_line = partial(self.connection.ask, LINE)
+        return await counted(queue, self.connection.patience, look, ask_line, _is_empty)
 
     async def delayed(self, queues: Collection[str], *, fresh: bool = True) -> dict[str, int | None]:
         """Count the messages of each queue that the broker itself delays, which AMQP does not report. None if unknown,

@@ -96,6 +96,8 @@ LEADER_SECONDS: Final = 0.25
 """If the leader of a quorum queue does not answer for so long, RabbitMQ counts 0 messages."""
 LINE: Final = BasicMethods.Qos()
 """A method that changes nothing and needs no queue, so its answer takes as long as the line does."""
+ELECTION_SECONDS: Final = 5.0
+"""How long the election of a leader may take."""
 JITTER_SECONDS: Final = 0.1
 """How much longer than the last one the next answer may take on a line."""
 MOST_AT_ONCE: Final = 256
@@ -184,22 +186,20 @@ class PipelinedAdmin:
         names, began = list(queues), time.monotonic()
         answers = await self._ask([check_queue(name) for name in names])
         found = dict(zip(names, map(_ready, answers), strict=True))
-        if await self._slow(began):
+        if await slow(began, self._ask_line):
             for name in names:
                 found[name] = found[name] or await self._depth(name)
         return found
 
     async def _depth(self, queue: str) -> int | ChannelClosed:
-        """The depth of one queue, asked again while its leader is slow."""
-        ends = time.monotonic() + self._patience
-        while (began := time.monotonic()) < ends:
+        async def look() -> int | ChannelClosed:
             [answer] = await self._ask([check_queue(queue)])
-            if (found := _ready(answer)) or not await self._slow(began):
-                return found
-        raise slow_leader(queue)
+            return _ready(answer)
 
-    async def _slow(self, began: float) -> bool:
-        return await slow(began, lambda: self._ask([LINE]))
+        return await counted(queue, self._patience, look, self._ask_line, lambda found: found == 0)
+
+    async def _ask_line(self) -> None:
+        await self._ask([LINE])
 
     async def why_no_delays(self, exchange: str, name: str) -> str:
         """Return why the broker cannot delay messages for us, or "" if a message delayed by 0.5 s returned on time.
@@ -284,10 +284,30 @@ async def slow(began: float, ask_line: Callable[[], Awaitable[object]]) -> bool:
     return took - (time.monotonic() - began) >= LEADER_SECONDS - JITTER_SECONDS
 
 
-def slow_leader(queue: str) -> BrokerUnreachable:
-    """The error if a count of 0 stays unknown."""
+async def counted(
+    queue: str,
+    patience: float,
+    look: Callable[[], Awaitable[T]],
+    ask_line: Callable[[], Awaitable[object]],
+    is_empty: Callable[[T], bool],
+) -> T:
+    """The answer of ``look``, which is asked again while the queue seems empty because its leader is slow, or was a
+    moment ago: until the broker has elected another one, it counts 0 at once. Raises BrokerUnreachable."""
+    began = time.monotonic()
+    ends, sure_from = began + patience, began
+    while began < ends:
+        found = await look()
+        if not is_empty(found):
+            return found
+        if await slow(began, ask_line):
+            sure_from = time.monotonic() + ELECTION_SECONDS
+        elif began >= sure_from:
+            return found
+        else:
+            await asyncio.sleep(LEADER_SECONDS)
+        began = time.monotonic()
     text = f"queue {queue!r} did not answer within {LEADER_SECONDS * 1000:.0f} ms, so its messages are not known"
-    return BrokerUnreachable(text, advice="see which broker node hangs: `rabbitmq-queues quorum_status QUEUE`")
+    raise BrokerUnreachable(text, advice="see which broker node hangs: `rabbitmq-queues quorum_status QUEUE`")
 
 
 def _ready(answer: Frame | ChannelClosed) -> int | ChannelClosed:

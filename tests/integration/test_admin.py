@@ -12,6 +12,7 @@ from urllib.parse import quote, urlsplit
 
 import aio_pika
 import pytest
+from delayer.intake.refusals import EntryPoints, Mend
 
 from delayer.broker.admin import Admin
 from delayer.broker.cascade_depths import cascade_depths
@@ -20,7 +21,6 @@ from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.core.cascade import CASCADE_KINDS, Cascade, due_topology, intake_topology
 from delayer.core.topology import Exchange, Queue, Topology, arguments
 from delayer.intake import set_aside
-from delayer.intake.refusals import EntryPoints, Mend
 from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQ
 from tests.support.silent import silent

@@ -11,7 +11,7 @@ import pytest
 from delayer.amqp.address import Address
 from delayer.amqp.errors import AccessRefused, BrokerLost, ConnectionLost
 from delayer.broker import addresses
-from delayer.broker.addresses import addresses_of, losses_of, first_success
+from delayer.broker.addresses import addresses_of, first_success, losses_of
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 
 NAMES = {"cluster": ["10.0.0.1", "10.0.0.2"], "single": ["10.0.0.3"]}
