@@ -20,7 +20,15 @@ from delayer.amqp.framing import UncheckedMethod
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused, TopologyFinding
 from delayer.broker.management_api import Management, delayed_in, delayed_reason
-from delayer.broker.pipelined_admin import DELAYS_FROM, LINE, PATIENCE, QueueDelete, counted, check_exchange, check_queue
+from delayer.broker.pipelined_admin import (
+    DELAYS_FROM,
+    LINE,
+    PATIENCE,
+    QueueDelete,
+    check_exchange,
+    check_queue,
+    counted,
+)
 from delayer.broker.verify import Verifier
 from delayer.core.clocks import ClockOffset
 from delayer.core.readable import COUNTS_AGE

@@ -12,14 +12,15 @@ from urllib.parse import quote, urlsplit
 
 import aio_pika
 import pytest
-from delayer.intake.refusals import EntryPoints, Mend
 
+from delayer.amqp.errors import BrokerLost
 from delayer.broker.admin import Admin
 from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyMismatch
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.core.cascade import CASCADE_KINDS, Cascade, due_topology, intake_topology
 from delayer.core.topology import Exchange, Queue, Topology, arguments
+from delayer.format.refusal import EntryPoints, RetryEdits
 from delayer.intake import set_aside
 from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQ
@@ -167,7 +168,7 @@ async def test_a_queue_whose_leader_does_not_answer_is_not_taken_for_empty(
     topology = Topology((), (full, Queue("empty")), ())
     hasty = partial(pipelined_admin, patience=1.0)
     monkeypatch.setattr(set_aside, "pipelined_admin", hasty)
-    refused = set_aside.refused_queue(vhost, None, "full", EntryPoints.of("full", []), Mend())
+    refused = set_aside.refused_queue(vhost, None, "full", EntryPoints.of("full", []), RetryEdits())
     async with await Admin.connect(vhost, patience=1.0) as admin, hasty(vhost, "test") as broker:
         await declare(vhost, topology)
         await publish(vhost, "full")
