@@ -26,8 +26,18 @@ DRIVER_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.Internal
 # day's partition was attached after a row of that day was routed to the default one.
 WORTH_REPEATING = (asyncpg.DeadlockDetectedError, asyncpg.SerializationError, asyncpg.CheckViolationError)
 
-# The database rejects a statement's data by their values, a constraint, or a limit, and would reject them again.
-REJECTED = (asyncpg.DataError, asyncpg.IntegrityConstraintViolationError, asyncpg.ProgramLimitExceededError)
+# The database rejects a statement's data by their values, a constraint, a trigger or a limit, and would reject them
+# again.
+REJECTED = (
+    asyncpg.DataError,
+    asyncpg.IntegrityConstraintViolationError,
+    asyncpg.TriggeredDataChangeViolationError,
+    asyncpg.WithCheckOptionViolationError,
+    asyncpg.ProgramLimitExceededError,
+    # Any exception of a trigger: P0001 is a plain RAISE EXCEPTION, and 38000 that of PL/Python and PL/Perl.
+    asyncpg.PLPGSQLError,
+    asyncpg.ExternalRoutineError,
+)
 
 # The data in one place are unreadable: a damaged page (XX000 and its kinds), a disk error, a missing file.
 DAMAGED = (asyncpg.InternalServerError, asyncpg.PostgresIOError, asyncpg.UndefinedFileError)

@@ -24,6 +24,7 @@ CASES = {
     "a hold": ("INSERT", "held", "NEW.body = 'bad'"),
     "a claim": ("DELETE", "message", "OLD.body = 'bad'"),
     "a park": ("INSERT", "message", "NEW.body = 'bad'"),
+    "a plain exception": ("INSERT", "message", "NEW.body = 'bad'", "P0001"),
 }
 
 
@@ -37,7 +38,7 @@ async def test_one_message_that_the_database_rejects(place: OwnVhost, store: str
             messages = [delayed(body.decode(), 1500) for body in GOOD]
             await raw.publish(*messages[:60], delayed("bad", 1500, through=through), *messages[60:])
             await eventually(lambda: all(body in inbox.counts for body in GOOD))
-            if case == "a park":
+            if case in ("a park", "a plain exception"):
                 await eventually(lambda: b"bad" in refused.counts)
             else:
                 event = await daemon.event("row rejected" if case == "a reason" else "row skipped")

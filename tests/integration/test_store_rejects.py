@@ -17,7 +17,7 @@ from tests.support.place import compact_all
 from tests.support.rows import conserved
 from tests.support.store import MANY, ROOM, Store, bodies, claim_when_due, opened, owned, parcel, sql
 
-STATES = ["22021", "23514", "54000"]
+STATES = ["22021", "23514", "27000", "38000", "44000", "54000", "P0001"]
 JAPANESE = Hold(HoldKind.RETURNED, "returned: 404 no exchange '日本'")
 
 
