@@ -54,6 +54,8 @@ class DaemonInside:
             "usable": store.usable,
             "refusal": store.refusal,
             "stalled": daemon.watchdog.stalled(),
+            "stuck": store.stuck,
+            "unsettled": daemon.unsettled(),
             "topology": daemon.topology.reason,
             "recent": list(self.recent.steps),
             "counters": daemon.counters,

@@ -150,17 +150,17 @@ class Watchdog:
 
 
 def condition(
-    *, connected: bool, blocked: bool, no_lane: str, stuck: Sequence[int], intake: str, topology: str = ""
+    *, connected: bool, blocked: bool, no_lane: str, stuck: Sequence[str], intake: str, topology: str = ""
 ) -> str:
     """Describe the daemon's role at the intake queue, and why it cannot work. Pure.
 
     ``blocked``: by a resource alarm of the broker. ``no_lane``: why the store gives this process no lane, or empty.
-    ``stuck``: the lanes that do not advance. ``intake``: "active", "standby", or empty if it does not consume.
-    ``topology``: why it is not in place, or empty.
+    ``stuck``: the lanes and queues that do not advance. ``intake``: "active", "standby", or empty if it does not
+    consume. ``topology``: why it is not in place, or empty.
 
     >>> condition(connected=True, blocked=False, no_lane="", stuck=[], intake="standby")
     'intake standby'
-    >>> condition(connected=False, blocked=False, no_lane="no free lane", stuck=[3], intake="")
+    >>> condition(connected=False, blocked=False, no_lane="no free lane", stuck=["lane 3"], intake="")
     'the broker is out of reach; no free lane; lane 3 does not advance'
     """
     found = [f"intake {intake}"] if intake else []
@@ -172,7 +172,7 @@ def condition(
         found.append(no_lane)
     if topology:
         found.append(topology)
-    found += [f"lane {number} does not advance" for number in stuck]
+    found += [f"{one} does not advance" for one in stuck]
     if not found:
         found.append("nothing is consumed yet")
     return "; ".join(found)

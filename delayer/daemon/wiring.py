@@ -173,6 +173,12 @@ class Daemon:
         sessions = {self.settings.intake.queue: self._intake, self.settings.native.due_queue: self._due}
         return {queue: one.consuming.is_set() for queue, one in sessions.items() if one is not None}
 
+    def unsettled(self) -> dict[str, float]:
+        """The queues that are stuck: since how many seconds nothing that was read from them was settled."""
+        sessions = {self.settings.intake.queue: self._intake, self.settings.native.due_queue: self._due}
+        seconds = {queue: one.unsettled.stuck_seconds for queue, one in sessions.items() if one is not None}
+        return {queue: stuck for queue, stuck in seconds.items() if stuck}
+
     @property
     def intake(self) -> Literal["active", "standby", ""]:
         """This process's role at the intake queue, as far as known; "" if it does not consume."""
@@ -186,7 +192,7 @@ class Daemon:
             connected=all(one["connected"] for one in connections),
             blocked=any(one["blocked"] for one in connections),
             no_lane=self.store.reason,
-            stuck=self.store.stuck,
+            stuck=[*map("lane {}".format, self.store.stuck), *map("queue {!r}".format, self.unsettled())],
             intake=self.intake,
             topology=self.topology.reason,
         )

@@ -42,17 +42,23 @@ def not_ready(state: State, intake: str, store: StoreOverview | None, error: str
     if state["topology"]:
         found.append(state["topology"])
     found += not_alive(state)
+    found += [
+        f"queue {queue!r}: nothing that was read from it was settled for {duration(seconds)}"
+        for queue, seconds in state["unsettled"].items()
+    ]
     if state["mode"] == "store":
         if store is None:
             found.append(f"the store is out of reach, or refuses us: {error or 'it was not looked at yet'}")
         elif store.upgrade_pending:
             found.append(f"the store's schema is {store.schema_found or 'missing'}, expected {store.schema_expected}")
         else:
-            found += [
-                f"lane {lane.number} has had due messages for {duration(lane.stuck_ms / 1000)}, and releases none"
+            # The daemon also knows of a lane whose claims wait for a lock, although no row of it may be due yet.
+            stuck = dict.fromkeys(state["stuck"], "settled no claim for 30 s") | {
+                lane.number: f"had due messages for {duration(lane.stuck_ms / 1000)}, and releases none"
                 for lane in store.lanes
                 if lane.stuck_ms and (lane.number in state["lanes"] or not lane.alive)
-            ]
+            }
+            found += [f"lane {number} has {what}" for number, what in stuck.items()]
     return found
 
 

@@ -39,6 +39,8 @@ State = Mapping[str, Any]
     usable       whether there is a lane to park into
     refusal      why the store refuses this daemon until an operator acts, or ""
     stalled      names of the loops without progress
+    stuck        numbers of its lanes that have had due messages for 30 s and settled no claim
+    unsettled    queue -> the seconds since which nothing that was read from it was settled, if more than 30
     topology     why the topology is not in place, or ""
     recent       http.recent.Recent.steps
     counters     core.counters.Counters of this process

@@ -18,7 +18,7 @@ from delayer.core.errors import NotTaken
 from delayer.core.faultpoint import reach
 from delayer.core.heartbeat import Heartbeat
 from delayer.intake.ports import Consumer, Subscription
-from delayer.intake.settle import Session
+from delayer.intake.settle import Session, Unsettled
 from delayer.retry import LOSSES, Backoff, Pause
 
 log = structlog.get_logger(__name__)
@@ -117,6 +117,7 @@ class QueueConsumer:
         self._beat = partial(heartbeat.beat, intake.queue)
         self._forget = partial(heartbeat.forget, intake.queue)
         self.consuming = asyncio.Event()
+        self.unsettled = Unsettled()
 
     @property
     def active(self) -> bool:
@@ -152,11 +153,15 @@ class QueueConsumer:
                 await retry.pause(partial(self._is_reached_again, reached))
         self._forget()
 
+    def _progress(self) -> None:
+        self._beat()
+        self.unsettled.settle(busy=True)
+
     def _is_reached_again(self, before: object) -> bool:
         return self._reached() != before
 
     async def _consume(self, subscription: Subscription, stopping: asyncio.Event, retry: Backoff) -> None:
-        session = Session(subscription, self._beat, self._intake.in_flight)
+        session = Session(subscription, self._progress, self._intake.in_flight, self.unsettled)
         self._handler.begin(session)
         try:
             await self._read(subscription, session, stopping, retry)
@@ -209,4 +214,5 @@ class QueueConsumer:
             await session.wait_for_room(lambda: self._handler.is_full)
             if session.has_succeeded or not (has_read or session.is_busy):
                 session.has_succeeded = False
+                session.note_progress()
                 retry.succeeded()

@@ -12,7 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Final, NamedTuple
 
 import structlog
@@ -122,11 +122,40 @@ class AckTracker:
         self._accepted.clear()
 
 
+STUCK_SECONDS: Final = 30.0
+"""After this time the intake counts as stuck. A batch takes at most ten seconds while broker and store are well."""
+
+
+class Unsettled:
+    """Outlives sessions: after a loss the broker delivers the same messages again, and they may get stuck again."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._since: float | None = None
+
+    def begin(self) -> None:
+        """Work begins."""
+        self._since = self._clock() if self._since is None else self._since
+
+    def settle(self, *, busy: bool) -> None:
+        """Some work was settled, or there is none. ``busy``: whether more is under way."""
+        self._since = self._clock() if busy else None
+
+    @property
+    def stuck_seconds(self) -> float:
+        """How long nothing was settled; 0 unless that is too long."""
+        seconds = 0.0 if self._since is None else self._clock() - self._since
+        return seconds if seconds > STUCK_SECONDS else 0.0
+
+
 class Session:
     """The work for the deliveries of one subscription."""
 
-    def __init__(self, subscription: Subscription, progress: Callable[[], None], in_flight: int) -> None:
-        self.acks = AckTracker(subscription, progress)
+    def __init__(
+        self, subscription: Subscription, beat: Callable[[], None], in_flight: int, unsettled: Unsettled | None = None
+    ) -> None:
+        self.acks = AckTracker(subscription, beat)
+        self._unsettled = unsettled or Unsettled()
         self.prefetch = subscription.prefetch
         """Maximum number of deliveries without an acknowledgement."""
         self._in_flight = in_flight
@@ -148,6 +177,7 @@ class Session:
         count as a batch in flight, and a lost subscription cancels it."""
         tasks = self._punctual if punctual else self._tasks
         task = asyncio.create_task(work, name="deliveries")
+        self._unsettled.begin()
         tasks.add(task)
         task.add_done_callback(partial(self._on_done, tasks))
 
@@ -157,7 +187,12 @@ class Session:
             self._lost.add(task)
         else:
             self.has_succeeded = True
+            self.note_progress()
         self._changed.set()
+
+    def note_progress(self) -> None:
+        """Note that some work was settled, or that there is none."""
+        self._unsettled.settle(busy=bool(self._tasks or self._punctual))
 
     async def wait_for_room(self, is_full: Callable[[], bool] = lambda: False) -> None:
         """Wait until another batch may begin, and the handler is not full. Raises the first failure."""

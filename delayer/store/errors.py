@@ -88,6 +88,11 @@ _ADVICE: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str]
         "ordinary lane, and each daemon 4 more, and 3 if a route has max_rate: one daemon with 4 lanes needs 15",
     ),
     (
+        (asyncpg.QueryCanceledError, asyncpg.LockNotAvailableError),
+        "another session may hold a lock: SELECT pid, pg_blocking_pids(pid), query FROM pg_stat_activity WHERE "
+        "cardinality(pg_blocking_pids(pid)) > 0 names it; end it by pg_terminate_backend(pid)",
+    ),
+    (
         asyncpg.OutOfMemoryError,
         "if it says out of shared memory, the lock table is full: ALTER SYSTEM SET max_locks_per_transaction = 256, or "
         "more for many lanes (docs/operations.md), and restart Postgres",

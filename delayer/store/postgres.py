@@ -29,7 +29,7 @@ from delayer.core.units import DAY_MS
 from delayer.format.rows import COLUMNS, COLUMNS_WITH_ID, HELD_COLUMNS, hold_columns, stored_row
 from delayer.store import pool, schema, servers, statements
 from delayer.store.clock import StoreClock
-from delayer.store.errors import DRIVER_ERRORS, REJECTED, WORTH_REPEATING, check_arrow, describe, translated
+from delayer.store.errors import DRIVER_ERRORS, REJECTED, WORTH_REPEATING, check_arrow, describe, lost, translated
 from delayer.store.identity import StoreIdentity, give_broker, read_identity
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.locks import LaneLocks
@@ -226,8 +226,8 @@ class PostgresStore:
             except DRIVER_ERRORS as error:
                 if attempt < ATTEMPTS and isinstance(error, WORTH_REPEATING):
                     continue
-                kind = Rejected if isinstance(error, REJECTED) else StoreLost
-                raise kind(f"{doing}: {describe(error)}") from error
+                rejected = isinstance(error, REJECTED)
+                raise (Rejected(f"{doing}: {describe(error)}") if rejected else lost(doing, error)) from error
             else:
                 reach("park.committed")
                 return result

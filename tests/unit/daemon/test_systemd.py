@@ -127,7 +127,10 @@ WELL: dict[str, Any] = {"connected": True, "blocked": False, "no_lane": "", "stu
         (WELL | {"connected": False, "intake": ""}, "the broker is out of reach"),
         (WELL | {"connected": False, "blocked": True, "intake": ""}, "the broker is out of reach"),
         (WELL | {"blocked": True}, "intake active; the broker takes no publishes (a resource alarm)"),
-        (WELL | {"stuck": [3, 5]}, "intake active; lane 3 does not advance; lane 5 does not advance"),
+        (
+            WELL | {"stuck": ["lane 3", "queue 'delays'"]},
+            "intake active; lane 3 does not advance; queue 'delays' does not advance",
+        ),
         (WELL | {"no_lane": "no free lane in the store", "intake": ""}, "no free lane in the store"),
         (WELL | {"intake": ""}, "nothing is consumed yet"),
     ],

@@ -27,6 +27,8 @@ def state(counters: Counters | None = None, **more: Any) -> dict[str, Any]:
         "usable": True,
         "refusal": "",
         "stalled": [],
+        "stuck": [],
+        "unsettled": {},
         "topology": "",
         "counters": counters or Counters(),
         **more,

@@ -17,6 +17,8 @@ LANES = [LaneOverview(n, "", n < 4, COUNTERS, 1, None, stuck_ms=(n - 1) * 40_000
 DUE = {"delays": True, "delays.due": False}
 BLOCKED, CUT = ({"publish": {**LINE, **line}} for line in ({"blocked": True}, {"connected": False}))
 STILL = "lane {} has had due messages for {}, and releases none"
+UNCLAIMED = "lane 7 has settled no claim for 30 s"
+UNSETTLED = "queue 'delays': nothing that was read from it was settled for 42 s"
 STUCK = "nothing is delivered: "
 AWAY: dict[str, Any] = {"consuming": {"delays": False}}
 
@@ -43,10 +45,13 @@ AWAY: dict[str, Any] = {"consuming": {"delays": False}}
         ),
         (state(mode="native", **AWAY), None, ["queue 'delays' is not consumed"]),
         (state(consuming=DUE), GOOD, ["queue 'delays.due' is not consumed"]),
+        (state(stuck=[2, 7]), overview(lanes=LANES), [STILL.format(2, "40 s"), UNCLAIMED, STILL.format(4, "2 min")]),
+        (state(unsettled={"delays": 42.0}), GOOD, [UNSETTLED]),
+        (state(mode="native", unsettled={"delays": 42.0}), None, [UNSETTLED]),
         (state(connections=BLOCKED), GOOD, [f"{STUCK}the broker takes no publishes (a resource alarm)"]),
         (state(connections=CUT), GOOD, [f"{STUCK}no connection to publish by"]),
     ],
-    ids=range(15),
+    ids=range(18),
 )
 def test_ready(seen: dict[str, Any], store: StoreOverview | None, reasons: list[str]) -> None:
     assert not_ready(seen, "delays", store, "connect: refused") == reasons

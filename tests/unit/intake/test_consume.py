@@ -17,7 +17,7 @@ from delayer.amqp.errors import BrokerLost
 from delayer.amqp.values import Delivery
 from delayer.core.errors import NotTaken, StoreLost
 from delayer.intake.consume import Intake, QueueConsumer
-from delayer.intake.settle import KEPT_BYTES, AckTracker, Session
+from delayer.intake.settle import KEPT_BYTES, AckTracker, Session, Unsettled
 from delayer.retry import Backoff, raise_first
 from tests.support.fakes import Carrier, Heartbeat, ScriptedConsumer, ScriptedSubscription, delivery, until
 
@@ -392,3 +392,43 @@ def test_every_order_of_acceptance_acknowledges_each_tag_once(data: st.DataObjec
     settler.flush()
     assert sorted(gone(acks, tags)) == sorted(done)
     assert settler.outstanding == len(tags) - len(done)
+
+
+async def test_work_that_settles_nothing_is_stuck_across_sessions() -> None:
+    """The time counts from its begin, over losses, and ends when some of it is settled or none is left."""
+    now = 0.0
+    unsettled = Unsettled(lambda: now)
+    for at in (100.0, 125.0):
+        now, session, gate = at, Session(ScriptedSubscription(), lambda: None, 3, unsettled), asyncio.Event()
+        session.start(lost_after(gate))
+        gate.set()
+        with pytest.raises(StoreLost):
+            await session.settled()
+    now = 131.0
+    assert unsettled.stuck_seconds == 31.0
+    gates = [asyncio.Event(), asyncio.Event()]
+    for gate in gates:
+        session.start(done_after(gate))
+    for gate, stuck in zip(gates, (40.0, 0.0), strict=True):
+        gate.set()
+        await until(lambda: not unsettled.stuck_seconds)
+        now += 40.0
+        assert unsettled.stuck_seconds == stuck, "some work is left only after the first one"
+
+
+async def lost_after(gate: asyncio.Event) -> None:
+    await gate.wait()
+    raise StoreLost("planted")
+
+
+async def done_after(gate: asyncio.Event) -> None:
+    await gate.wait()
+
+
+async def test_a_queue_without_messages_is_not_stuck() -> None:
+    scene = Scene(ScriptedSubscription())
+    scene.session.unsettled.begin()
+    running = scene.start()
+    await until(lambda: scene.session.unsettled._since is None)
+    scene.stopping.set()
+    await running
