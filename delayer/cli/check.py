@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Final, Literal, NamedTuple
+from typing import Final
 
 import click
 
@@ -17,7 +17,9 @@ from delayer.broker.admin import Admin
 from delayer.broker.errors import RIGHTS, BrokerRefused, TopologyFinding, mismatch_advice
 from delayer.broker.pipelined_admin import PATIENCE, open_connection
 from delayer.cli import status
-from delayer.cli.errors import SEEING, STORE_RUNS, ExitCode, broker_advice
+from delayer.cli.check_report import CheckReport, CheckResult
+from delayer.cli.check_store import check_store
+from delayer.cli.errors import SEEING, ExitCode, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import in_groups, note, print_json, print_table, quoted, some
 from delayer.config.model import Settings
@@ -26,28 +28,8 @@ from delayer.config.topology import cascade_of, queues_at_work, topology_of, use
 from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade
 from delayer.core.clocks import FOLLOW_TIME, ClockOffset, differences
 from delayer.core.errors import StoreLost
-from delayer.core.readable import duration
-from delayer.store import schema, servers
-from delayer.store.admin import setup, stats
-from delayer.store.errors import BadStoreUrl, SchemaOutdated, StoreUnfit, check_arrow
-
-CheckResult = Literal["ok", "note", "off", "refused", "out of reach"]
-
-
-class Row(NamedTuple):
-    """A checked item. ``advice``: the next step, if any."""
-
-    what: str
-    result: CheckResult
-    found: str
-    advice: str = ""
-
-
-class CheckReport(list[Row]):
-    """The rows so far."""
-
-    def add(self, what: str, result: CheckResult, found: object, advice: str = "") -> None:
-        self.append(Row(what, result, str(found), advice))
+from delayer.store.admin import setup
+from delayer.store.errors import BadStoreUrl, SchemaOutdated
 
 
 @click.command(short_help="Check configuration, broker, topology and store.")
@@ -153,7 +135,7 @@ async def _servers(report: CheckReport, settings: Settings) -> None:
         report.add("broker", result, error, broker_advice(error))
     await _every_address(report, settings)
     if settings.store_url is not None:
-        clocks |= {"the database": await _store(report, settings, settings.store_url)}
+        clocks |= {"the database": await check_store(report, settings, settings.store_url)}
     else:
         cascade_ms = math.inf if settings.native.strategy == "queue" else 1000 * MAX_SECONDS
         longest = duration_text(int(min(settings.intake.max_delay_ms, cascade_ms)))
@@ -364,113 +346,3 @@ async def _set_aside(report: CheckReport, admin: Admin, settings: Settings) -> N
     for name, depth in depths.items():
         if depth:
             report.add("refused, strays", "note", f"{depth} in {quoted(name)}", advice[name])
-
-
-SPARE_CONNECTIONS: Final = 20
-"""Connections to advise beyond the daemons': for commands, a backup, and Postgres's reserved connections."""
-UNOWNED_MS: Final = 30_000
-"""How long a message may be overdue in a lane without an owner. Daemons acquire such lanes within seconds."""
-
-STUCK: Final = 'see the broker and that daemon\'s log; docs/operations.md, "A lane that does not advance"'
-
-
-async def _store(report: CheckReport, settings: Settings, url: str) -> ClockOffset | None:
-    """Returns the database's clock, if that was seen."""
-    try:
-        await servers.check(url)
-        server = await setup.server_state(url)
-        seen = await stats.overview(url, settings.store.restore_ahead_ms)
-        if (wrong := schema.outdated(seen.schema_found)) is None:
-            wrong_owner = await setup.mistaken(url)
-            need = await setup.lock_need(url, settings.store.history_days)
-            connections = await setup.connection_need(url)
-            # The lanes of routes that no daemon has used yet.
-            limited = len({route.from_ for route in settings.routes if route.max_rate})
-            need = need._replace(limited=max(need.limited, limited))
-            connections = connections._replace(limited=max(connections.limited, limited))
-    except StoreUnfit as unfit:
-        report.add("store", "off", unfit, unfit.advice)
-        return None
-    except StoreLost as lost:
-        report.add("store", "refused" if lost.advice else "out of reach", lost, lost.advice or STORE_RUNS)
-        return None
-    except BadStoreUrl as bad:
-        report.add("store", "off", str(bad), "write the URL as postgresql://user@host:port/database")
-        return None
-    report.add("store", "ok", str(settings.store.url or url))
-    if server.unsafe:
-        found = f"off in Postgres: {', '.join(server.unsafe)}; a crash of its machine loses or damages messages"
-        report.add("durability", "off", found, server.advice)
-    if wrong is not None:
-        report.add("schema", "off", f"{wrong.found or 'missing'}; needed: {wrong.expected}", wrong.advice)
-        return server.clock
-    report.add("schema", "ok", schema.HEAD)
-    if wrong_owner is not None:
-        found = f"its tables belong to {wrong_owner.tables}, and the database to {wrong_owner.database}"
-        advice = f"`db upgrade` is {wrong_owner.database}'s to run; docs/security.md says how to give the tables back"
-        report.add("schema", "note", found, advice)
-    _locks(report, need)
-    _connections(report, connections)
-    _lanes(report, seen)
-    if seen.held:
-        advice = "`delayer held list` has the reasons; the daemon tries them again, except those marked *by hand*"
-        report.add("held", "note", f"{seen.held} in the store", advice)
-    if seen.late.segments:
-        found = f"{seen.late.segments} with {seen.late.messages} messages should be restored by now"
-        report.add("segments", "off", found, "see the daemons' logs, or run `delayer restore`")
-    if seen.segments.segments:
-        try:
-            check_arrow()
-        except StoreLost as lost:
-            report.add("segments", "off", lost, lost.advice)
-    if seen.segments.broken:
-        found = f"{seen.segments.broken} do not read back, with {seen.segments.broken_messages} messages"
-        report.add("segments", "off", found, "see docs/backlog.md; their bytes are kept")
-    return server.clock
-
-
-def _connections(report: CheckReport, need: setup.ConnectionNeed) -> None:
-    """Check that the server allows as many connections as the daemons may open."""
-    found = f"the server allows {need.allowed}; the daemons need up to {need.needed}"
-    if need.needed <= need.allowed:
-        report.add("connections", "ok", found)
-    else:
-        advice = f"ALTER SYSTEM SET max_connections = {need.needed + SPARE_CONNECTIONS}, and restart Postgres"
-        report.add("connections", "off", found, advice)
-
-
-def _locks(report: CheckReport, need: setup.LockNeed) -> None:
-    """Check that the server's lock table holds all locks that the store may take at once."""
-    found = f"max_locks_per_transaction is {need.allowed}"
-    if need.enough:
-        report.add("locks", "ok", f"{found}; needed: {need.needed}")
-        return
-    report.add(
-        "locks",
-        "note",
-        f"{found}; {need.lanes} lanes and {need.partitions + need.of_history} partitions may need {need.needed}",
-        f"ALTER SYSTEM SET max_locks_per_transaction = {need.needed}, and restart Postgres: a full lock table fails "
-        "transactions of every database of the server",
-    )
-
-
-def _lanes(report: CheckReport, seen: stats.StoreOverview) -> None:
-    """Check that every due message has a daemon that releases it."""
-    owned = [lane for lane in seen.lanes if lane.alive]
-    if owned:
-        report.add("lanes", "ok", f"{len(owned)} owned by {', '.join(sorted({lane.owner for lane in owned}))}")
-    left = [lane for lane in seen.lanes if not lane.alive and lane.overdue_ms(seen.store_now_ms) > UNOWNED_MS]
-    if left:
-        since = duration(max(lane.overdue_ms(seen.store_now_ms) for lane in left) / 1000)
-        lanes = f"lane {left[0].number}" if len(left) == 1 else f"{len(left)} lanes"
-        found = f"messages are overdue by {since} in {lanes} that no daemon owns"
-        advice = "a daemon takes such lanes within seconds: see the logs of those that run for why not, or start one"
-        report.add("lanes", "off", found, advice)
-    for lane in owned:
-        of = f"lane {lane.number} of {lane.owner} "
-        if lane.stuck_ms:
-            found = f"{of}has had due messages for {duration(lane.stuck_ms / 1000)}, and releases none"
-            report.add("lanes", "off", found, STUCK)
-        elif lane.behind_ms and lane.route is None:
-            found = f"{of}advances, but a message has been due for {duration(lane.behind_ms / 1000)}"
-            report.add("lanes", "note", found, 'nothing while a burst goes out; else see "row skipped" in its log')
