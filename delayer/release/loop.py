@@ -83,30 +83,35 @@ class LaneRelease:
             elif isinstance(failure, LaneLost):
                 log.warning("lane lost", lane=self._lane.number, reason=str(failure))
             elif isinstance(failure, StoreLost):
-                advice = {"next_step": failure.advice} if failure.advice else {}
-                log.warning("lane given up", lane=self._lane.number, reason=str(failure), **advice)
+                log.warning("lane given up", lane=self._lane.number, reason=str(failure))
         raise_first(failures, unless=(LaneLost, StoreLost))
 
     async def _run_claimer(self, claimer: Claimer, stopping: asyncio.Event, pause: Pause) -> None:
         """Claim, publish and settle with one claimer. The task that is claiming feeds the watchdog; publishing and
-        settling have deadlines. Raises LaneLost, StoreLost."""
+        settling have deadlines. Raises LaneLost, and a StoreLost without advice."""
         retry, failed = Backoff(self._beat, stopping, self._lane.leaving, pause=pause), False
         while not (self._lane.leaving.is_set() or stopping.is_set()):
-            async with self._turn:
-                if failed:
-                    await retry.pause()
-                rows = await self._next_claim(claimer, retry, stopping)
-                if not rows:
-                    return
-                before = self._written
-                written = self._written = asyncio.Event()
-            failed = False
             try:
+                async with self._turn:
+                    if failed:
+                        await retry.pause()
+                    rows = await self._next_claim(claimer, retry, stopping)
+                    if not rows:
+                        return
+                    before = self._written
+                    written = self._written = asyncio.Event()
                 await self._publish_and_settle(claimer, rows, before, written)
             except BrokerLost as lost:
                 log.warning("release interrupted", lane=self._lane.number, reason=str(lost))
                 failed = True
+            except StoreLost as lost:
+                if not lost.advice:
+                    raise
+                # An operator has to act, and every process would meet the same: it keeps the lane, and tries again.
+                log.warning("release interrupted", lane=self._lane.number, reason=str(lost), next_step=lost.advice)
+                failed = True
             else:
+                failed = False
                 retry.succeeded()
             rows = []  # The next claim may take long, and a large message would stay in memory.
 

@@ -64,7 +64,7 @@ async def test_a_lane_that_does_not_advance(place: OwnVhost, store: str, delayer
         await admin.execute("UPDATE message SET parked_at = now() - interval '50 seconds'")
         await reject(admin, "INSERT", "counter", "NEW.kind = 'released'", "XX001")
         async with place.working(place.environ(STORE, store) | ANY_PORT) as (daemon, raw, _):
-            event = await daemon.event("lane given up")
+            event = await daemon.event("release interrupted")
             assert event["next_step"] == DAMAGE_ADVICE
             web = await Web.of(daemon)
             answer = await eventually(lambda: web.get("/health/ready"), lambda answer: answer.status == 503)

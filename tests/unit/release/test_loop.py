@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from delayer.amqp.channel import seconds_until_due
 from delayer.amqp.errors import BrokerLost
@@ -195,6 +196,26 @@ async def test_a_lost_lane_ends_the_loop_and_is_dropped(loss: Exception) -> None
     await it.release.run(asyncio.Event())
     assert it.lane.events == ["claim", "release"]
     assert it.publisher.closed == 1
+
+
+async def test_a_lane_that_an_operator_must_help_is_kept_and_tried_again() -> None:
+    """Every process would meet the same refusal. Pauses grow as after other losses."""
+    pauses: list[int] = []
+    it = Scene(ScriptedLane(claims=[StoreLost("denied", "grant it"), StoreLost("denied", "grant it"), [due(1)]]))
+
+    def pause(attempt: int, _random: float) -> float:
+        pauses.append(attempt)
+        return 0.001
+
+    stopping = asyncio.Event()
+    with capture_logs() as logs:
+        task = asyncio.create_task(it.release.run(stopping, pause))
+        await it.lane.sleeping.wait()
+    stopping.set()
+    it.lane.note_parked(NOW)
+    await task
+    assert (pauses, len(it.lane.settled)) == ([0, 1], 1)
+    assert [(one["event"], one["next_step"]) for one in logs] == [("release interrupted", "grant it")] * 2
 
 
 async def test_a_claim_has_at_most_the_publishers_batch() -> None:
