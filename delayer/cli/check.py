@@ -39,7 +39,7 @@ from delayer.store.errors import BadStoreUrl, SchemaOutdated
 def check(context: click.Context, offline: bool, as_json: bool) -> None:
     """Check configuration, broker, topology and store; change nothing. Ask the daemon on this host too.
 
-    These are off: queues and exchanges that differ, missing destinations, a missing schema of the store, overdue
+    These are off: queues and exchanges that differ, missing destinations, missing rights, a missing schema, overdue
     messages without a daemon that releases them, settings of the servers that lose messages (docs/operations.md),
     clocks more than a second apart, and a daemon on this host that is not ready. These are notes: what could not be
     seen, addresses of the broker that fail, queues that the daemon will declare or that have no consumer, refused and

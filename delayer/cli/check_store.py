@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from delayer.cli.check_report import CheckReport
@@ -12,6 +13,7 @@ from delayer.core.errors import StoreLost
 from delayer.core.readable import duration
 from delayer.store import schema, servers
 from delayer.store.admin import setup, stats
+from delayer.store.admin.rights import MissingRight, missing_rights
 from delayer.store.errors import BadStoreUrl, StoreUnfit, check_arrow
 
 SPARE_CONNECTIONS: Final = 20
@@ -32,6 +34,7 @@ async def check_store(report: CheckReport, settings: Settings, url: str) -> Cloc
             wrong_owner = await setup.mistaken(url)
             need = await setup.lock_need(url, settings.store.history_days)
             connections = await setup.connection_need(url)
+            rights = await missing_rights(url, history=settings.store.history_days > 0)
             # The lanes of routes that no daemon has used yet.
             limited = len({route.from_ for route in settings.routes if route.max_rate})
             need = need._replace(limited=max(need.limited, limited))
@@ -57,6 +60,7 @@ async def check_store(report: CheckReport, settings: Settings, url: str) -> Cloc
         found = f"its tables belong to {wrong_owner.tables}, and the database to {wrong_owner.database}"
         advice = f"`db upgrade` is {wrong_owner.database}'s to run; docs/security.md says how to give the tables back"
         report.add("schema", "note", found, advice)
+    _rights(report, rights)
     _locks(report, need)
     _connections(report, connections)
     _lanes(report, seen)
@@ -77,13 +81,22 @@ async def check_store(report: CheckReport, settings: Settings, url: str) -> Cloc
     return server.clock
 
 
+def _rights(report: CheckReport, missing: Sequence[MissingRight]) -> None:
+    """Report rights that the daemon's role lacks."""
+    for one in missing:
+        found = f"{one.role} lacks {one.right} on {one.on}: the daemon cannot park or release, or look after its tables"
+        report.add("rights", "off", found, f"{one.advice} (docs/security.md)")
+
+
 def _connections(report: CheckReport, need: setup.ConnectionNeed) -> None:
     """Check that the server allows as many connections as the daemons may open."""
     found = f"the server allows {need.allowed}; the daemons need up to {need.needed}"
     if need.needed <= need.allowed:
         report.add("connections", "ok", found)
     else:
-        advice = f"ALTER SYSTEM SET max_connections = {need.needed + SPARE_CONNECTIONS}, and restart Postgres"
+        number = need.needed + SPARE_CONNECTIONS
+        advice = f"ALTER SYSTEM SET max_connections = {number}, and restart Postgres"
+        advice = f"{need.command} {number}" if need.command else advice
         report.add("connections", "off", found, advice)
 
 

@@ -84,7 +84,8 @@ _ADVICE: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str]
     ),
     (
         asyncpg.TooManyConnectionsError,
-        "Postgres has no connection left: stop other clients, or raise max_connections. The daemons need 2 for each "
+        "Postgres has no connection left: stop other clients, or raise max_connections, or the CONNECTION LIMIT "
+        "of the database or role, if the reason names that. The daemons need 2 for each "
         "ordinary lane, and each daemon 4 more, and 3 if a route has max_rate: one daemon with 4 lanes needs 15",
     ),
     (

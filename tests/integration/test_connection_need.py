@@ -45,12 +45,39 @@ async def test_what_the_daemons_need_is_what_they_open(database: str) -> None:
 @pytest.mark.parametrize(("lanes", "limited", "daemons", "needed"), [(4, 0, 0, 12), (4, 500, 1, 15), (8, 3, 3, 37)])
 def test_check_names_max_connections_with_the_number(lanes: int, limited: int, daemons: int, needed: int) -> None:
     report = CheckReport()
-    _connections(report, ConnectionNeed(needed, lanes, limited, daemons))
-    _connections(report, ConnectionNeed(needed - 1, lanes, limited, daemons))
+    _connections(report, ConnectionNeed(needed, "", lanes, limited, daemons))
+    _connections(report, ConnectionNeed(needed - 1, "", lanes, limited, daemons))
     enough, few = report
     assert (enough.result, few.result) == ("ok", "off")
     assert str(needed) in few.found
     assert f"max_connections = {needed + 20}" in few.advice
+
+
+async def test_the_least_limit_counts(database: str, postgres: Postgres) -> None:
+    """Those of database and role are named with the statement that raises them."""
+    await migrated(database)
+    name = database.rpartition("/")[2].partition("?")[0]
+    role = f"limited_{name}"
+    async with sql(database) as admin:
+        whole = await connection_need(database)
+        await admin.execute(f'ALTER DATABASE "{name}" CONNECTION LIMIT 7')
+        less = await connection_need(database)
+        await admin.execute(f'CREATE ROLE "{role}" LOGIN CONNECTION LIMIT 5')
+        await admin.execute(f'GRANT pg_read_all_data TO "{role}"')
+        least = await connection_need(postgres.url(name, user=role))
+        await admin.execute(f'ALTER ROLE "{role}" CONNECTION LIMIT 30')
+        again = await connection_need(postgres.url(name, user=role))
+    postgres.execute(f'DROP ROLE "{role}"')
+    assert (whole.allowed > 30, whole.command) == (True, "")
+    assert [(one.allowed, one.command.split(" ")[1]) for one in (less, least, again)] == [
+        (7, "DATABASE"),
+        (5, "ROLE"),
+        (7, "DATABASE"),
+    ]
+    report = CheckReport()
+    _connections(report, less)
+    assert report[0].result == "off"
+    assert report[0].advice == f"ALTER DATABASE {name} CONNECTION LIMIT {less.needed + 20}"
 
 
 async def test_a_server_without_connections_names_the_limit(crowded: Postgres) -> None:

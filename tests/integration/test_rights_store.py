@@ -20,6 +20,7 @@ from delayer.store import held_messages, upgrades
 from delayer.store.admin import actions, audit_log, setup
 from delayer.store.admin.actions import NewDue
 from delayer.store.admin.detail import FoundIn
+from delayer.store.admin.rights import missing_rights
 from delayer.store.admin.stats import overview
 from delayer.store.errors import SchemaOutdated
 from delayer.store.rows import partitions
@@ -40,7 +41,7 @@ from tests.support.fakes import WHY
 from tests.support.logged import capture_logs
 from tests.support.rows import compact, put, row
 from tests.support.servers import Postgres
-from tests.support.store import Store, claim_when_due, owned, parcel, release_all, sql
+from tests.support.store import Store, claim_when_due, opened, owned, parcel, release_all, sql
 
 __all__ = ["page", "store"]
 
@@ -149,6 +150,41 @@ async def prepare(postgres: Postgres) -> None:
 async def test_the_store_works_with_these_rights(store: str, postgres: Postgres) -> None:
     await prepare(postgres)
     await work(store)
+
+
+HISTORY = [right for right in granted(statements_of(4)) if "history" in str(right)]
+
+
+@pytest.mark.parametrize("right", [*rights(), *HISTORY, "history"], ids=str)
+async def test_check_names_each_right_that_is_missing(store: str, postgres: Postgres, right: Right | str) -> None:
+    owner = postgres.url(DATABASE, user=OWNER)
+    await as_owner(owner, statements_of(4))
+    if isinstance(right, Right) and ("DATABASE" in right.take or "USAGE ON SCHEMA" in right.take):
+        return  # Without them this role sees nothing at all.
+    if isinstance(right, str):
+        right = Right(f"ALTER TABLE {right} OWNER TO {OWNER}", f"ALTER TABLE {right} OWNER TO {DAEMON}")
+    assert await missing_rights(store, history=True) == []
+    postgres.execute(right.take, database=DATABASE)
+    try:
+        found = await missing_rights(store, history=True)
+        assert [one.advice for one in found] == [right.give]
+    finally:
+        postgres.execute(right.give, database=DATABASE)
+
+
+async def test_a_role_that_only_reads_is_no_daemon_s(store: str, postgres: Postgres) -> None:
+    postgres.execute("CREATE ROLE reader LOGIN")
+    postgres.execute("GRANT CONNECT ON DATABASE delayer TO reader; GRANT pg_read_all_data TO reader")
+    try:
+        reader = postgres.url(DATABASE, user="reader")
+        assert await missing_rights(reader, history=False) == []
+        async with opened(store) as process, owned(process):
+            postgres.execute("REVOKE UPDATE ON lane FROM delayer", database=DATABASE)
+            [one] = await missing_rights(reader, history=False)
+            assert (one.role, one.advice) == (DAEMON, "GRANT UPDATE ON lane TO delayer")
+    finally:
+        postgres.execute("GRANT UPDATE ON lane TO delayer", database=DATABASE)
+        postgres.execute("DROP OWNED BY reader; DROP ROLE reader", database=DATABASE)
 
 
 @pytest.mark.parametrize("right", rights(), ids=str)

@@ -171,18 +171,28 @@ async def server_state(url: str) -> servers.ServerState:
 
 
 _CONNECTIONS: Final = """
-SELECT current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int,
+SELECT allowed, raise,
        (SELECT count(*) FROM lane WHERE route IS NULL), (SELECT count(*) FROM lane WHERE route IS NOT NULL),
        (SELECT count(*) FROM pg_stat_activity
         WHERE datname = current_database() AND application_name = 'delayer presence')
+FROM pg_database, pg_roles, LATERAL (VALUES
+    (current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int
+     - coalesce(current_setting('reserved_connections', true)::int, 0), ''),  -- from Postgres 16 on
+    (nullif(datconnlimit, -1), format('ALTER DATABASE %I CONNECTION LIMIT', datname)),
+    (nullif(rolconnlimit, -1), format('ALTER ROLE %I CONNECTION LIMIT', rolname))
+) AS limits (allowed, raise)
+WHERE datname = current_database() AND rolname = current_user
+ORDER BY allowed LIMIT 1  -- NULL, no limit, comes last
 """
 
 
 class ConnectionNeed(NamedTuple):
-    """``allowed``: the server's connections for ordinary roles. ``lanes``: without ``limited`` routes. ``daemons``:
-    live."""
+    """``allowed``: the connections for ordinary roles, by the least of the limits of server, database and role.
+    ``command``: the statement that raises it; empty: max_connections. ``lanes``: without ``limited`` routes.
+    ``daemons``: live."""
 
     allowed: int
+    command: str
     lanes: int
     limited: int
     daemons: int
