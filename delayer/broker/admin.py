@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, Self
+from urllib.parse import quote
+from uuid import uuid4
 
 from aiormq.exceptions import ChannelClosed, ChannelLockedResource, ChannelNotFoundEntity
 from pamqp.commands import Basic as BasicMethods
@@ -42,6 +44,13 @@ class ExchangeUnbind(UncheckedMethod, ExchangeMethods.Unbind): ...
 
 
 class QueueUnbind(UncheckedMethod, QueueMethods.Unbind): ...
+
+
+def _unbinding(binding: Binding) -> QueueUnbind | ExchangeUnbind:
+    source, key, destination = binding.source, binding.key, binding.destination
+    if binding.destination_kind == "queue":
+        return QueueUnbind(queue=destination, exchange=source, routing_key=key)
+    return ExchangeUnbind(destination=destination, source=source, routing_key=key)
 
 
 class QueueState(NamedTuple):
@@ -119,15 +128,8 @@ class Remover:
             self._result.removed.append(f"exchange {exchange.name}")
 
     async def _unbind(self, binding: Binding) -> None:
-        """Remove a binding, unless it is gone with its destination."""
-        source, key, destination = binding.source, binding.key, binding.destination
-        _accepted(
-            await self._ask(
-                QueueUnbind(queue=destination, exchange=source, routing_key=key)
-                if binding.destination_kind == "queue"
-                else ExchangeUnbind(destination=destination, source=source, routing_key=key)
-            )
-        )
+        """Remove a binding. If its destination is gone, the binding is gone too."""
+        _accepted(await self._ask(_unbinding(binding)))
 
     async def _remove_queue(self, name: str) -> bool:
         """Remove a queue. Returns False if it has new messages, and so stays."""
@@ -230,6 +232,30 @@ class Admin:
         except BrokerRefused:
             return False
         return True
+
+    async def may_bind(self, binding: Binding) -> bool:
+        """Whether this user may write to the destination and read from the source, without a change: it removes a
+        binding of a key that nobody has."""
+        try:
+            await self.connection.ask(_unbinding(replace(binding, key=f"delayer.check-{uuid4()}")))
+        except BrokerRefused:
+            return False
+        return True
+
+    async def alarms(self) -> list[str]:
+        """The resource alarms of the broker's nodes; empty without a management API."""
+        kinds = ("mem_alarm", "disk_free_alarm")
+        shape = [{"name": str, **dict.fromkeys(kinds, bool | None)}]
+        path = f"nodes?columns=name,{','.join(kinds)}"
+        rows = [] if self._management is None else await self._management.get(path, shape)
+        return [f"{kind} on {name}" for name, *on in rows for kind, is_on in zip(kinds, on, strict=True) if is_on]
+
+    async def sources_of(self, queue: str) -> set[str]:
+        """The exchanges that ``queue`` is bound to; empty without a management API, or without the queue."""
+        if self._management is None or not await self.queue_exists(queue):
+            return set()
+        path = f"queues/{self._management.vhost}/{quote(queue, safe='')}/bindings"
+        return {binding.source for binding, _ in await self._management.bindings(path)}
 
     async def queue_exists(self, name: str) -> bool:
         answer = await self.connection.ask(check_queue(name))

@@ -28,6 +28,8 @@ from delayer.broker.pipelined_admin import open_connection
 
 T = TypeVar("T")
 
+ALARM = "free memory or disk on the broker's nodes (`rabbitmq-diagnostics alarms`)"
+
 _UNEXPLAINED = (driver.ProbableAuthenticationError, driver.AuthenticationError, driver.InvalidFrameError)
 
 
@@ -82,6 +84,11 @@ class AdminConnection:
             try:
                 async with asyncio.timeout(self.patience):
                     return await method(await self._open_channel())
+            except TimeoutError as error:
+                if not await self._blocked():
+                    raise
+                text = f"{self.where}: a resource alarm (memory, disk): the broker blocks publishers"
+                raise BrokerUnreachable(text, advice=ALARM) from error
             except ChannelAccessRefused as error:
                 raise BrokerRefused(f"{self.where}: {_text(error)}", PERMISSION) from error
 
@@ -91,6 +98,17 @@ class AdminConnection:
             return await self.call(lambda channel: channel.rpc(method))
         except ChannelClosed as error:
             return error
+
+    async def _blocked(self) -> bool:
+        """Whether the broker said that it takes no publishes of this connection."""
+        transport = self._connection.transport
+        try:
+            async with asyncio.timeout(0.1):
+                if transport is not None:
+                    await transport.connection.ready()
+        except TimeoutError:
+            return True
+        return False
 
     async def _open_channel(self) -> Wire:
         if self._connection.is_closed:

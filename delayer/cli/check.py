@@ -14,12 +14,13 @@ from delayer.amqp.address import Address
 from delayer.amqp.errors import BrokerLost
 from delayer.broker.addresses import addresses_of, losses_of
 from delayer.broker.admin import Admin
-from delayer.broker.errors import RIGHTS, BrokerRefused, TopologyFinding, mismatch_advice
+from delayer.broker.errors import BrokerRefused, TopologyFinding, mismatch_advice
 from delayer.broker.pipelined_admin import PATIENCE, open_connection
 from delayer.cli import status
 from delayer.cli.check_report import CheckReport, CheckResult
+from delayer.cli.check_rights import GIVE_RIGHTS, check_management, check_rights
 from delayer.cli.check_store import check_store
-from delayer.cli.errors import SEEING, ExitCode, broker_advice
+from delayer.cli.errors import SEEING, STORE_RUNS, ExitCode, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import in_groups, note, print_json, print_table, quoted, some
 from delayer.config.model import Settings
@@ -150,9 +151,12 @@ def _clocks(report: CheckReport, clocks: Mapping[str, ClockOffset | None]) -> No
     seen = {name: clock for name, clock in clocks.items() if clock is not None}
     for found in (different := differences(seen)):
         report.add("clocks", "off", found, FOLLOW_TIME)
-    if unseen := [name for name in clocks if name not in seen]:
-        report.add("clocks", "note", f"could not be seen: the clock of {' and of '.join(unseen)}", SEEING)
-    elif not different:
+    for name in clocks.keys() - seen.keys():
+        step = STORE_RUNS if name == "the database" else SEEING
+        report.add("clocks", "note", f"could not be seen: the clock of {name}", step)
+    if len(clocks) == 1:
+        report.add("clocks", "note", "compared with no other: the broker was not reached", "see the row of the broker")
+    elif len(seen) == len(clocks) and not different:
         report.add("clocks", "ok", f"{', '.join(seen)}: none more than a second apart, as far as their answers show")
 
 
@@ -202,6 +206,8 @@ async def _every_address(report: CheckReport, settings: Settings) -> None:
 async def _broker(report: CheckReport, admin: Admin, settings: Settings) -> None:
     report.add("broker", "ok", str(settings.broker.url))
     await _topology(report, admin, settings)
+    await check_rights(report, admin, settings)
+    await check_management(report, admin, settings)
     state = await admin.state(settings.intake.queue)
     if state is not None and not state.consumers:  # A missing queue is already reported.
         found = f"no consumer reads {quoted(settings.intake.queue)}; {state.messages} wait in it"
@@ -243,9 +249,10 @@ async def _topology(report: CheckReport, admin: Admin, settings: Settings) -> No
     for one in findings:
         if one.name == "*":
             report.add("topology", "note", one.found, SEEING)
-        elif one.severity != "error":
-            advice = RIGHTS if one.severity == "unknown" else _COPIES
-            report.add("topology", "note", f"{one.name}: {one.found}", advice)
+        elif one.severity == "unknown":
+            report.add("topology", "off", f"{one.name}: {one.found}", GIVE_RIGHTS)
+        elif one.severity == "note":
+            report.add("topology", "note", f"{one.name}: {one.found}", _COPIES)
 
 
 ALONE: Final = (
