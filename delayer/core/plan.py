@@ -209,7 +209,8 @@ def _decide(request: DelayRequest, route: Route | None, policy: Policy, now_ms: 
     headers = request.headers
     if route is None:
         expected = ", ".join(map(_name, sorted(policy.routes)))
-        raise Unacceptable(f"no route for exchange {_name(request.exchange)}: expected one of {expected}")
+        step = "correct the publisher, or give all daemons of this queue the same routes"
+        raise Unacceptable(f"no route for exchange {_name(request.exchange)}: expected one of {expected}; {step}")
     if route.retry is not None:
         return _retried(request, route, route.retry, policy, now_ms=now_ms, now_lower_ms=now_lower_ms)
     if CANCEL in headers:

@@ -38,6 +38,9 @@ AGAIN: Final = 5.0
 """Seconds until the next attempt to listen on a taken port."""
 AT_ONCE: Final = 128
 """Maximum number of concurrent connections and requests. The server answers 503 to more."""
+OTHER_ADDRESS: Final = (
+    "another program, perhaps a second daemon, listens there (`ss -ltnp`): give each configuration its own address"
+)
 OPEN: Final = "not loopback: anyone who can reach this address can read messages without a token"
 HttpHandler = Callable[[Request], Awaitable[Response]]
 STATIC: Final = Path(__file__).parent / "static"
@@ -131,7 +134,7 @@ class HttpPart:
             except OSError as taken:
                 reason = (taken.strerror or str(taken)).partition(" (")[0].capitalize()
                 if throttle.should_log(reason, asyncio.get_running_loop().time()):
-                    log.error("http not served", listen=self._listen, reason=reason)
+                    log.error("http not served", listen=self._listen, reason=reason, next_step=OTHER_ADDRESS)
                 await first_set(stopping, seconds=self._retry_seconds)
 
     async def _serve(self, stopping: asyncio.Event) -> None:

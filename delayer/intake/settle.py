@@ -122,6 +122,10 @@ class AckTracker:
         self._accepted.clear()
 
 
+OWN_QUEUE: Final = (
+    "if it was nacked, the queue behind that exchange is full: empty it (`delayer refused`, `delayer strays`), or lift "
+    "its limit (a policy with max-length and reject-publish)"
+)
 STUCK_SECONDS: Final = 30.0
 """After this time the intake counts as stuck. A batch takes at most ten seconds while broker and store are well."""
 
@@ -324,7 +328,8 @@ class Dispatch:
                 acks.progress()  # A batch may take many publishes.
             stuck += await self._publish(publications[portion], acks, due_ms[portion])
         if stuck:
-            raise NotTaken(f"{len(stuck)} of {len(publications)} messages were not taken; the first by {stuck[0]}")
+            text = f"{len(stuck)} of {len(publications)} messages were not taken; the first by {stuck[0]}"
+            raise NotTaken(text, advice=OWN_QUEUE)
 
     async def hold(self, objections: Sequence[Objection], acks: AckTracker) -> None:
         """Hold messages, and accept the deliveries of the held ones. Raises BrokerLost, StoreLost; NotTaken if the
@@ -426,7 +431,8 @@ class Dispatch:
         for _, outgoing, outcome in each:
             if outcome is not None and not isinstance(outcome, Confirmed):
                 exchange = outgoing.exchange.decode()
-                raise NotTaken(f"exchange {exchange} did not take a message to hold: {outcome.text}")
+                text = f"exchange {exchange} did not take a message to hold: {outcome.text}"
+                raise NotTaken(text, advice=OWN_QUEUE)
 
     def _build_retries(self, objections: Sequence[Objection]) -> list[Outgoing]:
         """Build the envelopes that wait in the cascade for another attempt, or in the strays queue for an operator."""

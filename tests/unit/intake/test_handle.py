@@ -114,8 +114,9 @@ async def test_returned_messages_are_held_and_accepted() -> None:
 async def test_messages_that_the_cascade_does_not_take_return_to_the_queue(answer: Outcome) -> None:
     """The dispatch first settles the other messages of the batch."""
     it = Scene({b"level": answer, b"gone": NO_ROUTE})
-    with pytest.raises(NotTaken, match=r"1 of 4 messages were not taken; the first by exchange 'orders\.out'"):
+    with pytest.raises(NotTaken, match=r"1 of 4 messages were not taken; the first by exchange 'orders\.out'") as told:
         await it.run(publication(1, b"level", parcel=None), publication(2), publication(3, b"gone"), publication(4))
+    assert "is full: empty it" in told.value.advice
     assert it.accepted == [2, 3, 4]
     assert it.tracker.outstanding == 1
     assert len(it.held) == 1
