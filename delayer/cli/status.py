@@ -60,7 +60,7 @@ async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
         said = json.loads(body)
         if said["service"] != service_of(settings):
             # If a configuration was copied, another service on this host may have this address.
-            return {"error": f"the daemon at {listen} works with another broker or virtual host", "last": {}}
+            return {"error": f"the daemon at {listen} works with another broker, virtual host or queue", "last": {}}
         return {"error": None, **{name: said[name] for name in ("mode", "last", "blocked", "intake")}}
     except (ValueError, KeyError, TypeError):
         return {"error": f"the program at {listen} is no daemon of this version", "last": {}}

@@ -132,15 +132,17 @@ def is_loopback(host: str) -> bool:
 
 
 def service_of(settings: Settings) -> str:
-    """Name the service: all processes of one virtual host of one broker share the name, with any login.
+    """Name the service: all processes of one intake queue of one broker share the name, with any login.
 
     >>> urls = "amqp://a:b@host/orders", "amqp://host:5672/orders", "amqp://a:b@host/mail"
     >>> one, same, other = (service_of(Settings.model_validate({"broker": {"url": url}})) for url in urls)
-    >>> (one == same, one == other)
-    (True, False)
+    >>> queue = service_of(Settings.model_validate({"broker": {"url": urls[0]}, "intake": {"queue": "other"}}))
+    >>> (one == same, one == other, one == queue)
+    (True, False, False)
     """
     names = names_of(settings)
-    return hashlib.sha256(f"{names['broker']} {names['virtual_host']}".encode()).hexdigest()[:16]
+    whole = f"{names['broker']} {names['virtual_host']} {settings.intake.queue}"
+    return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
 
 def names_of(settings: Settings) -> dict[str, str]:

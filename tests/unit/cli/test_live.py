@@ -38,7 +38,7 @@ async def test_another_broker_is_an_error(ours: dict[str, Any], theirs: dict[str
     async with served(Inside(**theirs)) as web:
         native = {"mode": "native", "http": {"listen": web.address}}
         found = await status.look(Settings.model_validate(native | ours))
-        wrong = f"the daemon at {web.address} works with another broker or virtual host"
+        wrong = f"the daemon at {web.address} works with another broker, virtual host or queue"
         assert found["error"] == (None if same else wrong)
         assert bool(found["last"]) == same
 
