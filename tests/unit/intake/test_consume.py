@@ -403,7 +403,7 @@ async def test_work_that_settles_nothing_is_stuck_across_sessions() -> None:
         session.start(lost_after(gate))
         gate.set()
         with pytest.raises(StoreLost):
-            await session.settled()
+            await session.wait_until_idle()
     now = 131.0
     assert unsettled.stuck_seconds == 31.0
     gates = [asyncio.Event(), asyncio.Event()]
