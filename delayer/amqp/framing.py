@@ -151,7 +151,7 @@ class Parser:
         return ProtocolError(ReplyCode.FRAME_ERROR, f"frame of {size + OVERHEAD} bytes, the limit is {self.frame_max}")
 
     def _method(self, data: bytes, at: int, stop: int, channel: int, receiver: Receiver) -> int:
-        """Read the method frame at ``at``, and a delivery's content if it is there. Returns the next offset."""
+        """Read the method frame at ``at``, and the content that follows a delivery. Returns the next offset."""
         if channel in self._contents:
             raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, f"a method on channel {channel} where content was expected")
         if stop - at < 11:
@@ -203,8 +203,8 @@ class Parser:
         return stop + 1
 
     def _whole_content(self, data: bytes, at: int, channel: int) -> tuple[int, int] | None:
-        """Find the ends of the header frame at ``at`` and its only body frame; None unless both are there and valid. In
-        this usual case a delivery needs no state. The caller reads other content frame by frame."""
+        """Find the ends of the header frame at ``at`` and its only body frame; None unless both arrived and are valid.
+        In this usual case a delivery needs no state. The caller reads other content frame by frame."""
         end = len(data)
         if end - at < _LEAST_CONTENT:
             return None

@@ -257,7 +257,7 @@ class PlainDataset:
 
 
 def _files(path: Path) -> list[Path]:
-    """List a dataset's files, relative to it. Raises Unfit if anything else is there."""
+    """List a dataset's files, relative to it. Raises Unfit if the folder contains anything else."""
     if not path.exists():
         return []
     found = [file.relative_to(path) for file in path.glob("**/*") if not file.is_dir()]

@@ -21,7 +21,7 @@ def replacing(path: Path, *, mode: int = 0o666) -> Iterator[IO[bytes]]:
     """
     if path.is_block_device():
         raise OSError(errno.EINVAL, "expected a file, a pipe or a character device, found a disk")
-    target = Path(os.path.realpath(path))  # A loop of symlinks stays as it is.
+    target = Path(os.path.realpath(path))  # A loop of symlinks is not resolved.
     if (target.exists() and not target.is_file()) or str(path.absolute()).startswith(_OPEN_ALREADY):
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), "wb") as out:
             yield out

@@ -7,10 +7,10 @@ from typing import Final, NamedTuple
 from delayer.core.units import DAY_MS
 
 ROW_BYTES: Final = 250
-"""Bytes of a row on disk besides its body and properties: other columns, row header and index entry."""
+"""Bytes of a row on disk, not counting its body and properties: other columns, row header and index entry."""
 LOG_BYTES: Final = 300
-"""WAL bytes for packing or restoring a message, besides its content as a row and its share of the segment. Postgres
-logs each page in full when it first changes after a checkpoint, so packing logs the rows."""
+"""WAL bytes for packing or restoring a message, not counting its content as a row and its share of the segment.
+Postgres logs each page in full when it first changes after a checkpoint, so packing logs the rows."""
 SEGMENT_SHARE: Final = 1.08
 """Bytes on disk per byte of a segment, which Postgres stores in pieces of 2 kB."""
 KEY_BYTES: Final = 70

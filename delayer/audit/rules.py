@@ -274,7 +274,7 @@ _STEPS: Final = {faults.PACED: faults.PACED, HELD: faults.UNTRIED}
 
 def overdue(store: Extract, figures: list[LaneFigures], paced: Mapping[bytes, int]) -> list[Finding]:
     """Find overdue messages. A lane's owner may be releasing them, so they are a violation only after STUCK_MS; without
-    an owner, nobody is. Any daemon restores segments, so for those, one owner of any lane is enough."""
+    an owner, no process is. Any daemon restores segments, so for those, one owner of any lane is enough."""
     limited = ", ".join(f"X'{route.hex()}'" for route in paced) or "NULL"
     late = f"""
         SELECT * FROM (

@@ -82,7 +82,7 @@ async def losses_of(addresses: Sequence[Address], attempt: Callable[[Address], A
 
 
 async def _results(attempts: Iterable[Awaitable[T]], losses: list[Loss]) -> list[T]:
-    """The results of those that succeed, all at once; ``losses`` gets the others' errors."""
+    """The results of those that succeed, all at once; ``losses`` gets the errors of addresses that failed."""
 
     async def result(attempt: Awaitable[T]) -> list[T]:
         try:

@@ -235,7 +235,7 @@ class Admin:
 
     async def may_bind(self, binding: Binding) -> bool:
         """Whether this user may write to the destination and read from the source, without a change: it removes a
-        binding of a key that nobody has."""
+        binding that does not exist."""
         try:
             await self.connection.ask(_unbinding(replace(binding, key=f"delayer.check-{uuid4()}")))
         except BrokerRefused:

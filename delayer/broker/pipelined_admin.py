@@ -276,7 +276,7 @@ class PipelinedAdmin:
 
 async def slow(began: float, ask_line: Callable[[], Awaitable[object]]) -> bool:
     """Whether an answer to a question of the time ``began`` took so long that a 0 in it may be no count. ``ask_line``
-    waits for the answer to LINE, which tells a slow line from a slow leader."""
+    waits for the answer to LINE, which shows whether the line is slow or the leader."""
     if (took := time.monotonic() - began) < LEADER_SECONDS:
         return False
     began = time.monotonic()

@@ -79,7 +79,7 @@ def audit(
     """Check the store of one instant by the rules of docs/backlog.md, and show when messages are due.
 
     Without --deep it takes seconds. It reads counters, indexes, headers of segments and a sample of rows. It says what
-    it did not look at. Daemons may go on working meanwhile. The audit changes nothing in the store or the broker, and
+    it did not look at. Daemons may keep running. The audit changes nothing in the store or the broker, and
     publishes no message.
 
     Exit code 1 if a rule is violated (or the store's schema is of another version). Exit code 3 if the store is out

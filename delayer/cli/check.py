@@ -198,7 +198,7 @@ async def _every_address(report: CheckReport, settings: Settings) -> None:
     async def attempt(address: Address) -> None:
         await (await open_connection(address, "delayer check", PATIENCE)).close()
 
-    with suppress(BrokerLost):  # The row of the broker tells of a missing file.
+    with suppress(BrokerLost):  # The row of the broker names a missing file.
         for lost in await losses_of(addresses_of(settings.broker_url), attempt):
             report.add("broker", "note", f"one of its addresses fails: {lost}", broker_advice(lost))
 

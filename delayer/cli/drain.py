@@ -238,7 +238,7 @@ async def _publish(connection: Connection, rows: Sequence[Due], publisher: AmqpP
 @click.pass_context
 def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
     """Move the backlog to the side where new delays go, so that the other side can be given up. First switch the
-    mode and reload the daemon. It goes on releasing messages of both sides.
+    mode and reload the daemon. It keeps releasing messages of both sides.
 
     Messages keep their due instants. Each portion is confirmed on its new side before it leaves the old one. An
     interruption may leave one portion on both sides; run it again.

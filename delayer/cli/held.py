@@ -33,7 +33,7 @@ from delayer.store.held_messages import HeldEntry
 
 @click.group(short_help="List, retry or drop held messages.")
 def held() -> None:
-    """List, retry or drop held messages, which their destination did not take. The daemon tries each one again with
+    """List, retry or drop held messages, which their destination did not take. The daemon retries each message with
     growing pauses. Messages that came too late for their route (late_limit) wait for a retry by hand. `delayer show
     ID` has the details of one.
 
@@ -101,9 +101,9 @@ def _row(one: HeldEntry) -> tuple[object, ...]:
 def retry(context: click.Context, /, *, names: Sequence[str], **given: Any) -> None:
     """Try held messages again now, by their ids or by a filter.
 
-    A message that its destination still does not take stays held. Its pauses begin anew, and the count of its attempts
-    at 1. After the first attempt a late one waits for a person again (late_limit). A message that an import held before
-    its due instant is tried at that instant.
+    A message that its destination still does not take stays held. Its pauses and the count of its attempts start
+    again. After the first attempt, a late message waits for an operator again (late_limit). A message that an import
+    held before its due instant is tried at that instant.
 
     \b
     Examples:

@@ -171,9 +171,9 @@ def import_() -> None:
     """Bring delayed messages that another system still holds into the store: look first (preview), then run.
 
     A run stages the chosen messages and commits them in batches, the soonest first. The source loses a batch only after
-    its commit here. A run may be interrupted anywhere: `run` with the same parameters goes on, `abort` puts the rest
-    back. Messages for missing destinations are held (`delayer held list`), and the run goes on. docs/importing.md
-    explains every source.
+    its commit here. A run may be interrupted anywhere: `run` with the same parameters continues, and `abort` puts the
+    rest back. Messages for missing destinations are held (`delayer held list`), and the run continues.
+    docs/importing.md explains every source.
 
     \b
     Examples:

@@ -68,7 +68,7 @@ def list_(
 
     A page takes milliseconds without a filter, and with --delay-key or a due time. These have no index: --route,
     --exchange, --routing-key, --message-id and --header. Their page ends after 10,000 rows that do not match, and the
-    next page goes on there. For held messages see `delayer held list`.
+    next page continues there. For held messages see `delayer held list`.
 
     \b
     Examples:

@@ -86,7 +86,7 @@ def compact(
     """Pack the messages that are due in the far future into segments: compressed, inside the store.
 
     Daemons restore them in time (store.restore_ahead), and `delayer restore` does it in bulk. These stay rows: messages
-    of more than 1 MiB, and those with less than 300 of their lane within a week. Daemons may go on working meanwhile.
+    of more than 1 MiB, and those with less than 300 of their lane within a week. Daemons may keep running.
     The command may be interrupted and repeated: every message is either a row or in exactly one segment. At the end it
     drops emptied partitions.
 
@@ -185,7 +185,7 @@ def restore(context: click.Context, *, within_ms: int | None, everything: bool, 
     """Make rows of segments again, all of them or those that are due within some time.
 
     Daemons restore each segment in time by themselves. Use this command for many at once, such as before a return to a
-    version without segments. Daemons may go on working meanwhile, and the command may be interrupted and repeated.
+    version without segments. Daemons may keep running, and the command may be interrupted and repeated.
     Segments that are marked as broken are tried again.
 
     Exit code 1 if a segment is broken. Exit code 3 if the store is out of reach, or delayer[segments] is missing.

@@ -209,7 +209,7 @@ def portions_of(file: IO[bytes], composer: Composer, draft: Draft) -> Iterator[l
         except Misused as wrong:
             raise Misused(f"line {number}: {wrong}") from None
         size += len(one.body)
-        # The driver tells the messages that the broker returns by their ids, so a portion has each id once.
+        # The driver identifies returned messages by their ids, so a portion has each id once.
         if portion and (len(portion) == PORTION or size > PORTION_BYTES or one.message_id in ids):
             yield portion
             portion, ids, size = [], set(), len(one.body)
@@ -258,7 +258,7 @@ async def publish(
 
 
 async def _publish(channel: Wire, portion: Sequence[Composed]) -> list[object]:
-    """The errors of the messages, and the confirms of the others. Raises an error that concerns them all."""
+    """The errors of refused messages, and the confirms of the rest. Raises an error that concerns them all."""
     results = await asyncio.gather(
         *(
             channel.basic_publish(

@@ -64,7 +64,7 @@ class UrlTable(Table):
                 self._last = found
             except OSError as error:
                 self._reason = error.strerror or "expected a file that can be read"
-            except ValueError as error:  # The text of the others shows bytes of the file.
+            except ValueError as error:  # The text of other errors shows bytes of the file.
                 self._reason = f"expected {error}" if isinstance(error, Expected) else "expected UTF-8"
             if self._reason not in (None, before):
                 log.warning("url file not used", extra={"file": self.url_file, "reason": self._reason})

@@ -22,7 +22,7 @@ class ClockOffset(NamedTuple):
     @classmethod
     def of_answer(cls, asked: float, stated: float, answered: float, *, precision: float = 0.0) -> ClockOffset:
         """Of a server that stated its time between these instants of this machine's clock. ``precision``: the statement
-        may be older by so many seconds."""
+        may be this many seconds older."""
         return cls(stated - answered, stated + precision - asked)
 
 

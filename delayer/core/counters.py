@@ -72,7 +72,7 @@ class Tally:
 class Counters:
     """Counts of messages by kind and route. Raises KeyError for a name outside the tables above.
 
-    The first ``most_routes`` routes have counters of their own, and all further ones share those of OTHERS.
+    The first ``most_routes`` routes have their own counters, and the rest share those of OTHERS.
     """
 
     def __init__(self, most_routes: int = MOST_ROUTES) -> None:

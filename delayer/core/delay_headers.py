@@ -175,7 +175,7 @@ def whole_seconds_until(due_ms: int, now_ms: int) -> int:
 
 
 def in_words(milliseconds: int) -> str:
-    """Format a delay in readable units: nobody can read ``268435456 s``.
+    """Format a delay in readable units: ``268435456 s`` is hard to read.
 
     >>> in_words(90_061_000), in_words(172_800_000), in_words(1500)
     ('1 day, 1:01:01', '2 days', '1.5 s')

@@ -110,7 +110,7 @@ class ImportSelection:
 @dataclass(slots=True)
 class Goal:
     """A destination: its number of messages, and the first due time (None: only a run can find out). ``unfit``: how
-    many of the messages would be held for faults of their own."""
+    many of the messages would be held for their own faults."""
 
     messages: int
     first_due_ms: int | None

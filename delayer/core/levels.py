@@ -25,7 +25,7 @@ LEVEL_HEADERS: Final = nservicebus.HEADERS | {X_DEATH, LAST_DUE, ETA}
 
 def longest_wait_seconds(level: int, routing_key: bytes) -> int:
     """The maximum remaining delay of a message in ``level``'s queue: that of a message that just arrived. The level's
-    own bit does not matter, because a message in the queue waits there whatever its key."""
+    own bit does not matter, because every message in the queue waits there."""
     delay = delay_in_key(routing_key) or 0
     return (1 << level) + (delay & ((1 << level) - 1))
 

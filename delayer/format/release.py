@@ -40,7 +40,7 @@ def note_failure(properties: Properties, failure: FailedAttempt, max_properties:
 
     ``x-death`` is removed, because the broker would continue its count; the history has its facts. ``CC`` is renamed,
     because only the queue that dead-lettered the message gets it again; other queues have their copies. A history that
-    does not fit is left out. Raises MalformedTable.
+    is too long is left out. Raises MalformedTable.
     """
     history = properties.get(_HISTORY)
     # Delayer did not write a header of this name with another type, so its content is dropped.

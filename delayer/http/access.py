@@ -105,7 +105,8 @@ class BrowserSession(NamedTuple):
 
 
 class Sessions:
-    """At most ``most`` sessions, and their token. Not throttled: nobody can guess a token of 16 or more characters."""
+    """At most ``most`` sessions, and their token. Sign-ins are not throttled: a token of 16 characters cannot be
+    guessed."""
 
     def __init__(
         self, token: Callable[[], Secret | None], clock: Callable[[], float] = monotonic, *, most: int = 1_000

@@ -25,7 +25,7 @@ def not_alive(state: State) -> list[str]:
 def not_ready(state: State, intake: str, store: StoreOverview | None, error: str) -> list[str]:
     """List the reasons why messages do not go in or come out; empty while the daemon is ready.
 
-    ``intake``: the queue that the daemon always consumes; ``state`` names the others. ``store``: the last query's
+    ``intake``: the queue that the daemon always consumes; ``state`` names its other queues. ``store``: the last query's
     result; None if it failed, for the reason ``error``.
     """
     consumed = {intake: False} | state["consuming"]

@@ -2,7 +2,7 @@
 
 Every step is safe to repeat, and the store has everything the next step needs, so a killed run continues after its last
 commit. A batch commits together with the source's progress note; only then does the source remove it. After a kill in
-between, that note tells the source what to remove, so no message is parked twice. See core/importing.py for the states.
+between, that note says what the source must remove, so no message is parked twice. core/importing.py has the states.
 """
 
 from __future__ import annotations

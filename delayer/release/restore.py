@@ -1,6 +1,6 @@
 """Restores segments ahead of time, so that their messages wait in their lane again long before they are due.
 
-Any daemon restores any segment, soonest first, and locks it meanwhile, so several daemons share the work. After each
+Any daemon restores any segment, soonest first, under a lock, so several daemons share the work. After each
 segment a daemon rests, to leave the machine to the traffic, unless a segment is due within minutes, as after a time
 when all daemons were down. It marks an unreadable segment and continues with the next. After a repair an operator runs
 `delayer restore --all`.

@@ -50,7 +50,7 @@ def bounds(sample: Sample, at: float) -> Bounds:
 
 
 def better(kept: Sample, new: Sample) -> tuple[Sample, bool]:
-    """The better sample, and whether the server's clock was stepped. If so, the new sample wins, whatever its width."""
+    """The better sample, and whether the server's clock was stepped: then the new sample wins, even if it is wider."""
     old, fresh = bounds(kept, new.after), bounds(new, new.after)
     if fresh.lower > old.upper + 0.001 or fresh.upper < old.lower - 0.001:  # Floats round these to 0.00025 ms.
         return new, True

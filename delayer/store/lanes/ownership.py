@@ -67,7 +67,7 @@ class LaneOwnership:
         self.own: Sequence[PostgresLane] = ()
         """The lanes of this process to park into, without those of limited routes."""
         self.ordinary: Sequence[int] = ()
-        """All lanes without a limited route, whoever owns them."""
+        """All lanes without a limited route, also those of other processes."""
         self.usable = asyncio.Event()
         """Set while there is a lane to park into."""
         self.spare = asyncio.Event()
@@ -140,7 +140,7 @@ class LaneOwnership:
         self._update()
 
     async def close(self) -> None:
-        """Close all lanes, whatever their releases are doing."""
+        """Close all lanes, without waiting for their releases."""
         self._taken.put_nowait(None)
         await asyncio.gather(*(lane.close() for lane in self._lanes))
         self._update()

@@ -1,4 +1,4 @@
-"""A connection for the claims of lanes. An ordinary lane has two of its own. The lanes of all limited routes of a
+"""A connection for the claims of lanes. An ordinary lane has two. The lanes of all limited routes of a
 process share a few, because a limit makes their claims small and rare."""
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ async def make(connection: Connection, day: int, today: int, read_seconds: float
     partition. Raises the driver's errors if they end the connection."""
     try:
         async with pool.transaction(connection):
-            # Daemons that need the same day take turns. Waiting here holds up nobody else.
+            # Daemons that need the same day take turns. Waiting here delays no other work.
             await connection.execute("SET LOCAL lock_timeout = '1s'")
             await connection.execute("SELECT pg_advisory_xact_lock('message'::regclass::oid::int, 1)")
             if day in await existing(connection):

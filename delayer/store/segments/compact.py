@@ -124,8 +124,8 @@ async def compact_one(
     portion: int | None = None,
     pause: float = 0.0,
 ) -> Compacted | None:
-    """Pack the first rows of ``window`` into a segment in one transaction; None if less than ``fewest``, or none, are
-    there. Call it again while ``more``, from the last due instant on. Locked rows, and rows of more than LARGEST bytes,
+    """Pack the first rows of ``window`` into a segment in one transaction; None if there are fewer than ``fewest``, or
+    none. Call it again while ``more``, from the last due instant on. Locked rows, and rows of more than LARGEST bytes,
     stay rows. It locks and reads ``portion`` rows at a time, or all if None, pausing ``pause`` seconds after each.
     Raises the driver's errors, and SegmentBroken if the written segment is unreadable; then nothing is committed."""
     from delayer.store.segments import packing  # noqa: PLC0415 - pyarrow
