@@ -211,7 +211,9 @@ class Admin:
         if doubtful:
             return await look()
         ask_line = partial(self.connection.ask, LINE)
-        return await counted(queue, self.connection.patience, look, ask_line, _is_empty)
+        return await counted(
+            self.connection.patience, look, ask_line, lambda state: [queue] if _is_empty(state) else []
+        )
 
     async def delayed(self, queues: Collection[str], *, fresh: bool = True) -> dict[str, int | None]:
         """Count the messages of each queue that the broker itself delays, which AMQP does not report. None if unknown,

@@ -106,7 +106,7 @@ class ReconnectingConnection:
         return self._connection
 
     async def another(self, timeout: float) -> Connection:
-        """Open a second connection. It closes with this one, or when the caller closes it. Raises BrokerLost.
+        """Open a second connection, which :meth:`close` or the caller closes. Raises BrokerLost.
 
         The URL may shorten ``timeout`` but not extend it, because messages wait.
         """
@@ -116,7 +116,7 @@ class ReconnectingConnection:
         # At the same address, with the current login.
         now = next((one for one in self._addresses() if (one.host, one.port) == (last.host, last.port)), last)
         address = replace(now, at=last.at, timeout=timeout if now.timeout is None else min(timeout, now.timeout))
-        connection = await connect(address, name=name, heartbeat=self._heartbeat)
+        connection = await self._open_checked(address, name)
         connection.on_alarm(partial(_alarmed, name))
         self._others = [one for one in self._others if not one.closed.done()] + [connection]
         return connection
@@ -199,14 +199,19 @@ class ReconnectingConnection:
 
     async def _open_accepted(self, address: Address) -> Connection:
         """Raises BrokerLost."""
-        connection = await connect(address, name=self._name, heartbeat=self._heartbeat, timeout=self._timeout)
+        connection = await self._open_checked(address, self._name, timeout=self._timeout)
+        self._address = address
+        return connection
+
+    async def _open_checked(self, address: Address, name: str, timeout: float = CONNECT_SECONDS) -> Connection:
+        """Raises BrokerLost, also if the connection must not be used."""
+        connection = await connect(address, name=name, heartbeat=self._heartbeat, timeout=timeout)
         if self._accept is not None:
             try:
                 await self._accept(connection)
             except BaseException:
                 await connection.close()
                 raise
-        self._address = address
         return connection
 
 

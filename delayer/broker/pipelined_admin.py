@@ -183,20 +183,16 @@ class PipelinedAdmin:
     async def depths(self, queues: Iterable[str]) -> dict[str, int | ChannelClosed]:
         """Messages ready in each queue, or the broker's refusal. Raises BrokerUnreachable if a queue's leader stays
         slow."""
-        names, began = list(queues), time.monotonic()
-        answers = await self._ask([check_queue(name) for name in names])
-        found = dict(zip(names, map(_ready, answers), strict=True))
-        if await slow(began, self._ask_line):
-            for name in names:
-                found[name] = found[name] or await self._depth(name)
-        return found
+        names = list(queues)
 
-    async def _depth(self, queue: str) -> int | ChannelClosed:
-        async def look() -> int | ChannelClosed:
-            [answer] = await self._ask([check_queue(queue)])
-            return _ready(answer)
+        async def look() -> dict[str, int | ChannelClosed]:
+            answers = await self._ask([check_queue(name) for name in names])
+            return dict(zip(names, map(_ready, answers), strict=True))
 
-        return await counted(queue, self._patience, look, self._ask_line, lambda found: found == 0)
+        def empty(found: dict[str, int | ChannelClosed]) -> list[str]:
+            return [name for name, messages in found.items() if messages == 0]
+
+        return await counted(self._patience, look, self._ask_line, empty)
 
     async def _ask_line(self) -> None:
         await self._ask([LINE])
@@ -285,19 +281,19 @@ async def slow(began: float, ask_line: Callable[[], Awaitable[object]]) -> bool:
 
 
 async def counted(
-    queue: str,
     patience: float,
     look: Callable[[], Awaitable[T]],
     ask_line: Callable[[], Awaitable[object]],
-    is_empty: Callable[[T], bool],
+    empty: Callable[[T], Sequence[str]],
 ) -> T:
-    """The answer of ``look``, which is asked again while the queue seems empty because its leader is slow, or was a
-    moment ago: until the broker has elected another one, it counts 0 at once. Raises BrokerUnreachable."""
+    """Return the answer of ``look``. Repeat it while queues seem ``empty`` because a leader is slow, or was slow a
+    moment ago: until the broker has elected another leader, it counts 0 at once. Raises BrokerUnreachable."""
     began = time.monotonic()
     ends, sure_from = began + patience, began
+    doubtful: Sequence[str] = ()
     while began < ends:
         found = await look()
-        if not is_empty(found):
+        if not (doubtful := empty(found)):
             return found
         if await slow(began, ask_line):
             sure_from = time.monotonic() + ELECTION_SECONDS
@@ -306,7 +302,8 @@ async def counted(
         else:
             await asyncio.sleep(LEADER_SECONDS)
         began = time.monotonic()
-    text = f"queue {queue!r} did not answer within {LEADER_SECONDS * 1000:.0f} ms, so its messages are not known"
+    which = f"queue {doubtful[0]!r}" if len(doubtful) == 1 else f"one of the queues {', '.join(map(repr, doubtful))}"
+    text = f"{which} did not answer within {LEADER_SECONDS * 1000:.0f} ms, so its messages are not known"
     raise BrokerUnreachable(text, advice="see which broker node hangs: `rabbitmq-queues quorum_status QUEUE`")
 
 

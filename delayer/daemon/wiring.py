@@ -112,6 +112,7 @@ class Daemon:
             "intake", settings.intake.queue, IntakeHandler(self.live, self._dispatch, self.store, self.counters)
         )
         self._due: QueueConsumer | None = None
+        self._levels: list[LevelTakeover] = []
         self._probing = asyncio.Lock()
         self._probed_connects: int | None = None
         self._no_delays = ""
@@ -127,7 +128,8 @@ class Daemon:
         if self.settings.store_url is not None:
             self.start_store(self.settings)
         self.services.add("intake", self._intake.run)
-        for part in self._takeovers():
+        self._levels = self._takeovers()
+        for part in self._levels:
             self.services.add(part.queue, part.run)
         self.services.add("drift", self._watch_broker)
         self.services.add("watchdog", self.watchdog.feed)
@@ -175,8 +177,9 @@ class Daemon:
 
     def unsettled(self) -> dict[str, float]:
         """The queues that are stuck: since how many seconds nothing that was read from them was settled."""
-        sessions = {self.settings.intake.queue: self._intake, self.settings.native.due_queue: self._due}
-        seconds = {queue: one.unsettled.stuck_seconds for queue, one in sessions.items() if one is not None}
+        consumers = {self.settings.intake.queue: self._intake, self.settings.native.due_queue: self._due}
+        consumers |= {level.queue: level.consumer for level in self._levels}
+        seconds = {queue: one.unsettled.stuck_seconds for queue, one in consumers.items() if one is not None}
         return {queue: stuck for queue, stuck in seconds.items() if stuck}
 
     @property
@@ -204,7 +207,8 @@ class Daemon:
                 continue  # Then it is not consumed.
             try:
                 for one in self.connections.open():
-                    await self._bond.check(one)
+                    if not one.blocked:  # The broker does not read it, so it would not answer.
+                        await self._bond.check(one)
                 async with PipelinedAdmin(connection, PATIENCE) as broker:
                     await self.topology.keep(broker, self.settings)
             except WrongBroker as wrong:

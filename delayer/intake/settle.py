@@ -90,13 +90,19 @@ class AckTracker:
         self.kept_bytes += size - self._kept.get(delivery.tag, 0)
         self._kept[delivery.tag] = size
 
+    def forget_kept(self, tags: Iterable[int]) -> None:
+        """Forget kept deliveries that are accepted, or return to the queue."""
+        for tag in self._kept.keys() & set(tags):
+            self.kept_bytes -= self._kept.pop(tag)
+
     def accept(self, tags: Iterable[int]) -> None:
         """Accept deliveries whose messages are safe: in the store, the cascade, their destination or the refused
         queue."""
         accepted = set(tags)
         self._accepted |= accepted
-        for tag in accepted & self._kept.keys():
-            self.kept_bytes -= self._kept.pop(tag)
+        self.forget_kept(accepted)
+        if accepted:
+            self.progress()
         self.has_accepted = self.has_accepted or bool(self._accepted)
         last = None
         while self._order and (self._order[0] in self._accepted or self._order[0] in self._single):

@@ -69,11 +69,11 @@ class LevelTakeover(Handler):
         intake = Intake(
             self.queue, PREFETCH, give_back_after=GIVE_BACK_AFTER, batch=PREFETCH, gather=GATHER, in_flight=IN_FLIGHT
         )
-        self._consumer = QueueConsumer(intake, consumer, self, prepare=prepare, heartbeat=heartbeat, reached=reached)
+        self.consumer = QueueConsumer(intake, consumer, self, prepare=prepare, heartbeat=heartbeat, reached=reached)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Run until ``stopping`` is set, or a message of this level has been delivered too often."""
-        await self._consumer.run(stopping)
+        await self.consumer.run(stopping)
 
     def handle(self, batch: Sequence[Delivery]) -> None:
         self._session.start(self._park_batch(batch, self._session.acks))
@@ -85,6 +85,7 @@ class LevelTakeover(Handler):
         for delivery in batch:
             headers = decoded(parsed(delivery.properties), _WANTED)
             if self._is_too_often(delivery, headers):
+                acks.forget_kept(one.tag for one in batch)
                 return  # The batch returns to its queue, and the daemon stops consuming the level.
             due_ms = due_at_level(self._cascade, self._level, delivery.routing_key, headers, now_ms)
             # With its digits, because the bindings of that cascade begin with "#.".

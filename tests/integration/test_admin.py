@@ -175,9 +175,9 @@ async def test_a_queue_whose_leader_does_not_answer_is_not_taken_for_empty(
         async with silent(rabbitmq, vhost_name, "full"):
             for asking in (
                 admin.remove(topology), admin.depths(["empty", "full"]), broker.depths(["empty", "full"]),
-                cascade_depths(vhost, "test", CASCADE, ["empty", "full"], patience=1.0), refused.look(),
+                cascade_depths(vhost, "test", CASCADE, ["empty", "full"], patience=1.0), refused.find(),
             ):  # fmt: skip
-                with pytest.raises(BrokerUnreachable, match="'full' did not answer within 250 ms"):
+                with pytest.raises(BrokerUnreachable, match=r"('empty', )?'full' did not answer within 250 ms"):
                     await asking
             assert await broker.exists("full")
         assert (await admin.remove(topology)).left["queue full"] == "holds 1 message"

@@ -274,7 +274,7 @@ async def test_something_else_than_a_management_api(told: bytes) -> None:
         management = Management(url, "/")
         for read in (
             management.delayed(), bindings_from(management, "x"), policies_of(management),
-            _read_exchange(management, "x"), verifier._down(management), verifier._alone(management),
+            _read_exchange(management, "x"), verifier._down_findings(management), verifier._copy_findings(management),
             _queues(management),
         ):  # fmt: skip
             with pytest.raises(BrokerUnreachable, match=r"not RabbitMQ's management API|answered 503"):

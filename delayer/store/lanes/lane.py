@@ -464,12 +464,12 @@ class PostgresLane:
             pause = LONGEST_SLEEP
             try:
                 await self.scan()
-            except DRIVER_ERRORS as error:
+            except (*DRIVER_ERRORS, StoreLost) as error:
                 log.warning("store unreachable", doing="scan", lane=self.number, error=describe(error))
 
     async def scan(self) -> None:
         """Find unannounced rows: written by hand, by another tool, or by a commit in doubt. A pooled connection reads
-        them, because it reads dead entries too, at about 4 us each. Raises the driver's errors."""
+        them, because it reads dead entries too, at about 4 us each. Raises StoreLost, the driver's errors."""
         watermark, horizon_ms = self.watermark, self._clock.now_upper_ms() + HORIZON_MS
         where = self.number, pool.BEGINNING_MS, 0, horizon_ms, self.skipped.ids
         async with pool.borrowed(self._pool) as connection:

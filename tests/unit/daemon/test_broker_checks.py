@@ -22,6 +22,8 @@ from delayer.store.identity import StoreIdentity
 
 
 class FakeConnection:
+    blocked = ""
+
     def __init__(self, *exchanges: str) -> None:
         self.exchanges = {f"delayer.store.{name}" for name in exchanges}
 

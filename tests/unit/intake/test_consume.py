@@ -334,6 +334,17 @@ def test_deliveries_behind_a_kept_one_are_acknowledged_one_by_one() -> None:
     assert (settler.outstanding, settler.kept, settler.kept_bytes) == (0, 0, 0)
 
 
+def test_accepted_deliveries_are_progress() -> None:
+    """While a batch that the database rejects is refused one by one, the intake is not stuck."""
+    beats: list[int] = []
+    tracker = AckTracker(ScriptedSubscription(), lambda: beats.append(1))
+    tracker.add([delivery(1), delivery(2)])
+    tracker.accept([])
+    assert not beats
+    tracker.accept([2])
+    assert beats
+
+
 def test_large_deliveries_count_until_they_are_accepted() -> None:
     settler = AckTracker(ScriptedSubscription())
     large = [delivery(tag)._replace(body=b"x" * (9 << 20)) for tag in (1, 2)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from delayer.amqp.properties import entry, int64, long_string
 from delayer.amqp.values import Delivery
 from delayer.core.cascade import Cascade, Kind, routing_key
@@ -99,8 +101,9 @@ def again(tag: int, times: int) -> Delivery:
     return met(tag, delivered(times))._replace(redelivered=True)
 
 
-async def test_a_message_delivered_too_often_ends_the_takeover() -> None:
-    batch = [met(1), again(2, MOST_DELIVERIES)]
+@pytest.mark.parametrize("size", [1, 2 << 20])
+async def test_a_message_delivered_too_often_ends_the_takeover(size: int) -> None:
+    batch = [met(1)._replace(body=bytes(size)), again(2, MOST_DELIVERIES)._replace(body=bytes(size))]
     subscription = ScriptedSubscription([[again(8, MOST_DELIVERIES - 1)], batch])
     it = Scene(subscription)
     await it.start()
