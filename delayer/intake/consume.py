@@ -153,15 +153,11 @@ class QueueConsumer:
                 await retry.pause(partial(self._is_reached_again, reached))
         self._forget()
 
-    def _progress(self) -> None:
-        self._beat()
-        self.unsettled.settle(busy=True)
-
     def _is_reached_again(self, before: object) -> bool:
         return self._reached() != before
 
     async def _consume(self, subscription: Subscription, stopping: asyncio.Event, retry: Backoff) -> None:
-        session = Session(subscription, self._progress, self._intake.in_flight, self.unsettled)
+        session = Session(subscription, self._beat, self._intake.in_flight, self.unsettled)
         self._handler.begin(session)
         try:
             await self._read(subscription, session, stopping, retry)

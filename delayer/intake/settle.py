@@ -57,9 +57,9 @@ class AckTracker:
     """
 
     def __init__(self, subscription: Subscription, progress: Callable[[], None] = lambda: None) -> None:
-        """``progress`` feeds the watchdog."""
+        """``progress`` is called with each acceptance, because a batch may take many publishes."""
         self._subscription = subscription
-        self.progress = progress
+        self._progress = progress
         self._order: deque[int] = deque()
         self._accepted: set[int] = set()
         self._single: set[int] = set()  # Acknowledged one by one, after one that is not accepted.
@@ -102,7 +102,7 @@ class AckTracker:
         self._accepted |= accepted
         self.forget_kept(accepted)
         if accepted:
-            self.progress()
+            self._progress()
         self.has_accepted = self.has_accepted or bool(self._accepted)
         last = None
         while self._order and (self._order[0] in self._accepted or self._order[0] in self._single):
@@ -164,7 +164,8 @@ class Session:
     def __init__(
         self, subscription: Subscription, beat: Callable[[], None], in_flight: int, unsettled: Unsettled | None = None
     ) -> None:
-        self.acks = AckTracker(subscription, beat)
+        self.acks = AckTracker(subscription, self._note_accepted)
+        self._beat = beat
         self._unsettled = unsettled or Unsettled()
         self.prefetch = subscription.prefetch
         """Maximum number of deliveries without an acknowledgement."""
@@ -199,6 +200,10 @@ class Session:
             self.has_succeeded = True
             self.note_progress()
         self._changed.set()
+
+    def _note_accepted(self) -> None:
+        self._beat()
+        self._unsettled.settle(busy=True)
 
     def note_progress(self) -> None:
         """Note that some work was settled, or that there is none."""
@@ -330,8 +335,6 @@ class Dispatch:
         """
         stuck: list[str] = []
         for portion in self._portions(len(publications)):
-            if portion.start:
-                acks.progress()  # A batch may take many publishes.
             stuck += await self._publish(publications[portion], acks, due_ms[portion])
         if stuck:
             text = f"{len(stuck)} of {len(publications)} messages were not taken; the first by {stuck[0]}"

@@ -211,7 +211,7 @@ async def test_each_publish_of_a_batch_is_progress() -> None:
     it.tracker = AckTracker(it.acks, lambda: beats.append(1))
     it.publisher.batch_limit = 1
     await it.run(publication(1), publication(2), publication(3))
-    assert len(beats) == 2
+    assert len(beats) == 3
 
 
 # Messages from the due queue.
