@@ -51,14 +51,14 @@ def read_delay_ms(value: object, unit: str = "milliseconds") -> int:
 
 
 def is_mark(delay: object) -> bool:
-    """Whether this value of ``x-delay`` marks an earlier delay: any number below zero, even in a form in which it would
-    be no delay.
+    """Whether this value of ``x-delay`` marks an earlier delay: any finite number below zero, even in a form in which
+    it would be no delay.
 
-    >>> [is_mark(value) for value in (-1000, "-1000", b"-8e3", -0.5, 0, "1000", "soon", None)]
-    [True, True, True, True, False, False, False, False]
+    >>> [is_mark(value) for value in (-1000, "-1000", b"-8e3", -0.5, 0, "1000", "soon", None, "-inf")]
+    [True, True, True, True, False, False, False, False, False]
     """
     try:
-        return float(delay) < 0  # type: ignore[arg-type]
+        return -math.inf < float(delay) < 0  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return False
 
