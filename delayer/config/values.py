@@ -3,6 +3,7 @@ strings like ``"250ms"`` into whole milliseconds."""
 
 from __future__ import annotations
 
+import json
 import re
 from functools import partial
 from typing import Annotated
@@ -205,6 +206,11 @@ def broker_urls(value: object) -> SecretUrl:
     """One URL, or those of several addresses of one broker, in a list or separated by commas."""
     if isinstance(value, SecretUrl):
         return value
+    if isinstance(value, str) and value.lstrip().startswith("["):  # A flag, or the environment, has lists as JSON.
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise Expected("a list of URLs in JSON, or URLs separated by commas") from None
     given = value if isinstance(value, list | tuple) else value.split(",") if isinstance(value, str) else [value]
     comma = "; a comma in a URL is written %2C" if isinstance(value, str) and len(given) > 1 else ""
     try:

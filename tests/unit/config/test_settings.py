@@ -232,6 +232,7 @@ def test_each_reason_against_a_url_file_is_logged_once(tmp_path: Path) -> None:
     [
         ('[broker]\nurl = ["amqp://u:p%2Cw@a/v", "amqps://b:1/v?heartbeat=3"]', {}),
         ("", {"DELAYER_BROKER__URL": "amqp://u:p%2Cw@a/v, amqps://b:1/v?heartbeat=3"}),
+        ("", {"DELAYER_BROKER__URL": '["amqp://u:p%2Cw@a/v", "amqps://b:1/v?heartbeat=3"]'}),
     ],
 )
 def test_several_urls_of_one_broker(text: str, environ: dict[str, str], tmp_path: Path) -> None:
@@ -257,6 +258,7 @@ def test_urls_of_one_broker_may_spell_its_virtual_host_in_two_ways(one: str, oth
         ('"amqp://u:hunter,2@a/v"', "a comma in a URL is written %2C"),
         ('"amqp://u:12,34@a/v"', "a comma in a URL is written %2C"),
         ("[]", "a list of URLs"),
+        ("'[amqp://a/v'", "a list of URLs in JSON"),
         ("7", "a URL"),
         ('["amqp://a/v", 7]', "a URL"),
         ('["amqp://a/v", "http://b/v"]', "a URL like amqp://"),
