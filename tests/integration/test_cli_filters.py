@@ -8,7 +8,7 @@ from delayer.broker.admin import Admin
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.units import DAY_MS
 from tests.integration.cli import Run, ids
-from tests.integration.test_cli_looking import QUEUE, envelope
+from tests.integration.test_cli_set_aside import QUEUE, envelope
 from tests.support.place import eventually
 from tests.support.raw import Message, Props, Raw
 from tests.support.store import opened, owned, parcel
