@@ -182,6 +182,18 @@ async def test_every_connection_is_checked_in_a_round(rounds: type[Round], monke
     assert "belongs to another broker" in dropped[0]
 
 
+async def test_a_blocked_connection_is_not_asked(rounds: type[Round]) -> None:
+    """The broker does not read it during a resource alarm, so it would not answer, and the round would end there."""
+    one = daemon()
+    await attached(one._bond, FakeStore())
+    blocked = FakeConnection("theirs")
+    blocked.blocked = "low on memory"
+    connect(one, FakeConnection("ours"), FakeConnection("ours"), blocked)
+    rounds.answers = [""]
+    await one._watch_broker(rounds.stopping)
+    assert not rounds.answers, "the topology was declared"
+
+
 async def test_a_missing_file_of_the_broker_url_does_not_end_the_rounds(rounds: type[Round], tmp_path: Path) -> None:
     """A secret is replaced at that moment. The open connection does not need it."""
     one = daemon(broker={"url": "amqps://localhost", "ca_file": str(tmp_path / "ca"), "management_url": "http://a"})
