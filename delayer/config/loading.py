@@ -16,7 +16,9 @@ from delayer.config.errors import ConfigError, Expected, Problem, show
 from delayer.config.model import RouteTable, Settings, Table
 from delayer.config.sources import Environment, File, Flags, MergedSettings, keys_of, known_keys, unknown_key, value_at
 from delayer.config.texts import duration_text
-from delayer.core.cascade import Cascade
+from delayer.config.topology import destination_of, native_of, sources_of
+from delayer.core.cascade import Cascade, parking_queue
+from delayer.core.topology import Topology
 
 SYSTEM_FILE = Path("/etc/delayer/delayer.toml")
 _FILES = ("url_file", "ca_file", "cert_file", "key_file", "token_file")
@@ -203,6 +205,8 @@ def between_keys(settings: Settings, merged: MergedSettings, *, sealed: bool) ->
     mistakes += [*_in_the_cascade(settings, queues), *_takeovers(settings, queues)]
     if settings.store_url is None and not sealed:
         mistakes += _without_store(settings)
+    if not mistakes:  # Each of those may be the same mistake, with a better explanation.
+        mistakes += _declared_twice(settings)
     return [Problem(merged.origin(tuple(key.partition("[")[0].split("."))), key, *rest) for key, *rest in mistakes]
 
 
@@ -261,6 +265,22 @@ def _in_the_cascade(settings: Settings, queues: Mapping[str, str]) -> Iterator[M
         if not route.to and route.routing_key in taken | {queues["native.due_queue"]}:
             yield f"route[{index}].routing_key", _NOT_OURS, show(route.routing_key)
     yield from ((key, _NOT_OURS, show(name)) for key, name in named if name in taken)
+
+
+def _declared_twice(settings: Settings) -> Iterator[Mistake]:
+    """Report exchanges and queues that the configuration declares in two ways, in either mode."""
+    whole = sources_of(settings) + native_of(settings)
+    parts = [
+        (f"route[{index}].retry.exhausted", Topology(queues=(parking_queue(route.retry.exhausted),)))
+        for index, route in enumerate(settings.routes)
+        if route.retry is not None
+    ]
+    parts += [(f"destination[{index}]", destination_of(one)) for index, one in enumerate(settings.destinations)]
+    for key, part in parts:
+        try:
+            whole += part
+        except ValueError as twice:
+            yield key, "exchanges and queues that nothing else here declares in another way", str(twice)
 
 
 def _without_store(settings: Settings) -> Iterator[Mistake]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from delayer.config.model import Settings
+from delayer.config.model import DestinationTable, Settings
 from delayer.core.cascade import Cascade, due_topology, intake_topology, parking_queue
 from delayer.core.delay_headers import OWN_SOURCES
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
@@ -64,25 +64,31 @@ def queues_at_work(settings: Settings) -> dict[str, str]:
     return found
 
 
-def intake_of(settings: Settings) -> Topology:
-    """The topology of every mode: intake and refused queues, routes' exchanges, and queues for exhausted retries."""
+def sources_of(settings: Settings) -> Topology:
+    """Intake and refused queues, and the exchanges of the routes."""
     table, sources = settings.intake, [route.from_ for route in settings.routes]
     classic, shared = table.queue_type == "classic", table.consumers == "shared"
-    intake = intake_topology(table.queue, settings.refused.queue, sources, classic=classic, shared=shared)
+    return intake_topology(table.queue, settings.refused.queue, sources, classic=classic, shared=shared)
+
+
+def intake_of(settings: Settings) -> Topology:
+    """The topology of every mode: :func:`sources_of`, and queues for exhausted retries."""
     ends = dict.fromkeys(route.retry.exhausted for route in settings.routes if route.retry is not None)
-    return intake + Topology(queues=tuple(parking_queue(name) for name in ends))
+    return sources_of(settings) + Topology(queues=tuple(parking_queue(name) for name in ends))
 
 
 def destinations_of(settings: Settings) -> Topology:
-    """The topology that delayer declares for its users. It is shared, so delayer never removes it."""
-    whole = Topology()
-    for one in settings.destinations:
-        exchanges = (Exchange(one.exchange, one.type, shared=True),) if one.exchange else ()
-        queues = (Queue(one.queue, arguments({"x-queue-type": one.queue_type}), shared=True),) if one.queue else ()
-        keys = one.keys or ("#" if one.type == "topic" else one.queue,)
-        bindings = [Binding(one.exchange, one.queue, "queue", key) for key in keys if one.exchange and one.queue]
-        whole += Topology(exchanges, queues, tuple(bindings))
-    return whole
+    """The topology that delayer declares for its users."""
+    return sum(map(destination_of, settings.destinations), Topology())
+
+
+def destination_of(one: DestinationTable) -> Topology:
+    """One destination. It is shared, so delayer never removes it."""
+    exchanges = (Exchange(one.exchange, one.type, shared=True),) if one.exchange else ()
+    queues = (Queue(one.queue, arguments({"x-queue-type": one.queue_type}), shared=True),) if one.queue else ()
+    keys = one.keys or ("#" if one.type == "topic" else one.queue,)
+    bindings = [Binding(one.exchange, one.queue, "queue", key) for key in keys if one.exchange and one.queue]
+    return Topology(exchanges, queues, tuple(bindings))
 
 
 def native_of(settings: Settings) -> Topology:

@@ -71,6 +71,22 @@ RETRY = f"{IN_A}retry = "
 CELERY, NSB = '[[takeover]]\ncascade = "celery"\n', '[[takeover]]\ncascade = "nservicebus-v2"\n'
 LONG = {"q" * 200: f'"{"q" * 78}…', "ü" * 100: '"' + r"\u00fc" * 13 + "…"}
 
+OUT, DIRECT = (
+    '[[destination]]\nexchange = "delayer.out"\n',
+    '[[destination]]\nexchange = "delayer.out"\ntype = "direct"\n',
+)
+IN_OUT = '[[route]]\nfrom = "delayer.out"\nto = "c"\n'
+DEAD = f'{RETRY}{{exhausted = "dead"}}\n[[destination]]\nqueue = "dead"\n'
+# Texts of files that declare a name in two ways, in one of the modes; the key of the second, and the name.
+TWICE = [
+    (OUT + DIRECT, "destination[1]", "delayer.out"),
+    (IN_OUT + OUT, "destination[0]", "delayer.out"),
+    (DEAD, "destination[0]", "dead"),
+    *((f'[[destination]]\nqueue = "{name}"', "destination[0]", name) for name in ("delays", "delays.due")),
+    ('[[destination]]\nexchange = "delays.refused"', "destination[0]", "delays.refused"),
+    (f'{RETRY}{{exhausted = "delayer.delay-level-03"}}', "route[0].retry.exhausted", "delayer.delay-level-03"),
+]
+
 # The text of a file; key and found value of each problem in it.
 FILES: list[tuple[str, dict[str, str]]] = [
     ('broker = "amqp://u:pw@h"', {"broker": '"amqp://u:***@h"'}),
@@ -156,6 +172,14 @@ FILES: list[tuple[str, dict[str, str]]] = [
 @pytest.mark.parametrize(("text", "found"), FILES, ids=[text.replace("\n", " ")[:60] for text, _ in FILES])
 def test_every_mistake_of_a_file_is_found(text: str, found: dict[str, str], tmp_path: Path) -> None:
     assert {one.key: one.found for one in problems_of(text, tmp_path)} == found
+
+
+@pytest.mark.parametrize(("text", "key", "name"), TWICE, ids=range(len(TWICE)))
+@pytest.mark.parametrize("mode", ["native", "store"])
+def test_a_name_declared_in_two_ways_is_a_mistake(mode: str, text: str, key: str, name: str, tmp_path: Path) -> None:
+    [problem] = problems_of(f'mode = "{mode}"\nstore.url = "postgresql://h/d"\n{text}', tmp_path)
+    assert problem.key == key
+    assert f"{name!r} is declared in two ways" in problem.found
 
 
 @pytest.mark.parametrize(
