@@ -126,6 +126,31 @@ def test_a_delay_counts_once(form: str, mode: Mode) -> None:
     assert isinstance(plan(back, BACK, mode=mode, late_limit_ms=100)[2], AtOnce)
 
 
+ZEROS: Final[dict[str, Message]] = {
+    "x-delay": header(b"x-delay", number("I", 0)),
+    "x-delay as text": header(b"x-delay", text("0")),
+    "x-delay below 0": header(b"x-delay", number("d", -0.0)),
+    "x-opt-delivery-delay": header(b"x-opt-delivery-delay", number("I", 0)),
+    "header:wait:s": header(b"wait", number("I", 0)),
+    "nservicebus": header(NSB, number("I", 0)).adding((b"NServiceBus.TimeSent", text(wire_instant(NOW)))),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("form", ZEROS)
+def test_a_delay_of_zero_counts_once(form: str, mode: Mode) -> None:
+    """Otherwise a message that was due at once would come back to its queue thousands of times a second."""
+    forms = tuple(one for one in ALL if not one.startswith("json"))  # The message has no body.
+    delivery, _, found = plan(ZEROS[form], NOW, mode=mode, forms=forms, default_delay_ms=PAUSE_MS)
+    assert isinstance(found, AtOnce)
+    released = Props.decode(released_properties(Properties.parse(delivery.properties), b"id", found.due_ms))
+    back = Message(released.headers or (), found.target.routing_key, b"")
+    paused = plan(back, BACK, mode=mode, forms=forms, default_delay_ms=PAUSE_MS)[2]
+    assert isinstance(paused, Park | EnterCascade)
+    assert (paused.due_ms, paused.undelayed) == (BACK + PAUSE_MS, True)
+    assert isinstance(plan(back, BACK, mode=mode, forms=forms, require_delay=True)[2], Refuse)
+
+
 @pytest.mark.parametrize("mark", DUE_MARKS)
 @pytest.mark.parametrize("form", [form for form in ASKS if is_lasting(form)])
 def test_no_form_of_the_mark_makes_a_delay_count_again(form: str, mark: Value) -> None:
