@@ -55,6 +55,7 @@ class LaneRelease:
         self._forget = partial(heartbeat.forget, f"lane {lane.number}")
         self._counters = counters
         self._turn = asyncio.Lock()
+        self._confirmed: set[_Release] = set()  # Published, and not settled: the store failed.
         self._written = asyncio.Event()  # Set once the latest claim is written to the broker.
         self._written.set()
 
@@ -159,10 +160,14 @@ class LaneRelease:
     ) -> None:
         """Publish each message when due, once the previous claim is written (``before``), and settle the claim."""
         try:
+            done = [row for row in rows if _release_of(row) in self._confirmed] if self._confirmed else []
+            if done:
+                rows = [row for row in rows if _release_of(row) not in self._confirmed]
             sendable, batch, held = self._prepare_batch(rows)
             pace = Pace([row.due_ms for row in sendable], self._live.now_lower_ms, written.set)
             await before.wait()
-            outcomes = await self._publisher.publish(batch, pace)
+            outcomes = [*await self._publisher.publish(batch, pace), *[Confirmed()] * len(done)]
+            sendable += done
             reach("release.published")
             now_ms = self._live.now_lower_ms()
             released = [row for row, outcome in zip(sendable, outcomes, strict=True) if isinstance(outcome, Confirmed)]
@@ -176,7 +181,13 @@ class LaneRelease:
         finally:
             written.set()
         began = time.monotonic()
-        await claimer.settle(released, held, partial(_written_times, outcomes, pace, now_ms))
+        try:
+            await claimer.settle(released, held, partial(_written_times, outcomes, pace, now_ms))
+        except StoreLost:
+            # The next claim that has these rows settles them without another publish.
+            self._confirmed.update(map(_release_of, released))
+            raise
+        self._confirmed.difference_update(map(_release_of, done))
         self._counters.took("settle", time.monotonic() - began)
         messages = [("released", row.parcel.route, _due_ms(row)) for row in sendable]
         self._counters.settled(messages, outcomes, pace, now_ms)
@@ -199,6 +210,14 @@ class LaneRelease:
                 sendable.append(row)
                 batch.append(outgoing)
         return sendable, batch, held
+
+
+_Release = tuple[int, int, int]
+"""A row's id, due instant and attempts: a message that an operator reschedules or retries is another release."""
+
+
+def _release_of(row: Due) -> _Release:
+    return row.id, row.due_ms, row.attempts
 
 
 def _due_ms(row: Due) -> int | None:

@@ -218,6 +218,28 @@ async def test_a_lane_that_an_operator_must_help_is_kept_and_tried_again() -> No
     assert [(one["event"], one["next_step"]) for one in logs] == [("release interrupted", "grant it")] * 2
 
 
+async def test_confirmed_messages_are_settled_without_another_publish() -> None:
+    """While a table is locked, each settlement fails. A rescheduled message is another release."""
+    lane = ScriptedLane(claims=[[due(1), due(2)], [due(1), due(2)._replace(due_ms=NOW - 1), due(3)], [due(1)]])
+    it = Scene(lane)
+    lane.fail_settle = StoreLost("settle: statement timeout", "see what locks the table")
+
+    def pause(attempt: int, _random: float) -> float:
+        lane.fail_settle = None
+        return 0.001
+
+    stopping = asyncio.Event()
+    task = asyncio.create_task(it.release.run(stopping, pause))
+    await lane.sleeping.wait()
+    stopping.set()
+    lane.note_parked(NOW)
+    await task
+    # The last 1 is a release after the first was settled.
+    assert [int(one.token) for one in it.publisher.published] == [1, 2, 3, 2, 1]
+    assert [sorted(row.id for row in released) for released, _ in lane.settled] == [[1, 2, 3], [1]]
+    assert it.count("released") == 4
+
+
 async def test_a_claim_has_at_most_the_publishers_batch() -> None:
     it = Scene(ScriptedLane(claims=[[due(1)]]))
     it.publisher.batch_limit = 3
