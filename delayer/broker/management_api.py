@@ -80,9 +80,12 @@ class Management:
         Raises BrokerRefused (401, 403), and BrokerUnreachable for all other errors. A 404 is one of those: a server
         that does not find existing parts is not our broker. An answer of another shape is not from our broker either.
         """
-        answer = await asyncio.to_thread(self._get_blocking, path, answers)
         try:
+            async with asyncio.timeout(2 * self._timeout):  # The socket's timeout bounds only each of its operations.
+                answer = await asyncio.to_thread(self._get_blocking, path, answers)
             return _read(answer, shape)
+        except TimeoutError as error:
+            raise BrokerUnreachable(f"{self.where}: no whole answer within {2 * self._timeout:g} s") from error
         except TypeError as error:
             raise BrokerUnreachable(f"{self.where}: {_OTHER}") from error
 

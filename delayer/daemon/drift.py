@@ -38,11 +38,14 @@ class DeclaredTopology:
         self._lock = asyncio.Lock()
         self._silent = False  # In the last round.
 
-    async def keep(self, broker: PipelinedAdmin, settings: Settings) -> None:
-        """Declare what the settings in force need, and note whether that succeeds. Raises as :meth:`declare` does."""
+    async def keep(
+        self, broker: PipelinedAdmin, settings: Settings, present: Collection[Binding] | None = None
+    ) -> None:
+        """Declare what the settings in force need, and note whether that succeeds. Takes and raises what
+        :meth:`declare` does."""
         began = bool(self._declared)
         try:
-            again = await self.declare(broker, settings)
+            again = await self.declare(broker, settings, present)
         except TopologyMismatch as wrong:
             more = f", and {len(wrong.findings) - 1} more" if len(wrong.findings) > 1 else ""
             self._note(f"{wrong.findings[0]}{more}", wrong.advice or "delayer topology verify", began=began)
@@ -69,12 +72,18 @@ class DeclaredTopology:
             log.info("topology in place")
         self.reason, self._silent = reason, False
 
-    async def declare(self, broker: PipelinedAdmin, settings: Settings) -> list[TopologyPart]:
+    async def declare(
+        self, broker: PipelinedAdmin, settings: Settings, present: Collection[Binding] | None = None
+    ) -> list[TopologyPart]:
         """Declare what these settings need. Log the parts that were there before and were lost; return those of them
-        that the last call restored already. Raises BrokerLost, BrokerRefused, TopologyMismatch."""
+        that the last call restored already. ``present``: what :func:`intake_bindings` found a moment ago. Raises
+        BrokerLost, BrokerRefused, TopologyMismatch."""
         wanted = topology_of(settings)
         async with self._lock:
-            missing = await _missing(broker, settings, wanted) if self._declared else []
+            missing: list[TopologyPart] = []
+            if self._declared:
+                missing += await broker.missing([*wanted.exchanges, *wanted.queues])
+                missing += _missing_bindings(settings.intake.queue, wanted, missing, present)
             lost = dict.fromkeys(one for one in missing if one in self._declared)
             self._unlogged |= lost
             await broker.declare(wanted)
@@ -86,23 +95,28 @@ class DeclaredTopology:
             return again
 
 
-async def _missing(broker: PipelinedAdmin, settings: Settings, wanted: Topology) -> list[TopologyPart]:
-    """The missing exchanges and queues. With a management URL also the missing bindings of the intake queue, whose
-    loss would lose messages; AMQP does not show them."""
-    missing: list[TopologyPart] = [*await broker.missing([*wanted.exchanges, *wanted.queues])]
+async def intake_bindings(settings: Settings) -> list[Binding] | None:
+    """The bindings of the intake queue, whose loss would lose messages and which AMQP does not show. None without a
+    management API that answers: `delayer check` reports it, and the bindings are declared again in any case."""
+    try:
+        management = Management.beside(settings.broker_url, settings.management_url)
+        if management is None:
+            return None
+        path = f"queues/{management.vhost}/{quote(settings.intake.queue, safe='')}/bindings"
+        return [binding for binding, _ in await management.bindings(path)]
+    except (BrokerRefused, BrokerUnreachable):
+        return None
+
+
+def _missing_bindings(
+    intake: str, wanted: Topology, missing: Collection[TopologyPart], present: Collection[Binding] | None
+) -> list[Binding]:
+    """The missing bindings of the intake queue, except those that a missing queue or exchange had."""
     ends = {one.name for one in missing if not isinstance(one, Binding)}
-    ours = [one for one in wanted.bindings if one.destination == settings.intake.queue]
-    if settings.intake.queue not in ends:
-        try:
-            management = Management.beside(settings.broker_url, settings.management_url)
-            if management is None:
-                return missing
-            path = f"queues/{management.vhost}/{quote(settings.intake.queue, safe='')}/bindings"
-            present = [binding for binding, _ in await management.bindings(path)]
-        except (BrokerRefused, BrokerUnreachable):
-            return missing  # `delayer check` reports it. They are declared again in any case.
-        missing += [one for one in ours if one not in present and one.source not in ends]
-    return missing
+    if present is None or intake in ends:
+        return []
+    ours = (one for one in wanted.bindings if one.destination == intake and one.source not in ends)
+    return [one for one in ours if one not in present]
 
 
 def _names_of(parts: Collection[TopologyPart]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -294,6 +294,29 @@ async def answering(told: bytes) -> AsyncIterator[str]:
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def test_an_answer_that_does_not_end_is_given_up() -> None:
+    """The socket's timeout bounds only each read, and a daemon would wait for its topology."""
+
+    async def trickle(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK + b"[")
+        with suppress(ConnectionError):
+            while not leaving.is_set():
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.wait([waiting], timeout=0.05)
+        writer.close()
+        left.set()
+
+    leaving, left = asyncio.Event(), asyncio.Event()
+    waiting = asyncio.create_task(leaving.wait())
+    async with await asyncio.start_server(trickle, "127.0.0.1", 0) as server:
+        management = Management(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "/", timeout=0.2)
+        with pytest.raises(BrokerUnreachable, match=r"no whole answer within 0\.4 s"):
+            await management.delayed()
+        leaving.set()
+        await left.wait()
 
 
 async def test_a_queue_without_counts_is_unknown() -> None:
