@@ -35,7 +35,7 @@ def not_ready(state: State, intake: str, store: StoreOverview | None, error: str
         found.append("nothing is delivered: no connection to publish by")
     elif publishing["blocked"]:
         found.append("nothing is delivered: the broker takes no publishes (a resource alarm)")
-    if state["mode"] == "store" and not state["usable"]:
+    if state["store"] and not state["usable"]:
         found.append("no lane of the store is owned")
     if state["refusal"]:
         found.append(f"nothing leaves the store: {state['refusal']}")
@@ -46,7 +46,7 @@ def not_ready(state: State, intake: str, store: StoreOverview | None, error: str
         f"queue {queue!r}: nothing that was read from it was settled for {duration(seconds)}"
         for queue, seconds in state["unsettled"].items()
     ]
-    if state["mode"] == "store":
+    if state["store"]:
         if store is None:
             found.append(f"the store is out of reach, or refuses us: {error or 'it was not looked at yet'}")
         elif store.upgrade_pending:
@@ -59,6 +59,8 @@ def not_ready(state: State, intake: str, store: StoreOverview | None, error: str
                 if lane.stuck_ms and (lane.number in state["lanes"] or not lane.alive)
             }
             found += [f"lane {number} has {what}" for number, what in stuck.items()]
+            if store.late.messages and (store.late.first_due_ms or 0) < store.store_now_ms:
+                found.append("compacted messages are due, and not restored: see `restoring interrupted` in the log")
     return found
 
 

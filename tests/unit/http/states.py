@@ -39,6 +39,7 @@ def overview(
     found: str | None = schema.HEAD,
     lanes: list[LaneOverview] | None = None,
     packed: catalog.SegmentTotals = stats.NO_SEGMENTS,
+    late: stats.OverdueSegments = stats.NOT_LATE,
 ) -> StoreOverview:
     """The result of a query to the store."""
-    return StoreOverview(found, schema.HEAD, 10_000, lanes or [], packed, stats.NOT_LATE)
+    return StoreOverview(found, schema.HEAD, 10_000, lanes or [], packed, late)

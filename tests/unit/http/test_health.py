@@ -8,7 +8,7 @@ import pytest
 
 from delayer.http.health import not_alive, not_ready
 from delayer.store import schema
-from delayer.store.admin.stats import LANE_KINDS, LaneOverview, StoreOverview
+from delayer.store.admin.stats import LANE_KINDS, LaneOverview, OverdueSegments, StoreOverview
 from tests.unit.http.states import LINE, overview, state
 
 GOOD, OLD, NONE = overview(), overview("9999"), overview(None)
@@ -20,6 +20,7 @@ STILL = "lane {} has had due messages for {}, and releases none"
 UNCLAIMED = "lane 7 has settled no claim for 30 s"
 UNSETTLED = "queue 'delays': nothing that was read from it was settled for 42 s"
 STUCK = "nothing is delivered: "
+PACKED = "compacted messages are due, and not restored: see `restoring interrupted` in the log"
 AWAY: dict[str, Any] = {"consuming": {"delays": False}}
 
 
@@ -36,22 +37,27 @@ AWAY: dict[str, Any] = {"consuming": {"delays": False}}
         (state(), OLD, [f"the store's schema is 9999, expected {schema.HEAD}"]),
         (state(), NONE, [f"the store's schema is missing, expected {schema.HEAD}"]),
         (state(stalled=["lane 3"]), GOOD, ["loop 'lane 3' stands still"]),
-        # Native mode is ready without the store: the messages in it are released when the store is back.
-        (state(mode="native", usable=False), None, []),
+        # In native mode a store has messages too: those with keys, and those parked before the mode was switched.
+        (state(mode="native"), None, ["the store is out of reach, or refuses us: connect: refused"]),
+        (state(mode="native", usable=False), GOOD, ["no lane of the store is owned"]),
+        (state(mode="native"), overview(lanes=LANES[:2]), [STILL.format(2, "40 s")]),
+        (state(mode="native", store=False, usable=False), None, []),
         (
             state(mode="native", refusal="the broker is not this store's"),
-            None,
+            GOOD,
             ["nothing leaves the store: the broker is not this store's"],
         ),
-        (state(mode="native", **AWAY), None, ["queue 'delays' is not consumed"]),
+        (state(mode="native", store=False, **AWAY), None, ["queue 'delays' is not consumed"]),
         (state(consuming=DUE), GOOD, ["queue 'delays.due' is not consumed"]),
         (state(stuck=[2, 7]), overview(lanes=LANES), [STILL.format(2, "40 s"), UNCLAIMED, STILL.format(4, "2 min")]),
         (state(unsettled={"delays": 42.0}), GOOD, [UNSETTLED]),
-        (state(mode="native", unsettled={"delays": 42.0}), None, [UNSETTLED]),
+        (state(mode="native", store=False, unsettled={"delays": 42.0}), None, [UNSETTLED]),
+        (state(), overview(late=OverdueSegments(1, 5, 9_999)), [PACKED]),
+        (state(), overview(late=OverdueSegments(1, 5, 10_001)), []),
         (state(connections=BLOCKED), GOOD, [f"{STUCK}the broker takes no publishes (a resource alarm)"]),
         (state(connections=CUT), GOOD, [f"{STUCK}no connection to publish by"]),
     ],
-    ids=range(18),
+    ids=range(23),
 )
 def test_ready(seen: dict[str, Any], store: StoreOverview | None, reasons: list[str]) -> None:
     assert not_ready(seen, "delays", store, "connect: refused") == reasons
