@@ -92,6 +92,11 @@ class LiveSettings:
             self._policy = replace(self._policy, longest_native_ms=LATEST_MS)
         self.rates = rates_of(settings)
 
+    def add_routes(self, settings: Settings) -> None:
+        """Accept messages of new routes before their bindings exist. :meth:`adopt` ends this."""
+        new = policy_of(settings, has_store=self._store.configured).routes
+        self._policy = replace(self._policy, routes={**new, **self._policy.routes})
+
     def use_broker_delays(self, able: bool) -> None:
         """From the next batch on, publish envelopes into the due queue, delayed by the broker, or into the cascade."""
         self._broker_delays = able

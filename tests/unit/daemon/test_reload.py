@@ -16,11 +16,14 @@ from delayer.amqp.errors import BrokerLost
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.config.loading import load
 from delayer.config.model import Settings
+from delayer.config.topology import cascade_of
 from delayer.core.errors import StoreLost
 from delayer.daemon.app import Reload, changed, live_part
+from delayer.daemon.live_settings import LiveSettings
 from delayer.daemon.systemd import Notifier
 from delayer.daemon.wiring import Daemon
-from tests.support.fakes import until
+from delayer.store.backlog import PostgresBacklog
+from tests.support.fakes import ScriptedPublisher, until
 from tests.support.logged import logging_as_it_was
 
 STORE = {"url": "postgresql://localhost/one"}
@@ -39,12 +42,14 @@ def settings(**tables: Any) -> Settings:
 class StubDaemon:
     """The parts of a daemon that a reload uses; ``failures`` by name make a part fail."""
 
-    configured = True
+    configured = usable = True
 
     def __init__(self, now: Settings, **failures: Exception) -> None:
         self.settings = now
         self.store = self
         self._failures = failures
+        self.routes: list[str] = []
+        self.routes_when_declared: list[str] = []
         self.limited: list[tuple[set[bytes], Settings]] = []
 
     def _fail(self, where: str) -> None:
@@ -59,11 +64,15 @@ class StubDaemon:
         self.limited.append((set(routes), self.settings))
 
     async def declare(self, _wanted: Settings) -> None:
+        self.routes_when_declared = self.routes
         self._fail("broker")
 
     @property
     def live(self) -> StubDaemon:
         return self
+
+    def add_routes(self, wanted: Settings) -> None:
+        self.routes = [route.from_ for route in wanted.routes]
 
     def adopt(self, wanted: Settings) -> None:
         self.settings = wanted
@@ -141,6 +150,27 @@ async def test_a_refused_reload_does_not_change_the_settings(failures: dict[str,
     assert daemon.settings.mode == "native"
     assert line.said[0] == "reloading"
     assert line.said[1].startswith("reloaded mode native; the last reload was refused: ")
+
+
+async def test_a_new_route_is_known_before_its_binding_exists() -> None:
+    """Otherwise what its exchange receives during the reload would be refused."""
+    daemon, stopping = StubDaemon(settings(route=[{"from": "a"}])), asyncio.Event()
+    reload, line = reloading(daemon, lambda: settings(route=[{"from": "a"}, {"from": "b"}]))
+    reload.request()
+    running = asyncio.create_task(reload.run(stopping))
+    await until(lambda: len(line.said) == 2)
+    stopping.set()
+    await running
+    assert daemon.routes_when_declared == ["a", "b"]
+
+
+def test_added_routes_leave_the_old_ones_as_they_are() -> None:
+    old = settings(route=[{"from": "a", "default_delay": "1s"}])
+    live = LiveSettings(old, cascade_of(old), ScriptedPublisher(), cast(PostgresBacklog, StubDaemon(old)))
+    live.add_routes(settings(route=[{"from": "a", "default_delay": "2s"}, {"from": "b"}]))
+    assert {name: route.default_delay_ms for name, route in live.policy().routes.items()} == {b"a": 1000, b"b": 0}
+    live.adopt(old)
+    assert set(live.policy().routes) == {b"a"}
 
 
 async def test_a_limited_route_has_its_lane_before_its_limit_counts() -> None:
