@@ -212,7 +212,7 @@ class PostgresBacklog:
         """Create a lane for each of these limited routes, now or at a later look. Raises StoreLost."""
         self._ownership.routes = routes
         if self._store is not None and self.usable:
-            await self._ownership.routed(self._store, routes)
+            await self._ownership.routed(self._store.locks, routes)
 
     def lanes(self) -> AsyncIterator[PostgresLane]:
         """Yield each lane once this process has taken it: see release.ports.Releases."""
@@ -275,7 +275,7 @@ class PostgresBacklog:
             self._store = await self._connect()
             log.info("store connected")
         try:
-            await self._ownership.look(self._store, stopping)
+            await self._ownership.look(self._store.locks, stopping)
         finally:
             self._start_upkeep(self._store, number)
 

@@ -10,8 +10,9 @@ import asyncio
 import os
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Final, Self, TypeVar
 
@@ -22,7 +23,7 @@ from delayer.core.backoff import pause_ms
 from delayer.core.errors import LaneLost, Rejected, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold
-from delayer.core.message import LaneTable, Parcel
+from delayer.core.message import Parcel
 from delayer.core.operations import Applied, Fold, Term
 from delayer.core.segment import Locked, Restoration
 from delayer.core.units import DAY_MS
@@ -50,26 +51,16 @@ PARKERS: Final = 3
 T = TypeVar("T")
 
 
+@dataclass
 class PostgresStore:
-    """Created by :meth:`connect`, ended by :meth:`close`. Each lane that it takes has its own connections."""
+    """Created by :meth:`connect`, ended by :meth:`close`. Lanes come from ``locks``."""
 
-    def __init__(
-        self,
-        pool: asyncpg.Pool,
-        clock: StoreClock,
-        locks: LaneLocks,
-        days: Days,
-        *,
-        identity: StoreIdentity,
-        history_days: int,
-    ) -> None:
-        self._pool = pool
-        self._clock = clock
-        self._locks = locks
-        self._days = days
-        self._history_days = history_days
-        self.identity = identity
-        self._routes: Mapping[bytes, int] = {}
+    pool: asyncpg.Pool
+    clock: StoreClock
+    locks: LaneLocks
+    days: Days
+    identity: StoreIdentity
+    history_days: int
 
     @classmethod
     async def connect(
@@ -120,22 +111,22 @@ class PostgresStore:
             history=history_days > 0,
             server=server,
         )
-        return cls(parking, clock, locks, days, identity=identity, history_days=history_days)
+        return cls(parking, clock, locks, days, identity, history_days)
 
     async def close(self) -> None:
         """End the presence, and close the parking connections once running parks end. Their loops release the lanes."""
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
-                await self._locks.close()
-                await self._pool.close()
+                await self.locks.close()
+                await self.pool.close()
         except DRIVER_ERRORS:
-            self._pool.terminate()
+            self.pool.terminate()
 
     async def read_identity(self) -> StoreIdentity:
         """Reread the identity, because an operator may have given the store to another broker. Raises StoreLost."""
         with translated("read the store's id"):
-            async with pool.borrowed(self._pool) as connection:
-                self.identity = await read_identity(connection, self._locks.presence)
+            async with pool.borrowed(self.pool) as connection:
+                self.identity = await read_identity(connection, self.locks.presence)
         return self.identity
 
     async def give_broker(self, declare: Callable[[], Awaitable[None]]) -> bool:
@@ -143,24 +134,24 @@ class PostgresStore:
         if self.identity.has_broker:
             return False
         with translated("note the broker"):
-            async with pool.borrowed(self._pool) as connection:
+            async with pool.borrowed(self.pool) as connection:
                 given = await give_broker(connection, declare)
         self.identity = self.identity._replace(has_broker=True)
         return given
 
     def now_upper_ms(self) -> int:
-        return self._clock.now_upper_ms()
+        return self.clock.now_upper_ms()
 
     def now_lower_ms(self) -> int:
-        return self._clock.now_lower_ms()
+        return self.clock.now_lower_ms()
 
     async def apply(self, lane: PostgresLane, batch: Fold, far: int, term: Term | None) -> Applied:
         """Commit the rest of a batch, then wake ``lane``. Messages due soon go into ``lane``, later ones into lane
         ``far``, those of a limited route into its own. Raises LaneLost, with nothing committed, if this process has
         lost ``lane``; Rejected; and StoreLost, even for a batch with keys if another process has begun a term since
         ``term``."""
-        routes, far_ms = self._routes, self._clock.now_lower_ms() + FAR_MS
-        place = Placement(lane.number, routes, lane.epoch, far, far_ms, self._history_days > 0)
+        routes, far_ms = self.locks.routes, self.clock.now_lower_ms() + FAR_MS
+        place = Placement(lane.number, routes, lane.epoch, far, far_ms, self.history_days > 0)
         await self._ensure_days({parcel.due_ms // DAY_MS for parcel in batch.kept})
         try:
             applied, epoch = await self._write(
@@ -177,7 +168,7 @@ class PostgresStore:
 
     async def hold(self, lane: PostgresLane, parcels: Sequence[tuple[Parcel, Hold]]) -> None:
         """Commit messages that never waited as held. Raises like :meth:`apply`."""
-        place, now_ms = Placement(lane.number, self._routes, lane.epoch, history=lane.history), self.now_upper_ms()
+        place, now_ms = Placement(lane.number, self.locks.routes, lane.epoch, history=lane.history), self.now_upper_ms()
         retry_ms = await self._write("hold", lane, lambda connection: hold_new(connection, place, parcels, now_ms))
         if retry_ms is not None:
             lane.cursor.note_held(retry_ms)
@@ -185,7 +176,7 @@ class PostgresStore:
     async def restore(self, horizon_ms: int) -> Restoration:
         """Restore the soonest segment, if its first message is due by ``horizon_ms`` (release.ports.Segments)."""
         with translated("restore"):
-            async with pool.borrowed(self._pool) as connection:
+            async with pool.borrowed(self.pool) as connection:
                 following = await connection.fetchrow(statements.NEXT_SEGMENT)
             if following is not None:
                 check_arrow()  # Long before the segment is due, so that an operator has time to install it.
@@ -199,20 +190,20 @@ class PostgresStore:
             # partition. Past days, and days too far ahead, never have a partition.
             first_ms, last_ms = following
             await self._ensure_days(set(range(first_ms // DAY_MS, last_ms // DAY_MS + 1)))
-            async with pool.borrowed(self._pool) as connection:
+            async with pool.borrowed(self.pool) as connection:
                 restored = await restore.restore_one(
                     connection, horizon_ms, portion_bytes=restore.SMALL_PORTION_BYTES, pause=restore.PAUSE
                 )
             return restored or Locked(first_ms)
 
     async def _ensure_days(self, days: set[int]) -> None:
-        if days <= self._days.known:
+        if days <= self.days.known:
             return
-        today, at = self._clock.now_upper_ms() // DAY_MS, self._clock.monotonic()
-        if self._days.missing(days, today, at):
+        today, at = self.clock.now_upper_ms() // DAY_MS, self.clock.monotonic()
+        if self.days.missing(days, today, at):
             with translated("make partitions"):
-                async with pool.borrowed(self._pool) as connection:
-                    await self._days.ensure(connection, days, today, at, partitions.PARK_SECONDS)
+                async with pool.borrowed(self.pool) as connection:
+                    await self.days.ensure(connection, days, today, at, partitions.PARK_SECONDS)
 
     async def _write(self, doing: str, lane: PostgresLane, work: Callable[[Connection], Awaitable[T]]) -> T:
         """Run ``work`` in one transaction, and repeat it if it loses against another. Returns its result."""
@@ -235,7 +226,7 @@ class PostgresStore:
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[Connection]:
         """A transaction on a pooled connection, which never returns to the pool with the transaction open."""
-        async with pool.borrowed(self._pool) as connection:
+        async with pool.borrowed(self.pool) as connection:
             try:
                 await connection.execute("BEGIN")
                 yield connection
@@ -249,34 +240,12 @@ class PostgresStore:
             if status != "COMMIT":
                 raise StoreLost(f"the store answered COMMIT by {status}")
 
-    async def look(self) -> LaneTable:
-        """Query lanes and live processes. The first call makes this process count as live. Raises StoreLost."""
-        look = await self._locks.look()
-        self._routes = look.routes
-        return look
-
-    async def take(self, number: int) -> PostgresLane | None:
-        """Acquire a free ordinary lane; None if another process got it first. Raises StoreLost."""
-        return await self._locks.take(number)
-
-    async def take_limited(self, numbers: Sequence[int]) -> list[PostgresLane]:
-        """Acquire free lanes of limited routes, as far as no other process gets them first. Raises StoreLost."""
-        return await self._locks.take_limited(numbers)
-
-    async def add_routes(self, routes: Collection[bytes]) -> None:
-        """Create lanes for these limited routes. Raises StoreLost."""
-        await self._locks.add_routes(routes)
-
-    def leave(self) -> None:
-        """Stop counting this process as live until its next :meth:`look`."""
-        self._locks.leave()
-
     async def maintain(self) -> None:
         """Create partitions ahead of need and drop empty past ones, unless another daemon does. Raises StoreLost."""
         with translated("maintain"):
-            async with pool.borrowed(self._pool) as connection:
-                await partitions.keep_up(connection, self._clock, self._days)
-                await history.keep_up(connection, self._clock.now_upper_ms() // DAY_MS, self._history_days)
+            async with pool.borrowed(self.pool) as connection:
+                await partitions.keep_up(connection, self.clock, self.days)
+                await history.keep_up(connection, self.clock.now_upper_ms() // DAY_MS, self.history_days)
 
 
 def lanes_of(parcels: Iterable[Parcel], place: Placement) -> list[int]:

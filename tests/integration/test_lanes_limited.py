@@ -141,9 +141,9 @@ async def test_a_failed_take_gives_up_its_locks(database: str) -> None:
 async def test_a_claim_waits_a_moment_for_a_shared_session(database: str) -> None:
     """Then its release feeds the watchdog. A silent destination may keep the session for seconds."""
     async with opened(database) as store:
-        await store.add_routes(routes(2 * LIMITED_SESSIONS))
-        numbers = (await store.look()).routes.values()
-        lanes = await store.take_limited(sorted(numbers))
+        await store.locks.add_routes(routes(2 * LIMITED_SESSIONS))
+        numbers = (await store.locks.look()).routes.values()
+        lanes = await store.locks.take_limited(sorted(numbers))
         first, *others = [lane for lane in lanes if lane.number % LIMITED_SESSIONS == 0]
         now = store.now_upper_ms()
         [own] = await free_lanes(store, 1)

@@ -95,7 +95,7 @@ async def work(url: str) -> None:
             await store.park(lane, [parcel(now + 500, key=b"k"), parcel(now - 1, key=b"released")], [])
             await store.park(lane, [parcel(now + 600, key=b"k")], [])
             await store.park(lane, [], [b"k"])
-            term = Term((await store.look()).intake)
+            term = Term((await store.locks.look()).intake)
             for _ in range(2):  # The first batch of a term raises its epoch, and the others hold it.
                 await store.apply(lane, fold([Cancel(b"k")]), lane.number, term)
             await store.hold(lane, [(parcel(now), WHY)])
@@ -112,7 +112,7 @@ async def work(url: str) -> None:
             assert isinstance(await store.restore(now + 2 * DAY_MS), Broken)
             assert isinstance(await store.restore(now + 2 * DAY_MS), Restored)
             assert await store.restore(now + 2 * DAY_MS) is None
-            await store.add_routes([b"limited"])
+            await store.locks.add_routes([b"limited"])
     finally:
         await store.close()
     await overview(url)

@@ -26,7 +26,7 @@ async def compacted(database: str, messages: int) -> int:
 async def test_two_daemons_never_share_a_lane(database: str) -> None:
     async with opened(database) as one, opened(database) as two, owned(one, 2) as ones, owned(two, 2) as twos:
         assert len({lane.number for lane in [*ones, *twos]}) == 4
-        assert await one.take(twos[0].number) is None
+        assert await one.locks.take(twos[0].number) is None
         await one.park(ones[0], [parcel(one.now_upper_ms() - 1)], [])
         assert await release_all(twos[0]) == await release_all(ones[1]) == []
         assert len(await release_all(ones[0])) == 1
@@ -34,16 +34,16 @@ async def test_two_daemons_never_share_a_lane(database: str) -> None:
 
 async def test_a_look_shows_the_live_processes_and_the_owned_lanes(database: str) -> None:
     async with opened(database) as one, opened(database) as two:
-        assert (await one.look()).live == 1
+        assert (await one.locks.look()).live == 1
         async with owned(two, 2) as lanes:
-            looks = [await one.look(), await two.look()]
+            looks = [await one.locks.look(), await two.locks.look()]
             assert [look.live for look in looks] == [2, 2]
             assert sorted(look.rank for look in looks) == [0, 1]
             assert {lane.number for lane in looks[0].lanes if lane.owned} == {lane.number for lane in lanes}
-        two.leave()
-        while (await one.look()).live == 2:
+        two.locks.leave()
+        while (await one.locks.look()).live == 2:
             pass
-        assert (await two.look()).live == 2
+        assert (await two.locks.look()).live == 2
 
 
 async def test_messages_without_a_lane_of_ours_are_announced(database: str) -> None:

@@ -27,7 +27,7 @@ from delayer.store.postgres import PostgresStore
 
 async def main(url):
     store = await PostgresStore.connect(lambda: url)
-    lane = await store.take(1)
+    lane = await store.locks.take(1)
     print("ready", flush=True)
     sys.stdin.readline()
     await lane.claimers[0].claim(1000, 16 << 20)
@@ -116,8 +116,8 @@ async def test_a_process_that_freezes_in_the_middle_of_a_statement_loses_its_lan
     """No timeout of the server acts while it waits for the rest of a statement, here a COPY."""
     async with opened(database, idle_timeout=1.0) as store, child(COPYING, database, "lane") as process:
         process.send_signal(signal.SIGSTOP)
-        assert await store.take(1) is None
-        while (await store.look()).lanes[0].owned:  # noqa: ASYNC110 - the session sets no event
+        assert await store.locks.take(1) is None
+        while (await store.locks.look()).lanes[0].owned:  # noqa: ASYNC110 - the session sets no event
             await asyncio.sleep(0.05)
         lane = await taken(store, 1)
         await lane.close()

@@ -154,7 +154,7 @@ async def test_an_adopter_waits_for_parks_in_flight(database: str) -> None:
         fence = "SELECT FROM lane WHERE number = $1 AND epoch = $2 FOR SHARE"
         assert await slow.fetch(fence, lane.number, lane.epoch)
         await lane.close()
-        adopting = asyncio.create_task(two.take(lane.number))
+        adopting = asyncio.create_task(two.locks.take(lane.number))
         async with sql(database) as admin:
             waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE 'UPDATE lane%'"
             while not await admin.fetchval(waits):
@@ -299,7 +299,7 @@ async def test_a_killed_database_loses_nothing_that_was_committed() -> None:
                     await store.park(lane, [parcel(store.now_upper_ms())], [])
                 await lane.claimers[0].give_up()
                 await lane.close()
-            for doing in (store.look(), store.take(1), store.maintain()):
+            for doing in (store.locks.look(), store.locks.take(1), store.maintain()):
                 with pytest.raises(StoreLost):
                     await doing
             assert store.now_upper_ms() > 0
@@ -318,7 +318,7 @@ async def test_a_cancelled_call_does_not_wait_for_a_database_that_hangs() -> Non
     cancel the statement."""
     with Postgres() as server:
         async with opened(server.url(server.add_database())) as store:
-            calls = {"look": store.look, "take": lambda: store.take(4), "maintain": store.maintain}
+            calls = {"look": store.locks.look, "take": lambda: store.locks.take(4), "maintain": store.maintain}
             for lane in await free_lanes(store, 1):
                 calls["park"] = partial(store.park, lane, [parcel(store.now_upper_ms() + 60_000)], [])
             server.pause()

@@ -73,7 +73,7 @@ async def test_pgbouncer_in_session_mode_holds_lanes(url: str) -> None:
         async with lane.claimers[0].locked_connection("test") as connection:
             assert await connection.fetchval("SHOW idle_session_timeout") == "7s"
         other = await Store.connect(lambda: url)
-        assert await other.take(lane.number) is None
+        assert await other.locks.take(lane.number) is None
         await other.close()
 
 
@@ -86,7 +86,7 @@ async def test_a_file_that_names_another_server_moves_no_session_there(database:
             async with owned(store):
                 urls[0] = other.url(await asyncio.to_thread(other.add_store))
                 with pytest.raises(StoreLost, match="leads to another server") as lane:
-                    await store.take(2)
+                    await store.locks.take(2)
                 with pytest.raises(StoreLost, match="leads to another server") as park:
                     await asyncio.gather(*(store.read_identity() for _ in range(2)))
                 assert "restart the daemon" in lane.value.advice == park.value.advice

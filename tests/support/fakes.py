@@ -321,6 +321,10 @@ class ScriptedStore:
         return step
 
     @property
+    def locks(self) -> ScriptedStore:
+        return self
+
+    @property
     def ours(self) -> set[int]:
         return {lane.number for lane in self.made if lane.owned}
 

@@ -46,9 +46,9 @@ def parcel(due_ms: int, body: bytes = b"body", **more: Any) -> Parcel:
 async def free_lanes(store: PostgresStore, count: int = MANY) -> list[PostgresLane]:
     """Take up to ``count`` free lanes without a route."""
     taken: list[PostgresLane] = []
-    for seen in (await store.look()).lanes:
+    for seen in (await store.locks.look()).lanes:
         if seen.route is None and not seen.owned and len(taken) < count:
-            lane = await store.take(seen.number)
+            lane = await store.locks.take(seen.number)
             if lane is not None:
                 taken.append(lane)
     return taken
@@ -56,7 +56,7 @@ async def free_lanes(store: PostgresStore, count: int = MANY) -> list[PostgresLa
 
 async def taken(store: PostgresStore, number: int) -> PostgresLane:
     """Take this lane as soon as it is free."""
-    while (lane := await store.take(number)) is None:
+    while (lane := await store.locks.take(number)) is None:
         pass
     return lane
 

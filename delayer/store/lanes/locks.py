@@ -92,6 +92,8 @@ class LaneLocks:
         self._owner = owner
         self._releasing = releasing
         self._history = history
+        self.routes: Mapping[bytes, int] = {}
+        """The lane of each limited route, by the last look."""
         self._presence: Connection | None = None
         self._turn = asyncio.Lock()  # The presence runs one statement at a time.
         self._large_turn = asyncio.Lock()
@@ -126,7 +128,9 @@ class LaneLocks:
             raise
         present = sorted(pid for row in rows[:1] for pid in row["present"])
         lanes = [LaneRow(row["number"], row["route"], row["owned"]) for row in rows if row["number"]]
-        return LaneTable(lanes, len(present), present.index(self._pid), rows[0]["intake"])
+        table = LaneTable(lanes, len(present), present.index(self._pid), rows[0]["intake"])
+        self.routes = table.routes
+        return table
 
     @property
     def presence(self) -> int:

@@ -18,6 +18,7 @@ import structlog
 from delayer.core.errors import StoreLost
 from delayer.core.message import LaneTable
 from delayer.store.lanes.lane import PostgresLane
+from delayer.store.lanes.locks import LaneLocks
 
 log = structlog.get_logger(__name__)
 
@@ -37,20 +38,6 @@ class BrokerLink(Protocol):
     @property
     def connects(self) -> int:
         """How often it was opened."""
-
-
-class LaneSource(Protocol):
-    """The source of lanes (postgres.py)."""
-
-    async def look(self) -> LaneTable: ...
-
-    async def take(self, number: int) -> PostgresLane | None: ...
-
-    async def take_limited(self, numbers: Sequence[int]) -> list[PostgresLane]: ...
-
-    async def add_routes(self, routes: Collection[bytes]) -> None: ...
-
-    def leave(self) -> None: ...
 
 
 def share(lanes: int, live: int, rank: int) -> int:
@@ -99,26 +86,26 @@ class LaneOwnership:
         while (lane := await self._taken.get()) is not None:
             yield lane
 
-    async def look(self, source: LaneSource, stopping: asyncio.Event) -> None:
+    async def look(self, locks: LaneLocks, stopping: asyncio.Event) -> None:
         """Take and drop lanes once; without a broker drop all. Raises StoreLost."""
-        self._forget_closed()
+        self._lanes = [lane for lane in self._lanes if not lane.ended.is_set()]
         if self._is_away():
             self.drop(self._held(), "no broker")
-            source.leave()
+            locks.leave()
             return
-        table = await self.routed(source, self.routes)
+        table = await self.routed(locks, self.routes)
         self.live, self.intake = table.live, table.intake
         self.ordinary = [row.number for row in table.lanes if row.route is None]
         if not self.ordinary:
             raise StoreLost("the store has no lanes", "run `delayer db upgrade`")
-        await self._take_share(source, table, stopping)
+        await self._take_share(locks, table, stopping)
 
-    async def routed(self, source: LaneSource, routes: Collection[bytes]) -> LaneTable:
+    async def routed(self, locks: LaneLocks, routes: Collection[bytes]) -> LaneTable:
         """Query the lanes and create missing ones for limited ``routes``. Raises StoreLost."""
-        table = await source.look()
+        table = await locks.look()
         if missing := set(routes) - set(table.routes):
-            await source.add_routes(missing)
-            table = await source.look()
+            await locks.add_routes(missing)
+            table = await locks.look()
         return table
 
     def drop(self, lanes: Sequence[PostgresLane], reason: str) -> None:
@@ -156,7 +143,7 @@ class LaneOwnership:
         self._away_since = self._away_since or now
         return now - self._away_since >= self._away_seconds
 
-    async def _take_share(self, source: LaneSource, table: LaneTable, stopping: asyncio.Event) -> None:
+    async def _take_share(self, locks: LaneLocks, table: LaneTable, stopping: asyncio.Event) -> None:
         """Raises StoreLost."""
         free = {row.number for row in table.lanes if not row.owned}
         part = share(len(self.ordinary), table.live, table.rank)
@@ -164,7 +151,7 @@ class LaneOwnership:
         for number in self._missing(self.ordinary, part, table):
             if len([lane for lane in self._held() if lane.route is None]) >= part or stopping.is_set():
                 break
-            if number in free and (lane := await source.take(number)) is not None:
+            if number in free and (lane := await locks.take(number)) is not None:
                 log.info("lane taken", lane=lane.number)
                 self._add(lane)
         limited = sorted(table.routes.values())
@@ -172,7 +159,7 @@ class LaneOwnership:
         numbers = [number for number in self._missing(limited, wanted, table) if number in free]
         ours = len([lane for lane in self._held() if lane.route is not None])
         if numbers and ours < wanted and not stopping.is_set():
-            lanes = await source.take_limited(numbers[: wanted - ours])
+            lanes = await locks.take_limited(numbers[: wanted - ours])
             if lanes:
                 log.info("limited lanes taken", **_few(lanes))
             for lane in lanes:
@@ -194,9 +181,6 @@ class LaneOwnership:
     def _held(self) -> list[PostgresLane]:
         """The lanes to keep, in the order taken."""
         return [lane for lane in self._lanes if lane.owned and not lane.leaving.is_set()]
-
-    def _forget_closed(self) -> None:
-        self._lanes = [lane for lane in self._lanes if not lane.ended.is_set()]
 
     def _update(self) -> None:
         self.own = [lane for lane in self._held() if lane.route is None]
