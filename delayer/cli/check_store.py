@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from delayer.cli.check_report import CheckReport
@@ -12,9 +11,9 @@ from delayer.core.clocks import ClockOffset
 from delayer.core.errors import StoreLost
 from delayer.core.readable import duration
 from delayer.store import schema, servers
-from delayer.store.admin import setup, stats
-from delayer.store.admin.rights import MissingRight, missing_rights
+from delayer.store.admin import needs, stats
 from delayer.store.errors import BadStoreUrl, StoreUnfit, check_arrow
+from delayer.store.session import opened
 
 SPARE_CONNECTIONS: Final = 20
 """Connections to advise beyond the daemons': for commands, a backup, and Postgres's reserved connections."""
@@ -28,17 +27,18 @@ async def check_store(report: CheckReport, settings: Settings, url: str) -> Cloc
     """Returns the database's clock, if that was seen."""
     try:
         await servers.check(url)
-        server = await setup.server_state(url)
         seen = await stats.overview(url, settings.store.restore_ahead_ms)
-        if (wrong := schema.outdated(seen.schema_found)) is None:
-            wrong_owner = await setup.mistaken(url)
-            need = await setup.lock_need(url, settings.store.history_days)
-            connections = await setup.connection_need(url)
-            rights = await missing_rights(url, history=settings.store.history_days > 0)
-            # The lanes of routes that no daemon has used yet.
-            limited = len({route.from_ for route in settings.routes if route.max_rate})
-            need = need._replace(limited=max(need.limited, limited))
-            connections = connections._replace(limited=max(connections.limited, limited))
+        async with opened(url, "delayer check", "look at the server") as connection:
+            server = await servers.state(connection)
+            if (wrong := schema.outdated(seen.schema_found)) is None:
+                wrong_owner = await needs.wrong_owner(connection)
+                need = await needs.lock_need(connection, settings.store.history_days)
+                connections = await needs.connection_need(connection)
+                rights = await needs.missing_rights(connection, history=settings.store.history_days > 0)
+                # The lanes of routes that no daemon has used yet.
+                limited = len({route.from_ for route in settings.routes if route.max_rate})
+                need = need._replace(limited=max(need.limited, limited))
+                connections = connections._replace(limited=max(connections.limited, limited))
     except StoreUnfit as unfit:
         report.add("store", "off", unfit, unfit.advice)
         return None
@@ -57,13 +57,22 @@ async def check_store(report: CheckReport, settings: Settings, url: str) -> Cloc
         return server.clock
     report.add("schema", "ok", schema.HEAD)
     if wrong_owner is not None:
-        found = f"its tables belong to {wrong_owner.tables}, and the database to {wrong_owner.database}"
-        advice = f"`db upgrade` is {wrong_owner.database}'s to run; docs/security.md says how to give the tables back"
+        tables, database = wrong_owner
+        found = f"its tables belong to {tables}, and the database to {database}"
+        advice = f"run `db upgrade` as {database}; docs/security.md says how to give the tables back"
         report.add("schema", "note", found, advice)
-    _rights(report, rights)
+    for one in rights:
+        found = f"{one.role} lacks {one.right} on {one.on}: the daemon cannot park, release, or maintain its tables"
+        report.add("rights", "off", found, f"{one.advice} (docs/security.md)")
     _locks(report, need)
     _connections(report, connections)
     _lanes(report, seen)
+    _messages(report, seen)
+    return server.clock
+
+
+def _messages(report: CheckReport, seen: stats.StoreOverview) -> None:
+    """Check held messages and segments."""
     if seen.held:
         advice = "`delayer held list` has the reasons; the daemon tries them again, except those marked *by hand*"
         report.add("held", "note", f"{seen.held} in the store", advice)
@@ -78,17 +87,9 @@ async def check_store(report: CheckReport, settings: Settings, url: str) -> Cloc
     if seen.segments.broken:
         found = f"{seen.segments.broken} do not read back, with {seen.segments.broken_messages} messages"
         report.add("segments", "off", found, "see docs/backlog.md; their bytes are kept")
-    return server.clock
 
 
-def _rights(report: CheckReport, missing: Sequence[MissingRight]) -> None:
-    """Report rights that the daemon's role lacks."""
-    for one in missing:
-        found = f"{one.role} lacks {one.right} on {one.on}: the daemon cannot park or release, or look after its tables"
-        report.add("rights", "off", found, f"{one.advice} (docs/security.md)")
-
-
-def _connections(report: CheckReport, need: setup.ConnectionNeed) -> None:
+def _connections(report: CheckReport, need: needs.ConnectionNeed) -> None:
     """Check that the server allows as many connections as the daemons may open."""
     found = f"the server allows {need.allowed}; the daemons need up to {need.needed}"
     if need.needed <= need.allowed:
@@ -100,7 +101,7 @@ def _connections(report: CheckReport, need: setup.ConnectionNeed) -> None:
         report.add("connections", "off", found, advice)
 
 
-def _locks(report: CheckReport, need: setup.LockNeed) -> None:
+def _locks(report: CheckReport, need: needs.LockNeed) -> None:
     """Check that the server's lock table holds all locks that the store may take at once."""
     found = f"max_locks_per_transaction is {need.allowed}"
     if need.enough:

@@ -12,7 +12,7 @@ import pytest
 from delayer.cli.check_report import CheckReport
 from delayer.cli.check_store import _connections
 from delayer.core.errors import StoreLost
-from delayer.store.admin.setup import ConnectionNeed, connection_need
+from delayer.store.admin.needs import ConnectionNeed, connection_need
 from delayer.store.postgres import PostgresStore
 from tests.integration.lanes_shared import migrated, running
 from tests.support.postgres import Postgres
@@ -33,7 +33,7 @@ async def test_what_the_daemons_need_is_what_they_open(database: str) -> None:
         async with asyncio.timeout(20):
             while len(process.backlog.numbers) < 5:  # noqa: ASYNC110 - the backlog has no event for it
                 await asyncio.sleep(0.05)
-        need = await connection_need(database)
+        need = await connection_need(admin)
         opened: int = await admin.fetchval(
             "SELECT count(*) FROM pg_stat_activity"
             " WHERE datname = current_database() AND application_name ~ '^delayer (lane|park|presence)'"
@@ -59,14 +59,15 @@ async def test_the_least_limit_counts(database: str, postgres: Postgres) -> None
     name = database.rpartition("/")[2].partition("?")[0]
     role = f"limited_{name}"
     async with sql(database) as admin:
-        whole = await connection_need(database)
+        whole = await connection_need(admin)
         await admin.execute(f'ALTER DATABASE "{name}" CONNECTION LIMIT 7')
-        less = await connection_need(database)
+        less = await connection_need(admin)
         await admin.execute(f'CREATE ROLE "{role}" LOGIN CONNECTION LIMIT 5')
         await admin.execute(f'GRANT pg_read_all_data TO "{role}"')
-        least = await connection_need(postgres.url(name, user=role))
-        await admin.execute(f'ALTER ROLE "{role}" CONNECTION LIMIT 30')
-        again = await connection_need(postgres.url(name, user=role))
+        async with sql(postgres.url(name, user=role)) as other:
+            least = await connection_need(other)
+            await admin.execute(f'ALTER ROLE "{role}" CONNECTION LIMIT 30')
+            again = await connection_need(other)
     postgres.execute(f'DROP ROLE "{role}"')
     assert (whole.allowed > 30, whole.command) == (True, "")
     assert [(one.allowed, one.command.split(" ")[1]) for one in (less, least, again)] == [

@@ -12,7 +12,7 @@ from delayer.cli.check_report import CheckReport
 from delayer.cli.check_store import _locks
 from delayer.core.operations import fold
 from delayer.store import pool, postgres
-from delayer.store.admin.setup import LockNeed, lock_need
+from delayer.store.admin.needs import LockNeed, lock_need
 from delayer.store.lanes.placement import Placement
 from delayer.store.rows import history, keys
 from tests.support.postgres import Postgres
@@ -67,7 +67,8 @@ async def test_many_processes_that_replace_many_keys_do_not_fill_the_lock_table(
 
 
 async def test_the_size_of_the_lock_table(database: str) -> None:
-    found = await lock_need(database)
+    async with sql(database) as connection:
+        found = await lock_need(connection)
     assert (found.allowed, found.lanes, found.enough) == (64, 4, True)
     assert 200 < found.connections < 300
     year = found._replace(partitions=370, lanes=4, connections=122)
@@ -82,8 +83,8 @@ async def test_the_size_of_the_lock_table(database: str) -> None:
 
 
 async def test_the_partitions_of_a_history_count_before_they_exist(database: str) -> None:
-    of_history = (await lock_need(database, history_days=5)).of_history
     async with sql(database) as connection:
+        of_history = (await lock_need(connection, history_days=5)).of_history
         for today in range(20):
             await history.keep_up(connection, today, days=5)
         there = "SELECT count(*) FROM pg_inherits WHERE inhparent = 'history'::regclass"

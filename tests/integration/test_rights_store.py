@@ -17,10 +17,10 @@ from delayer.core.segment import Broken, Restored
 from delayer.core.units import DAY_MS
 from delayer.release.ports import Lane
 from delayer.store import held_messages, upgrades
-from delayer.store.admin import actions, audit_log, setup
+from delayer.store.admin import actions, audit_log
 from delayer.store.admin.actions import NewDue
 from delayer.store.admin.detail import FoundIn
-from delayer.store.admin.rights import missing_rights
+from delayer.store.admin.needs import MissingRight, missing_rights, wrong_owner
 from delayer.store.admin.stats import overview
 from delayer.store.errors import SchemaOutdated
 from delayer.store.rows import partitions
@@ -63,14 +63,17 @@ async def test_an_upgrade_as_the_daemon_is_noticed_and_can_be_undone(store: str,
         daemon, owner = postgres.url(name, user=DAEMON), postgres.url(name, user=OWNER)
         await upgrades.upgrade(daemon)
         await as_owner(owner, statements_of(2))
-        assert await setup.mistaken(daemon) == await setup.mistaken(owner) == (DAEMON, OWNER)
+        for url in (daemon, owner):
+            async with sql(url) as connection:
+                assert await wrong_owner(connection) == (DAEMON, OWNER)
         reassign, list_them = re.findall(r"`(REASSIGN .*?;)` then `(.*?) \\gexec`", " ".join(PAGE.split()))[0]
         await as_owner(owner, [reassign])
         async with sql(owner) as connection:
             await as_owner(owner, [alter for (alter,) in await connection.fetch(list_them)])
             assert await connection.fetchval("SELECT tableowner FROM pg_tables WHERE tablename = 'message'") == DAEMON
         await as_owner(owner, statements_of(2))
-        assert await setup.mistaken(daemon) is None
+        async with sql(daemon) as connection:
+            assert await wrong_owner(connection) is None
     finally:
         postgres.drop_database(name)
 
@@ -155,6 +158,11 @@ async def test_the_store_works_with_these_rights(store: str, postgres: Postgres)
 HISTORY = [right for right in granted(statements_of(4)) if "history" in str(right)]
 
 
+async def missing(url: str, *, history: bool) -> list[MissingRight]:
+    async with sql(url) as connection:
+        return await missing_rights(connection, history=history)
+
+
 @pytest.mark.parametrize("right", [*rights(), *HISTORY, "history"], ids=str)
 async def test_check_names_each_right_that_is_missing(store: str, postgres: Postgres, right: Right | str) -> None:
     owner = postgres.url(DATABASE, user=OWNER)
@@ -163,10 +171,10 @@ async def test_check_names_each_right_that_is_missing(store: str, postgres: Post
         return  # Without them this role sees nothing at all.
     if isinstance(right, str):
         right = Right(f"ALTER TABLE {right} OWNER TO {OWNER}", f"ALTER TABLE {right} OWNER TO {DAEMON}")
-    assert await missing_rights(store, history=True) == []
+    assert await missing(store, history=True) == []
     postgres.execute(right.take, database=DATABASE)
     try:
-        found = await missing_rights(store, history=True)
+        found = await missing(store, history=True)
         assert [one.advice for one in found] == [right.give]
     finally:
         postgres.execute(right.give, database=DATABASE)
@@ -177,10 +185,10 @@ async def test_a_role_that_only_reads_is_no_daemon_s(store: str, postgres: Postg
     postgres.execute("GRANT CONNECT ON DATABASE delayer TO reader; GRANT pg_read_all_data TO reader")
     try:
         reader = postgres.url(DATABASE, user="reader")
-        assert await missing_rights(reader, history=False) == []
+        assert await missing(reader, history=False) == []
         async with opened(store) as process, owned(process):
             postgres.execute("REVOKE UPDATE ON lane FROM delayer", database=DATABASE)
-            [one] = await missing_rights(reader, history=False)
+            [one] = await missing(reader, history=False)
             assert (one.role, one.advice) == (DAEMON, "GRANT UPDATE ON lane TO delayer")
     finally:
         postgres.execute("GRANT UPDATE ON lane TO delayer", database=DATABASE)
