@@ -16,7 +16,7 @@ from delayer.core.operations import Cancel, Term, fold
 from delayer.core.segment import Broken, Restored
 from delayer.core.units import DAY_MS
 from delayer.release.ports import Lane
-from delayer.store import held_messages, upgrades
+from delayer.store import upgrades
 from delayer.store.admin import actions, audit_log
 from delayer.store.admin.actions import NewDue
 from delayer.store.admin.detail import FoundIn
@@ -224,16 +224,12 @@ async def press(url: str) -> None:
         move = partial(actions.reschedule, when=NewDue(None, DAY_MS))
         assert await actions.named(connection, move, waiting, act) == {one.id: FoundIn.WAITING for one in waiting}
         assert await actions.named(connection, actions.cancel, segment, act) == {3: FoundIn.SEGMENT}
-        done = await actions.every(connection, actions.cancel, Filter(), None, log_id=act, say=lambda _: None)
+        pages = actions.waiting_pages(connection, Filter(), None)
+        done = await actions.every(connection, actions.cancel, pages, log_id=act, say=lambda _: None)
         assert done[FoundIn.WAITING] == 4, "and those out of the segment"
         assert await actions.named(connection, move, [Token(first)], act) == {first: FoundIn.HELD}
-        assert await actions.retry_held(connection, [second], act) == 1
-        assert (
-            await actions.drop_held(
-                connection, held_messages.dues_of(await held_messages.named(connection, [third])), act
-            )
-            == 1
-        )
+        assert await actions.retry_held(connection, [second], {}, act) == {second: FoundIn.HELD}
+        assert await actions.cancel(connection, [third], log_id=act) == {third: FoundIn.HELD}
         (written,) = await audit_log.listed(connection, 10)
         assert (written.who, written.messages) == ("ada", 3 + 1 + 4 + 1 + 1 + 1)
 

@@ -129,7 +129,9 @@ async def test_messages_released_meanwhile_do_not_count_as_cancelled(database: s
             await admin.execute("DELETE FROM message WHERE id = ANY('{3,5,7}')")
             return await cancel(connection, ids, dues, act)
 
-        done = await actions.every(other, do, Filter(), None, log_id=act, say=lambda _: None)
+        done = await actions.every(
+            other, do, actions.waiting_pages(other, Filter(), None), log_id=act, say=lambda _: None
+        )
         assert done == {FoundIn.WAITING: 7, FoundIn.NOWHERE: 3}
         assert actions.met(done) == 7 == await admin.fetchval("SELECT messages FROM audit_log")
 

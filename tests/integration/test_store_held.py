@@ -11,6 +11,7 @@ from delayer.core.hold import Hold, HoldKind
 from delayer.store import statements
 from delayer.store.admin import actions, audit_log
 from delayer.store.admin.actions import NewDue, reschedule
+from delayer.store.admin.detail import FoundIn
 from delayer.store.admin.stats import overview
 from tests.support.fakes import NO_CONFIRM, WHY
 from tests.support.store import MANY, ROOM, blocked, bodies, claim_when_due, opened, owned, parcel, release_all, sql
@@ -23,7 +24,7 @@ async def retry(url: str) -> None:
     """Let all held messages be retried now, by hand."""
     async with sql(url) as admin:
         ids = [number for (number,) in await admin.fetch("SELECT id FROM held")]
-        await actions.retry_held(admin, ids, await audit_log.begin(admin, "test", "held retry", {}))
+        await actions.retry_held(admin, ids, {}, await audit_log.begin(admin, "test", "held retry", {}))
 
 
 async def test_a_held_message_wakes_a_sleeping_lane(database: str) -> None:
@@ -77,7 +78,8 @@ async def test_a_retry_by_hand_is_never_early(database: str) -> None:
         held = [(parcel(month, b"in a month"), WHY), (parcel(store.now_upper_ms(), b"now"), WHY)]
         await store.hold(lane, held)
         ids = [number for (number,) in await admin.fetch("SELECT id FROM held ORDER BY due_at")]
-        assert await actions.retry_held(admin, ids, await audit_log.begin(admin, "test", "held retry", {})) == 2
+        found = await actions.retry_held(admin, ids, {}, await audit_log.begin(admin, "test", "held retry", {}))
+        assert found == dict.fromkeys(ids, FoundIn.HELD)
         await lane.wait(3600.0)
         rows = await lane.claimers[0].claim(MANY, ROOM)
         assert bodies(rows) == [b"now"]
@@ -99,7 +101,8 @@ async def test_after_a_retry_by_hand_the_pauses_begin_anew(database: str) -> Non
         await store.hold(lane, [(parcel(store.now_upper_ms()), NO_CONFIRM)])
         await admin.execute("UPDATE held SET attempts = 12")
         id = await admin.fetchval("SELECT id FROM held")
-        assert await actions.retry_held(admin, [id], await audit_log.begin(admin, "test", "held retry", {})) == 1
+        found = await actions.retry_held(admin, [id], {}, await audit_log.begin(admin, "test", "held retry", {}))
+        assert found == {id: FoundIn.HELD}
         await lane.wait(3600.0)
         rows = await lane.claimers[0].claim(MANY, ROOM)
         await lane.claimers[0].settle([], [(due, NO_CONFIRM) for due in rows])

@@ -129,7 +129,8 @@ async def test_commands_meet_packed_messages_by_their_key(database: str) -> None
         assert await importing.waiting_under(admin, [b"a", b"nobody"]) == {b"a"}
         assert await read_model.count(admin, Filter(key=b"b"), None) == (1, 0)
         log_id = await actions.audit_log.begin(admin, "test", "cancel", {})
-        done = await actions.every(admin, actions.cancel, Filter(key=b"b"), None, log_id=log_id, say=lambda _: None)
+        pages = actions.waiting_pages(admin, Filter(key=b"b"), None)
+        done = await actions.every(admin, actions.cancel, pages, log_id=log_id, say=lambda _: None)
         assert done == {FoundIn.SEGMENT: 1}
         assert await bodies(admin) == {b"a": b"body", b"c": b"body"}
         assert await actions.cancel(admin, [ids[b"a"]]) == {ids[b"a"]: FoundIn.WAITING}

@@ -35,7 +35,7 @@ async def settle(claimer: PostgresClaimer) -> None:
 async def retry_held(database: str) -> None:
     async with sql(database) as admin:
         ids = [number for (number,) in await admin.fetch("SELECT id FROM held")]
-        await actions.retry_held(admin, ids, await audit_log.begin(admin, "test", "held retry", {}))
+        await actions.retry_held(admin, ids, {}, await audit_log.begin(admin, "test", "held retry", {}))
 
 
 async def test_one_claim_takes_one_large_row_in_its_order(database: str) -> None:

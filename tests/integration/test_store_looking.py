@@ -212,7 +212,8 @@ async def test_cancel_all_of_a_filter(database: str, name: str) -> None:
         act = await audit_log.begin(admin, "me", "cancel", wanted.as_dict())
         said: list[int] = []
         test = reading.properties_test(wanted)
-        done = await actions.every(admin, actions.cancel, wanted, test, log_id=act, say=said.append)
+        pages = actions.waiting_pages(admin, wanted, test)
+        done = await actions.every(admin, actions.cancel, pages, log_id=act, say=said.append)
         assert done.total() == len(meant)
         assert not meant or said[-1] == len(meant)
         assert (await everything(admin)).keys() == {one.id for one in some} - meant
@@ -231,9 +232,8 @@ async def test_reschedule_all_of_a_filter(database: str, when: NewDue) -> None:
         before = await everything(admin)
         await compact(admin, START_MS + 4 * DAY_MS, rows=400)
         act = await audit_log.begin(admin, "me", "reschedule", {})
-        done = await actions.every(
-            admin, partial(actions.reschedule, when=when), wanted, None, log_id=act, say=lambda _: None
-        )
+        pages = actions.waiting_pages(admin, wanted, None)
+        done = await actions.every(admin, partial(actions.reschedule, when=when), pages, log_id=act, say=lambda _: None)
         assert done.total() == len(meant)
         assert set(done) <= {FoundIn.WAITING, FoundIn.SEGMENT}
         assert done[FoundIn.SEGMENT] > 0

@@ -141,7 +141,7 @@ async def test_a_held_row_that_cannot_be_deleted_is_not_published_again(database
         now = store.now_upper_ms()
         await store.hold(lane, [(parcel(now, body), JAPANESE) for body in (b"1", b"bad", b"2")])
         ids = [number for (number,) in await admin.fetch("SELECT id FROM held")]
-        await actions.retry_held(admin, ids, await audit_log.begin(admin, "test", "held retry", {}))
+        await actions.retry_held(admin, ids, {}, await audit_log.begin(admin, "test", "held retry", {}))
         await reject(admin, "DELETE OR UPDATE" if update else "DELETE", "held", "OLD.body = 'bad'")
         released: list[Due] = []
         while len(released) < 3:

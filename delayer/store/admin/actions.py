@@ -254,7 +254,7 @@ T = TypeVar("T")
 PORTION: Final = 1000
 
 Do = Callable[[Connection, Collection[int], Dues, int], Awaitable[dict[int, FoundIn]]]
-"""Cancel or move messages by id."""
+"""Cancel, move or retry messages by id."""
 
 
 @asynccontextmanager
@@ -295,15 +295,21 @@ async def whereabouts(connection: Connection, tokens: Sequence[Token]) -> dict[i
     return found | {one.entry.place.id: FoundIn.HELD for one in await held_messages.named(connection, ids)}
 
 
+async def waiting_pages(connection: Connection, wanted: Filter, test: Test | None) -> AsyncIterator[Dues]:
+    """All waiting messages of ``wanted``, page by page, each with its due time. Raises the driver's errors."""
+    async for page in waiting.pages(connection, wanted, test, PORTION):
+        yield {one.place.id: one.place.due_ms for one in page.messages}
+
+
 async def every(
-    connection: Connection, do: Do, wanted: Filter, test: Test | None, *, log_id: int, say: Callable[[int], None]
+    connection: Connection, do: Do, pages: AsyncIterable[Dues], *, log_id: int, say: Callable[[int], None]
 ) -> Counter[FoundIn]:
-    """Apply ``do`` to all waiting messages of ``wanted``; ``say`` gets running totals. Raises the driver's errors."""
+    """Apply ``do`` to the messages of all ``pages``; ``say`` gets running totals. Raises the driver's errors."""
     done: Counter[FoundIn] = Counter()
     # A message moved to a later instant turns up again in this loop.
     seen = IdBitset()
-    async for page in waiting.pages(connection, wanted, test, PORTION):
-        dues = {one.place.id: one.place.due_ms for one in page.messages if one.place.id not in seen}
+    async for page in pages:
+        dues = {number: due_ms for number, due_ms in page.items() if number not in seen}
         if dues:
             done.update((await do(connection, list(dues), dues, log_id)).values())
             say(met(done))
@@ -350,38 +356,19 @@ class IdBitset:
 # The pauses start over. If a circuit breaker is still open, the message is held again, and retried soon.
 _RETRY: Final = (
     "UPDATE held SET retry_at = greatest(due_at, statement_timestamp()), attempts = 1"
-    " WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE) RETURNING lane, retry_at"
+    " WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE) RETURNING id, lane, retry_at"
 )
 
 
-async def retry_held(connection: Connection, ids: Collection[int], log_id: int) -> int:
-    """Retry messages now, or when due. Returns their number. Waits for a message that is being released. Raises the
-    driver's errors; then nothing is changed."""
-    async with pool.transaction(connection):
-        rows = await connection.fetch(_RETRY, list(ids))
-        await audit_log.add(connection, log_id, len(rows))
-        await notify(connection, {}, soonest(rows))
-    return len(rows)
+async def retry_held(connection: Connection, ids: Collection[int], _: Dues, log_id: int) -> dict[int, FoundIn]:
+    """Retry held messages now, or when due. Returns where each was found. Waits for a message that is being released.
+    Raises the driver's errors; then nothing is changed."""
 
+    async def retry() -> dict[int, FoundIn]:
+        async with pool.transaction(connection):
+            rows = await connection.fetch(_RETRY, list(ids))
+            await audit_log.add(connection, log_id, len(rows))
+            await notify(connection, {}, soonest((lane, retry_ms) for _, lane, retry_ms in rows))
+        return dict.fromkeys(ids, FoundIn.NOWHERE) | {number: FoundIn.HELD for number, *_ in rows}
 
-async def change_held(connection: Connection, verb: str, dues: Dues, log_id: int) -> int:
-    """Retry or drop those of these messages that are still held. Returns their number. Raises the driver's errors."""
-    change = retry_held if verb == "retry" else drop_held
-    return await patiently(partial(change, connection, dues, log_id)) if dues else 0
-
-
-async def every_held(
-    connection: Connection, verb: str, pages: AsyncIterable[Dues], *, log_id: int, say: Callable[[int], None]
-) -> Counter[FoundIn]:
-    """Retry or drop the held messages of all ``pages``. ``say`` as in :func:`every`. Raises the driver's errors."""
-    done: Counter[FoundIn] = Counter()
-    async for dues in pages:
-        changed = await change_held(connection, verb, dues, log_id)
-        done.update({FoundIn.HELD: changed, FoundIn.NOWHERE: len(dues) - changed})
-        say(met(done))
-    return done
-
-
-async def drop_held(connection: Connection, dues: Dues, log_id: int) -> int:
-    """Cancel these messages. Returns their number, without those delivered since. Raises the driver's errors."""
-    return met(await cancel(connection, list(dues), dues, log_id))
+    return await patiently(retry)

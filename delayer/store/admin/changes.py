@@ -64,13 +64,11 @@ class StoredChange:
 
     async def count(self) -> ChangeResult:
         async with actions.acting(self.url, f"count for {self.verb}") as connection:
-            if self.verb in OF_HELD and self.names is not None:
-                return self._result(MATCHED, dict.fromkeys(await self._named_held(connection), FoundIn.HELD))
+            if self.names is not None:
+                return self._result(MATCHED, await actions.whereabouts(connection, await self._tokens(connection)))
             if self.verb in OF_HELD:
                 pages = held_messages.pages(connection, self.wanted, self.test)
                 return ChangeResult(MATCHED, sum([len(dues) async for dues in pages]))
-            if self.names is not None:
-                return self._result(MATCHED, await actions.whereabouts(connection, self._tokens))
             messages, broken = await waiting.count(connection, self.wanted, self.test)
         more = f"{broken} segments cannot be read and may hold more messages: see docs/backlog.md."
         return ChangeResult(MATCHED, messages, lines=[more] if broken else [])
@@ -82,28 +80,26 @@ class StoredChange:
         ``counted`` before. ``say`` gets the running total."""
         past, verb = PAST[self.verb], f"held {self.verb}" if self.verb in OF_HELD else self.verb
         async with actions.recorded(self.url, who, verb, self._asked) as (connection, log_id):
-            if self.verb in OF_HELD and self.names is not None:
-                dues = await self._named_held(connection)
-                done = await actions.change_held(connection, self.verb, dues, log_id)
-                result = self._result(past, dict.fromkeys(dues, FoundIn.HELD))
-                gone = [f"{len(dues) - done:,} were delivered or moved meanwhile."] if done < len(dues) else []
-                complete = result.complete and not gone
-                return result._replace(messages=done, lines=[*result.lines, *gone], complete=complete)
-            do = actions.cancel if self.when is None else partial(actions.reschedule, when=self.when)
+            do: actions.Do = actions.retry_held if self.verb == "retry" else actions.cancel
+            if self.when is not None:
+                do = partial(actions.reschedule, when=self.when)
             if self.names is not None:
-                return self._result(past, await actions.named(connection, do, self._tokens, log_id))
-            if self.verb in OF_HELD:
-                pages = held_messages.pages(connection, self.wanted, self.test)
-                found = await actions.every_held(connection, self.verb, pages, log_id=log_id, say=say)
-            else:
-                found = await actions.every(connection, do, self.wanted, self.test, log_id=log_id, say=say)
+                tokens = await self._tokens(connection)
+                return self._result(past, await actions.named(connection, do, tokens, log_id))
+            pages = held_messages.pages if self.verb in OF_HELD else actions.waiting_pages
+            messages = pages(connection, self.wanted, self.test)
+            found = await actions.every(connection, do, messages, log_id=log_id, say=say)
         changed = actions.met(found)
         matched, lines = actions.unmet(found, counted and counted.messages)
         return ChangeResult(past, changed, None if changed == matched else matched, lines)
 
-    @property
-    def _tokens(self) -> list[Token]:
-        return [token for token in (self.names or {}).values() if token is not None]
+    async def _tokens(self, connection: Connection) -> list[Token]:
+        """The messages named; without those that are not held, if ``verb`` is for held ones."""
+        tokens = [token for token in (self.names or {}).values() if token is not None]
+        if self.verb not in OF_HELD:
+            return tokens
+        dues = held_messages.dues_of(await held_messages.named(connection, [token.id for token in tokens]))
+        return [Token(number, due_ms) for number, due_ms in dues.items()]
 
     @property
     def _asked(self) -> dict[str, Any]:
@@ -117,10 +113,6 @@ class StoredChange:
         if self.when is not None:
             asked |= {"by_ms": self.when.by_ms} if self.when.at_ms is None else {"at_ms": self.when.at_ms}
         return asked
-
-    async def _named_held(self, connection: Connection) -> dict[int, int]:
-        """The held messages with these names, each with its due time."""
-        return held_messages.dues_of(await held_messages.named(connection, [token.id for token in self._tokens]))
 
     def _result(self, past: str, there: Mapping[int, FoundIn]) -> ChangeResult:
         found = {
