@@ -6,9 +6,9 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import structlog
 import uvloop
@@ -155,8 +155,6 @@ def _leaves(table: Table, at: str = "") -> dict[str, object]:
     return found
 
 
-T = TypeVar("T")
-
 STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -182,26 +180,18 @@ def run_daemon(load: Callable[[], Settings]) -> NoReturn:
     settings, spans = load(), spans_of(os.environ)
     logs.log_in_background()
     logs.configure(settings.log.format, settings.log.level)
+    loop, code = uvloop.new_event_loop(), 1
     try:
-        code = _run(settings, load, spans)
+        loop.run_until_complete(_serve(settings, load, spans))
+        code = 0
+    except (TopologyMismatch, SchemaOutdated, StoreUnfit) as wrong:
+        log.error("start refused", reason=str(wrong), next_step=wrong.advice or "delayer topology verify")
     except Exception:
         log.critical("failed", exc_info=True)
-        code = 1
     logs.finish()
-    # A normal exit waits for a stuck reader of stderr, and for name look-ups (10 s for a silent name server).
+    # Tasks that are left end here, as in a crash. A normal exit would wait for them, for a stuck reader of stderr, and
+    # for name look-ups (10 s for a silent name server).
     os._exit(code)
-
-
-def _run(settings: Settings, load: Callable[[], Settings], spans: Spans | None) -> int:
-    try:
-        run_loop(_serve(settings, load, spans))
-    except TopologyMismatch as wrong:
-        log.error("start refused", reason=str(wrong), next_step=wrong.advice or "delayer topology verify")
-        return 1
-    except (SchemaOutdated, StoreUnfit) as wrong:
-        log.error("start refused", reason=str(wrong), next_step=wrong.advice)
-        return 1
-    return 0
 
 
 def tune_gc(allocations: int = 200_000) -> None:
@@ -239,33 +229,3 @@ async def _serve(settings: Settings, load: Callable[[], Settings], spans: Spans 
             signal.signal(signum, signal.SIG_IGN)
         if spans is not None:
             await asyncio.to_thread(spans.flush)
-
-
-def run_loop(main: Coroutine[Any, Any, T], *, leave: float = 0.5) -> T:
-    """Run ``main`` in a new loop, and return its result.
-
-    Cancels tasks that ``main`` leaves behind, and gives them ``leave`` seconds; the rest end with the process.
-    asyncio's own runner waits without limit: a driver closing connections to a hanging server took five seconds. The
-    loop stays open, because closing it would wait for threads that resolve names.
-    """
-    loop = uvloop.new_event_loop()
-    try:
-        asyncio.set_event_loop(loop)
-        return loop.run_until_complete(main)
-    finally:
-        loop.run_until_complete(_cancel_leftover_tasks(leave))
-        asyncio.set_event_loop(None)
-
-
-async def _cancel_leftover_tasks(seconds: float) -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    done, left = await asyncio.wait(tasks, timeout=seconds) if tasks else (set(), set())
-    for task in done:
-        if not task.cancelled() and (failure := task.exception()) is not None:
-            log.error("part failed too", reason=repr(failure))
-    if left:
-        # Pending tasks are destroyed, and asyncio would report each of them again.
-        asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)
-        log.warning("tasks left behind", tasks=sorted(task.get_name() for task in left), after_seconds=seconds)

@@ -14,8 +14,8 @@ from delayer.retry import take_failures
 log = structlog.get_logger(__name__)
 
 GRACE: Final = 6.5
-"""Seconds for the parts to settle messages in flight after an order to stop. CUT_OFF, the closing (wiring.py), the end
-of the loop (app.py) and the log come on top; a stop takes at most ten."""
+"""Seconds for the parts to settle messages in flight after an order to stop. CUT_OFF, the closing (wiring.py) and the
+log come on top; a stop takes at most ten."""
 FIRST_SHARE: Final = 0.7
 """The share of GRACE after which the last parts stop even if others still run, and settle in the rest."""
 CUT_OFF: Final = 0.5

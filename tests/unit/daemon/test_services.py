@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -12,7 +10,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from delayer.core.backoff import LogThrottle, pause
-from delayer.daemon.app import run_loop
 from delayer.daemon.services import Part, ServiceGroup
 from delayer.retry import Backoff
 
@@ -201,41 +198,3 @@ async def stubborn() -> None:
             await asyncio.sleep(3600)
         except asyncio.CancelledError:
             continue
-
-
-async def polite(closings: list[str]) -> None:
-    try:
-        await asyncio.Event().wait()
-    finally:
-        await asyncio.sleep(0)
-        closings.append("bye")
-
-
-def test_remaining_tasks_are_cancelled() -> None:
-    closings: list[str] = []
-
-    async def main() -> asyncio.Task[None]:
-        task = asyncio.create_task(polite(closings))
-        await asyncio.sleep(0)
-        return task
-
-    with capture_logs() as events:
-        assert run_loop(main()).cancelled()
-    assert closings == ["bye"]
-    assert not events
-
-
-def test_a_task_that_ignores_its_cancellation_is_logged_and_abandoned(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> str:
-        asyncio.create_task(stubborn(), name="the stubborn one")  # noqa: RUF006  # no code may hold it
-        await asyncio.sleep(0)
-        return "done"
-
-    began = time.monotonic()
-    with capture_logs() as events, caplog.at_level(logging.ERROR):
-        assert run_loop(main(), leave=SHORT) == "done"
-    assert time.monotonic() - began < 100 * SHORT
-    (event,) = events
-    assert event["event"] == "tasks left behind"
-    assert event["tasks"] == ["the stubborn one"]
-    assert not caplog.records
