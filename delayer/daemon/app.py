@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -36,14 +37,14 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class Reload:
     """Runs reloads in turn; requests during a reload cause one more."""
 
-    def __init__(self, daemon: Daemon, load: Callable[[], Settings], notifier: Notifier) -> None:
-        self._daemon = daemon
-        self._load = load
-        self._notifier = notifier
-        self._requested = asyncio.Event()
+    daemon: Daemon
+    load: Callable[[], Settings]
+    notifier: Notifier
+    _requested: asyncio.Event = field(default_factory=asyncio.Event)
 
     def request(self) -> None:
         """Request a reload; safe in a signal handler of the loop."""
@@ -55,17 +56,17 @@ class Reload:
             await first_set(stopping, self._requested)
             if self._requested.is_set():
                 self._requested.clear()
-                self._notifier.reloading()
+                self.notifier.reloading()
                 refused = await self._reload()
-                mode = f"mode {self._daemon.settings.mode}"
+                mode = f"mode {self.daemon.settings.mode}"
                 # systemd has no notion of a failed reload, so report it in the status line.
-                self._notifier.reloaded(f"{mode}; the last reload was refused: {refused}" if refused else mode)
+                self.notifier.reloaded(f"{mode}; the last reload was refused: {refused}" if refused else mode)
 
     async def _reload(self) -> str:
         """Reload. Returns why it was refused, or ""."""
-        old = self._daemon.settings
+        old = self.daemon.settings
         try:
-            new = self._load()
+            new = self.load()
             wanted = live_part(old, new)
             self._daemon.live.add_routes(wanted)
             away = await self._make_ready(wanted)
@@ -74,7 +75,7 @@ class Reload:
             log.error("reload refused", reason=str(wrong))
             return str(wrong) or type(wrong).__name__
         logs.configure(wanted.log.format, wanted.log.level)
-        self._daemon.live.adopt(wanted)
+        self.daemon.live.adopt(wanted)
         keys, restart = changed(old, wanted), changed(wanted, new)
         if restart:
             log.warning("restart needed", keys=restart)
@@ -89,9 +90,9 @@ class Reload:
     async def _make_ready(self, wanted: Settings) -> list[str]:
         """Prepare the queues, exchanges and the store for new settings, before they apply. Returns why some could not
         be reached: the daemon's loops keep trying. Raises the errors that refuse a reload."""
-        store = self._daemon.store
+        store = self.daemon.store
         is_new = wanted.store_url is not None and not store.configured
-        steps: list[Callable[[], Awaitable[None]]] = [partial(self._daemon.declare, wanted)]
+        steps: list[Callable[[], Awaitable[None]]] = [partial(self.daemon.declare, wanted)]
         if is_new:
             # Try it first: lanes that meet an outdated schema stop the daemon, and a reload must not.
             steps.append(partial(_try_store, wanted))
@@ -104,7 +105,7 @@ class Reload:
             except (BrokerLost, StoreLost) as lost:
                 away.append(str(lost))
         if is_new:
-            self._daemon.start_store(wanted)
+            self.daemon.start_store(wanted)
         return away
 
 
@@ -149,8 +150,8 @@ def changed(old: Settings, new: Settings) -> list[str]:
 
 def _leaves(table: Table, at: str = "") -> dict[str, object]:
     found: dict[str, object] = {}
-    for name, field in type(table).model_fields.items():
-        key, value = at + (field.alias or name), getattr(table, name)
+    for name, one in type(table).model_fields.items():
+        key, value = at + (one.alias or name), getattr(table, name)
         found |= _leaves(value, f"{key}.") if isinstance(value, Table) else {key: value}
     return found
 

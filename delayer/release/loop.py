@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Final
@@ -41,19 +42,19 @@ it within 4 s, even over a slow line, before the server ends an idle transaction
 any size, but one claim of the process at a time takes a message that exceeds CLAIM_BYTES by a megabyte."""
 
 
+@dataclass(eq=False)
 class LaneRelease:
     """Releases one lane, with a task for each of its two claimers: one publishes and settles while the other claims."""
 
-    def __init__(
-        self, lane: Lane, publisher: Publisher, live: ReleaseSettings, *, heartbeat: Heartbeat, counters: Counters
-    ) -> None:
+    lane: Lane
+    publisher: Publisher
+    live: ReleaseSettings
+    heartbeat: Heartbeat
+    counters: Counters
+
+    def __post_init__(self) -> None:
         self._bucket: TokenBucket | None = None
-        self._live = live
-        self._lane = lane
-        self._publisher = publisher
-        self._beat = partial(heartbeat.beat, f"lane {lane.number}")
-        self._forget = partial(heartbeat.forget, f"lane {lane.number}")
-        self._counters = counters
+        self._beat = partial(self.heartbeat.beat, f"lane {self.lane.number}")
         self._turn = asyncio.Lock()
         self._confirmed: set[_Release] = set()  # Published, and not settled: the store failed.
         self._written = asyncio.Event()  # Set once the latest claim is written to the broker.
@@ -62,36 +63,36 @@ class LaneRelease:
     async def run(self, stopping: asyncio.Event, pause: Pause = pause) -> None:
         """Release until stopping is set, or the lane is lost or to be left; then close the lane. A task that lost the
         broker sleeps for ``pause`` before it claims again."""
-        tasks = {asyncio.create_task(self._run_claimer(claimer, stopping, pause)) for claimer in self._lane.claimers}
+        tasks = {asyncio.create_task(self._run_claimer(claimer, stopping, pause)) for claimer in self.lane.claimers}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            self._lane.leave()
+            self.lane.leave()
             await asyncio.wait(tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            self._forget()
+            self.heartbeat.forget(f"lane {self.lane.number}")
             failures = take_failures(tasks)
             try:
-                await self._lane.close()
+                await self.lane.close()
             finally:
-                if self._lane.route is None:  # Limited routes share a publisher.
-                    await self._publisher.close()
+                if self.lane.route is None:  # Limited routes share a publisher.
+                    await self.publisher.close()
         for failure in failures[:1]:  # The second task usually fails for the same reason.
-            if isinstance(failure, LaneLost) and self._lane.route is not None:
-                log.debug("lane lost", lane=self._lane.number, reason=str(failure))  # The store logs the reason once.
+            if isinstance(failure, LaneLost) and self.lane.route is not None:
+                log.debug("lane lost", lane=self.lane.number, reason=str(failure))  # The store logs the reason once.
             elif isinstance(failure, LaneLost):
-                log.warning("lane lost", lane=self._lane.number, reason=str(failure))
+                log.warning("lane lost", lane=self.lane.number, reason=str(failure))
             elif isinstance(failure, StoreLost):
-                log.warning("lane given up", lane=self._lane.number, reason=str(failure))
+                log.warning("lane given up", lane=self.lane.number, reason=str(failure))
         raise_first(failures, unless=(LaneLost, StoreLost))
 
     async def _run_claimer(self, claimer: Claimer, stopping: asyncio.Event, pause: Pause) -> None:
         """Claim, publish and settle with one claimer. The task that is claiming feeds the watchdog; publishing and
         settling have deadlines. Raises LaneLost, and a StoreLost without advice."""
-        retry, failed = Backoff(self._beat, stopping, self._lane.leaving, pause=pause), False
-        while not (self._lane.leaving.is_set() or stopping.is_set()):
+        retry, failed = Backoff(self._beat, stopping, self.lane.leaving, pause=pause), False
+        while not (self.lane.leaving.is_set() or stopping.is_set()):
             try:
                 async with self._turn:
                     if failed:
@@ -103,13 +104,13 @@ class LaneRelease:
                     written = self._written = asyncio.Event()
                 await self._publish_and_settle(claimer, rows, before, written)
             except BrokerLost as lost:
-                log.warning("release interrupted", lane=self._lane.number, reason=str(lost))
+                log.warning("release interrupted", lane=self.lane.number, reason=str(lost))
                 failed = True
             except StoreLost as lost:
                 if not lost.advice:
                     raise
                 # An operator has to act, and every process would meet the same: it keeps the lane, and tries again.
-                log.warning("release interrupted", lane=self._lane.number, reason=str(lost), next_step=lost.advice)
+                log.warning("release interrupted", lane=self.lane.number, reason=str(lost), next_step=lost.advice)
                 failed = True
             else:
                 failed = False
@@ -118,14 +119,14 @@ class LaneRelease:
 
     async def _next_claim(self, claimer: Claimer, retry: Backoff, stopping: asyncio.Event) -> list[Due]:
         """Wait for rows and claim them. An empty list means that this release is over. Raises LaneLost, StoreLost."""
-        while not (self._lane.leaving.is_set() or stopping.is_set()):
+        while not (self.lane.leaving.is_set() or stopping.is_set()):
             self._beat()
-            if not self._publisher.ready:
+            if not self.publisher.ready:
                 # A claim now would only keep a transaction open until its idle timeout.
                 await retry.wait(SLICE_SECONDS)
                 continue
-            if (seconds := self._lane.sleep_hint()) > 0:
-                await self._lane.wait(min(seconds, SLICE_SECONDS))
+            if (seconds := self.lane.sleep_hint()) > 0:
+                await self.lane.wait(min(seconds, SLICE_SECONDS))
                 continue
             if rows := await self._claim(claimer):
                 return rows
@@ -133,9 +134,9 @@ class LaneRelease:
 
     async def _claim(self, claimer: Claimer) -> list[Due]:
         """Claim rows, at most one per token of a limited route. Without a token, sleep and return none."""
-        limit = min(CLAIM_MESSAGES, self._publisher.batch_limit)
-        route, now = self._lane.route, time.monotonic()
-        rate = None if route is None else self._live.rates.get(route)
+        limit = min(CLAIM_MESSAGES, self.publisher.batch_limit)
+        route, now = self.lane.route, time.monotonic()
+        rate = None if route is None else self.live.rates.get(route)
         if rate is None:
             self._bucket = None
         elif self._bucket is None or self._bucket.rate != rate:
@@ -151,8 +152,8 @@ class LaneRelease:
             bucket.give_back(limit - len(rows))
             bucket.waited(time.monotonic() - now, time.monotonic())
         if rows:
-            self._counters.batch("claim", len(rows))
-            self._counters.took("claim", time.monotonic() - now)
+            self.counters.batch("claim", len(rows))
+            self.counters.took("claim", time.monotonic() - now)
         return rows
 
     async def _publish_and_settle(
@@ -164,12 +165,12 @@ class LaneRelease:
             if done:
                 rows = [row for row in rows if _release_of(row) not in self._confirmed]
             sendable, batch, held = self._prepare_batch(rows)
-            pace = Pace([row.due_ms for row in sendable], self._live.now_lower_ms, written.set)
+            pace = Pace([row.due_ms for row in sendable], self.live.now_lower_ms, written.set)
             await before.wait()
-            outcomes = [*await self._publisher.publish(batch, pace), *[Confirmed()] * len(done)]
+            outcomes = [*await self.publisher.publish(batch, pace), *[Confirmed()] * len(done)]
             sendable += done
             reach("release.published")
-            now_ms = self._live.now_lower_ms()
+            now_ms = self.live.now_lower_ms()
             released = [row for row, outcome in zip(sendable, outcomes, strict=True) if isinstance(outcome, Confirmed)]
             held += [(row, one) for row, one in zip(sendable, outcomes, strict=True) if not isinstance(one, Confirmed)]
             held = [(row, hold.after(row.hold)) for row, hold in held]
@@ -188,22 +189,22 @@ class LaneRelease:
             self._confirmed.update(map(_release_of, released))
             raise
         self._confirmed.difference_update(map(_release_of, done))
-        self._counters.took("settle", time.monotonic() - began)
+        self.counters.took("settle", time.monotonic() - began)
         messages = [("released", row.parcel.route, _due_ms(row)) for row in sendable]
-        self._counters.settled(messages, outcomes, pace, now_ms)
-        self._counters.sent(row.parcel.target for row in released)
+        self.counters.settled(messages, outcomes, pace, now_ms)
+        self.counters.sent(row.parcel.target for row in released)
         if held:
-            report_held([(row.id, row.parcel, hold, row.attempts) for row, hold in held], self._counters)
+            report_held([(row.id, row.parcel, hold, row.attempts) for row, hold in held], self.counters)
 
     def _prepare_batch(self, rows: Sequence[Due]) -> tuple[list[Due], list[Outgoing], list[tuple[Due, Hold]]]:
         """Split ``rows`` into those to publish, by due instant, with their messages, and those to hold right away."""
         sendable: list[Due] = []
         batch: list[Outgoing] = []
         held: list[tuple[Due, Hold]] = []
-        limits, now_ms = self._live.late_limits(), self._live.now_lower_ms()
+        limits, now_ms = self.live.late_limits(), self.live.now_lower_ms()
         for row in sorted(rows, key=attrgetter("due_ms")):
             late_hold = too_late(row.due_ms, now_ms, limits.get(row.parcel.route), row.hold) if limits else None
-            outgoing = late_hold or prepare_outgoing(row, self._publisher.max_properties)
+            outgoing = late_hold or prepare_outgoing(row, self.publisher.max_properties)
             if isinstance(outgoing, Hold):
                 held.append((row, outgoing))
             else:

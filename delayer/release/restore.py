@@ -9,6 +9,7 @@ when all daemons were down. It marks an unreadable segment and continues with th
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import Final
 
 import structlog
@@ -38,12 +39,12 @@ _BROKEN: Final = (
 )
 
 
+@dataclass(eq=False)
 class SegmentRestorer:
-    def __init__(self, segments: Segments, live: ReleaseSettings, counters: Counters) -> None:
-        self._segments = segments
-        self._live = live
-        self._counters = counters
-        self._throttle = LogThrottle()
+    segments: Segments
+    live: ReleaseSettings
+    counters: Counters
+    _throttle: LogThrottle = field(default_factory=LogThrottle)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Poll and restore until stopping is set. Raises only bugs."""
@@ -61,7 +62,7 @@ class SegmentRestorer:
         # The watchdog watches only the traffic, which continues without restores. Each statement here has a deadline.
         retry = Backoff(lambda: None, stopping)
         while not stopping.is_set():
-            await self._segments.wait_usable()
+            await self.segments.wait_usable()
             try:
                 seconds = await self.poll()
             except (StoreLost, MemoryError) as error:
@@ -82,20 +83,20 @@ class SegmentRestorer:
         """Restore the soonest segment if it is time. Returns the seconds until the next poll. Raises StoreLost."""
         running = asyncio.get_running_loop()
         began = running.time()
-        found = await self._segments.restore(self._live.restore_ahead_ms)
+        found = await self.segments.restore(self.live.restore_ahead_ms)
         took = running.time() - began
         match found:
             case None:
                 return POLL_SECONDS
             case Restored():
-                self._counters.restored += found.messages
+                self.counters.restored += found.messages
                 log.info("segment restored", **found._asdict(), seconds=round(took, 3))
-                now_ms = self._segments.now_upper_ms()
+                now_ms = self.segments.now_upper_ms()
                 urgent = now_ms is not None and found.first_due_ms < now_ms + URGENT_MS
                 return 0.0 if urgent else REST * took
             case Locked():
                 return LOOK_AGAIN_SECONDS
             case Broken():
-                self._counters.broken_segments += 1
+                self.counters.broken_segments += 1
                 log.error("segment broken", **found._asdict(), next_step=_BROKEN)
                 return 0.0

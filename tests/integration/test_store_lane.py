@@ -171,7 +171,7 @@ async def test_a_stepped_clock_moves_the_watermark_to_the_beginning(database: st
         await store.park(lane, [parcel(store.now_upper_ms() + 3_600_000, b"hidden")], [])
         await release_all(lane)
         await admin.execute("UPDATE message SET due_at = now() - interval '1 minute'")
-        lane._clock.observe(lane._clock.monotonic(), store.now_upper_ms() - 5_000_000.0, lane._clock.monotonic())
+        lane.clock.observe(lane.clock.monotonic(), store.now_upper_ms() - 5_000_000.0, lane.clock.monotonic())
         assert bodies(await claim_when_due(lane)) == [b"hidden"]
         await lane.claimers[0].give_up()
 

@@ -213,7 +213,7 @@ MUTANTS: Sequence[Mutant] = (
     *of(
         "delayer/store/lanes/lane.py",
         "tests/integration/test_store_mutants.py::test_the_next_owner_begins_no_later_than_the_stores_clock",
-        ("cursor-from-the-later-clock", "self._clock.now_lower_ms(), *starts", "self._clock.now_upper_ms(), *starts"),
+        ("cursor-from-the-later-clock", "self.clock.now_lower_ms(), *starts", "self.clock.now_upper_ms(), *starts"),
     ),
     *of(
         "delayer/store/lanes/lane.py",
@@ -231,7 +231,7 @@ MUTANTS: Sequence[Mutant] = (
         "delayer/release/loop.py",
         "tests/unit/release/test_loop.py",
         ("published-at-the-claim", "[row.due_ms for row in sendable]", "[0 for _ in sendable]"),
-        ("published-by-the-later-clock", "], self._live.now_lower_ms, written", "], self._live.now_upper_ms, written"),
+        ("published-by-the-later-clock", "], self.live.now_lower_ms, written", "], self.live.now_upper_ms, written"),
         ("next-claim-overtakes", "        await before.wait()\n", ""),
     ),
     *of(

@@ -54,14 +54,14 @@ Take = Callable[[Connection, int, int], Awaitable["Claim"]]
 class PostgresClaimer:
     """Implements release.ports.Claimer: one of the two connections of a lane, and the claim open on it."""
 
-    def __init__(self, lane: PostgresLane, session: LaneSession, clock: StoreClock) -> None:
+    def __init__(self, lane: PostgresLane, session: LaneSession) -> None:
         self.session = session
         self.opened: Claim | None = None
         self._has_session = False
         self._large: Take | None = None
         """Takes the next row, if it needs the turn for large rows."""
         self._lane = lane
-        self._clock = clock
+        self._clock = lane.clock
 
     async def claim(self, limit: int, max_bytes: int) -> list[Due]:
         lane = self._lane
@@ -292,36 +292,29 @@ class PostgresClaimer:
             raise
 
 
+@dataclass(eq=False)
 class PostgresLane:
-    """Implements release.ports.Lane. Created by locks.py."""
+    """Implements release.ports.Lane. Created by locks.py. ``unlock`` frees the lane and unshared connections. ``lock``:
+    the connection with its lock. ``pool``: for scans. ``release_seconds``: how long an open claim is kept from the idle
+    timeout."""
 
-    def __init__(
-        self,
-        number: int,
-        route: bytes | None,
-        epoch: int,
-        cursor: ReleaseCursor,
-        sessions: Sequence[LaneSession],
-        *,
-        unlock: Callable[[], Awaitable[None]],
-        lock: Connection,
-        clock: StoreClock,
-        pool: asyncpg.Pool,
-        release_seconds: float,
-        history: bool = False,
-    ) -> None:
-        """``unlock`` frees the lane and unshared connections. ``lock``: the connection with its lock. ``pool``: for
-        scans. ``release_seconds``: how long an open claim is kept from the idle timeout."""
-        self.number = number
-        self.route = route
-        self.epoch = epoch
-        self.claimers = [PostgresClaimer(self, session, clock) for session in sessions]
+    number: int
+    route: bytes | None
+    epoch: int
+    cursor: ReleaseCursor
+    sessions: Sequence[LaneSession]
+    unlock: Callable[[], Awaitable[None]]
+    lock: Connection
+    clock: StoreClock
+    pool: asyncpg.Pool
+    release_seconds: float
+    history: bool = False
+
+    def __post_init__(self) -> None:
+        self.claimers = [PostgresClaimer(self, session) for session in self.sessions]
         # A claim that waits for an instant would block other limited routes from the shared session.
-        self.window_ms = WINDOW_MS if route is None else 0
-        self.cursor = cursor
-        self.skipped = SkippedRows(number, clock)
-        self.release_seconds = release_seconds
-        self.history = history
+        self.window_ms = WINDOW_MS if self.route is None else 0
+        self.skipped = SkippedRows(self.number, self.clock)
         self.closed = False
         self.leaving = asyncio.Event()
         self.ended = asyncio.Event()
@@ -331,17 +324,14 @@ class PostgresLane:
         self.advanced_at = -math.inf
         """When it last settled a claim, in monotonic seconds."""
         self._busy_since: float | None = None
-        self._clock = clock
-        self._pool = pool
         self._closing = asyncio.Event()
         self._last_watermark: int | None = None
-        self._watermark_at = clock.monotonic()
-        self._unlock = unlock
-        self._connections = {lock, *(session.connection for session in sessions)}
+        self._watermark_at = self.clock.monotonic()
+        self._connections = {self.lock, *(session.connection for session in self.sessions)}
         for connection in self._connections:
             connection.add_termination_listener(self._wake)
-        self._keeper = asyncio.create_task(self._keep(), name=f"lane {number}: keep")
-        self._scanner = asyncio.create_task(self._scan_on(), name=f"lane {number}: scan")
+        self._keeper = asyncio.create_task(self._keep(), name=f"lane {self.number}: keep")
+        self._scanner = asyncio.create_task(self._scan_on(), name=f"lane {self.number}: scan")
 
     @property
     def owned(self) -> bool:
@@ -367,18 +357,18 @@ class PostgresLane:
     def watermark(self) -> int:
         """A due instant before which the lane has no rows, even if all its open claims are rolled back."""
         starts = [claimer.opened.start[0] for claimer in self.claimers if claimer.opened is not None]
-        return min(self.cursor.place[0], self._clock.now_lower_ms(), *starts)
+        return min(self.cursor.place[0], self.clock.now_lower_ms(), *starts)
 
     @property
     def behind(self) -> bool:
         """Whether the lane has had due rows for BEHIND_SECONDS without a break. A limited route may cause this, too."""
-        return self._busy_since is not None and self._clock.monotonic() - self._busy_since > BEHIND_SECONDS
+        return self._busy_since is not None and self.clock.monotonic() - self._busy_since > BEHIND_SECONDS
 
     @property
     def stuck(self) -> bool:
         """Whether the lane has had due rows for STUCK_SECONDS and settled no claim."""
         busy = self._busy_since
-        return busy is not None and self._clock.monotonic() - max(busy, self.advanced_at) > STUCK_SECONDS
+        return busy is not None and self.clock.monotonic() - max(busy, self.advanced_at) > STUCK_SECONDS
 
     def leave(self) -> None:
         self.leaving.set()
@@ -391,16 +381,16 @@ class PostgresLane:
     def sleep_hint(self) -> float:
         self.check_owned("look for the next claim")
         self.cursor.forget_after_step()
-        seconds = 0.0 if self.cursor.more else max(self._clock.seconds_until(self.cursor.wake_ms()), 0.0)
-        self._busy_since = None if seconds else self._busy_since or self._clock.monotonic()
+        seconds = 0.0 if self.cursor.more else max(self.clock.seconds_until(self.cursor.wake_ms()), 0.0)
+        self._busy_since = None if seconds else self._busy_since or self.clock.monotonic()
         return min(seconds, LONGEST_SLEEP)
 
     async def wait(self, seconds: float) -> None:
         """Return early if the lane is lost or to be left, or if a clock step makes ``seconds`` wrong."""
-        deadline = self._clock.monotonic() + seconds
+        deadline = self.clock.monotonic() + seconds
         while self.owned and not self.leaving.is_set() and not self.cursor.clock_stepped:
             self.cursor.woken.clear()
-            left = min(deadline - self._clock.monotonic(), self._clock.seconds_until(self.cursor.wake_ms()))
+            left = min(deadline - self.clock.monotonic(), self.clock.seconds_until(self.cursor.wake_ms()))
             if left <= 0.0:
                 return
             # Some event loops round a timeout down to milliseconds, and waking early costs an empty claim.
@@ -424,7 +414,7 @@ class PostgresLane:
         self.closed = True
         for connection in self._connections:
             connection.remove_termination_listener(self._wake)
-        await self._unlock()
+        await self.unlock()
         self.ended.set()
         self.on_end()
 
@@ -443,7 +433,7 @@ class PostgresLane:
 
     async def _write_watermark(self, *, at_once: bool = False) -> None:
         """Save the watermark for the next owner; skip it for now if a claim is open or a park has the row locked."""
-        now, watermark = self._clock.monotonic(), self.watermark
+        now, watermark = self.clock.monotonic(), self.watermark
         first = self.claimers[0]
         if not at_once and (now < self._watermark_at + WATERMARK_SECONDS or self._last_watermark == watermark):
             return
@@ -470,9 +460,9 @@ class PostgresLane:
     async def scan(self) -> None:
         """Find unannounced rows: written by hand, by another tool, or by a commit in doubt. A pooled connection reads
         them, because it reads dead entries too, at about 4 us each. Raises StoreLost, the driver's errors."""
-        watermark, horizon_ms = self.watermark, self._clock.now_upper_ms() + HORIZON_MS
+        watermark, horizon_ms = self.watermark, self.clock.now_upper_ms() + HORIZON_MS
         where = self.number, pool.BEGINNING_MS, 0, horizon_ms, self.skipped.ids
-        async with pool.borrowed(self._pool) as connection:
+        async with pool.borrowed(self.pool) as connection:
             first_ms = await connection.fetchval(statements.NEXT_DUE, *where)
             retry_ms = await connection.fetchval(statements.NEXT_RETRY, self.number)
         self.cursor.scanned(watermark, first_ms, retry_ms)

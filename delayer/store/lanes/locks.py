@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -68,30 +69,21 @@ def application_of(lane: int) -> str:
     return f"delayer lane {lane}"
 
 
+@dataclass(eq=False)
 class LaneLocks:
-    """Queries and acquires lanes for one process."""
+    """Queries and acquires lanes for one process. ``idle``: seconds after which the server ends a silent connection of
+    a lane or the presence, even in a transaction. ``releasing``: how long a release is exempt from that."""
 
-    def __init__(
-        self,
-        url: Callable[[], str],
-        pool: asyncpg.Pool,
-        clock: StoreClock,
-        *,
-        owner: str,
-        idle: float,
-        releasing: float,
-        history: bool = False,
-        server: SameServer | None = None,
-    ) -> None:
-        """``idle``: seconds after which the server ends a silent connection of a lane or the presence, even in a
-        transaction. ``releasing``: how long a release is exempt from that."""
-        self._url = url
-        self._server = server or SameServer()
-        self._pool = pool
-        self._clock = clock
-        self._owner = owner
-        self._releasing = releasing
-        self._history = history
+    url: Callable[[], str]
+    pool: asyncpg.Pool
+    clock: StoreClock
+    owner: str
+    idle: float
+    releasing: float
+    history: bool = False
+    server: SameServer = field(default_factory=SameServer)
+
+    def __post_init__(self) -> None:
         self.routes: Mapping[bytes, int] = {}
         """The lane of each limited route, by the last look."""
         self._presence: Connection | None = None
@@ -99,10 +91,10 @@ class LaneLocks:
         self._large_turn = asyncio.Lock()
         self._pid = 0
         self._limited: list[LaneSession] = []
-        self._idle_seconds = idle
-        self._idle = {"idle_session_timeout": f"{idle * 1000:.0f}ms", "tcp_user_timeout": f"{idle * 1000:.0f}ms"}
-        self._lane_settings = self._idle | {
-            "idle_in_transaction_session_timeout": f"{idle * 1000:.0f}ms",
+        idle = f"{self.idle * 1000:.0f}ms"
+        self._presence_settings = {"idle_session_timeout": idle, "tcp_user_timeout": idle}
+        self._lane_settings = self._presence_settings | {
+            "idle_in_transaction_session_timeout": idle,
             # The claim's plan must be an index range and a join by place, even with wrong statistics of a partition
             # that was just filled. A wrong plan took 122 ms per claim instead of 4.
             "enable_seqscan": "off",
@@ -115,13 +107,13 @@ class LaneLocks:
         """Query lanes and live processes, ending sessions of parks that were silent for ``frozen_seconds``. The first
         call makes this process present. Raises StoreLost."""
         if self._presence is None or self._presence.is_closed():
-            self._presence, self._pid = await self._connect("delayer presence", self._idle), 0
+            self._presence, self._pid = await self._connect("delayer presence", self._presence_settings), 0
         try:
             async with self._turn:
                 with translated("look at lanes"):
                     if not self._pid:
                         self._pid = await self._presence.fetchval(_PRESENCE, column=1)
-                    await self._presence.execute(_END_FROZEN, self._idle_seconds, frozen_seconds, timeout=LOOK_TIMEOUT)
+                    await self._presence.execute(_END_FROZEN, self.idle, frozen_seconds, timeout=LOOK_TIMEOUT)
                     rows = await self._presence.fetch(statements.LOOK, timeout=LOOK_TIMEOUT)
         except BaseException:
             self.leave()
@@ -157,7 +149,7 @@ class LaneLocks:
                     if not await lock.fetchval(_LOCK, number):
                         lane = None
                     else:
-                        cursor = ReleaseCursor(self._clock)
+                        cursor = ReleaseCursor(self.clock)
                         # Listen before reading, so that each row added by others from now on is notified or seen.
                         await listen(lock, number, cursor.notified)
                         await self._open_session(application_of(number), sessions)
@@ -188,7 +180,7 @@ class LaneLocks:
             async with self._turn:
                 with translated("take lanes of limited routes"):
                     rows = await presence.fetch(_LOCK_EACH, numbers)
-                    cursors = {number: ReleaseCursor(self._clock, lead_ms=0) for number, locked in rows if locked}
+                    cursors = {number: ReleaseCursor(self.clock, lead_ms=0) for number, locked in rows if locked}
                     for number, cursor in cursors.items():
                         forget[number] = await listen(presence, number, cursor.notified)
                     return await self._begin(presence, cursors, placed)
@@ -204,8 +196,8 @@ class LaneLocks:
     ) -> list[PostgresLane]:
         """Begin the lanes locked by ``lock``, each with its sessions. Raises the driver's errors."""
         # Waits for parks under way in the old epoch. When it returns, all of them are visible.
-        taken = await lock.fetch(_TAKE, list(cursors), self._owner)
-        await pool.sample(lock, self._clock)
+        taken = await lock.fetch(_TAKE, list(cursors), self.owner)
+        await pool.sample(lock, self.clock)
         retries = dict(await lock.fetch(_RETRIES, list(cursors)))
         lanes = []
         for number, epoch, watermark, route in taken:
@@ -220,10 +212,10 @@ class LaneLocks:
                     sessions,
                     unlock=unlock,
                     lock=lock,
-                    clock=self._clock,
-                    pool=self._pool,
-                    release_seconds=self._releasing,
-                    history=self._history,
+                    clock=self.clock,
+                    pool=self.pool,
+                    release_seconds=self.releasing,
+                    history=self.history,
                 )
             )
         return lanes
@@ -231,14 +223,14 @@ class LaneLocks:
     async def _open_session(self, application: str, sessions: list[LaneSession]) -> Connection:
         """Open a session and add it to ``sessions``. Raises StoreLost."""
         connection = await self._connect(application, self._lane_settings)
-        sessions.append(LaneSession(connection, self._clock, application, self._large_turn))
+        sessions.append(LaneSession(connection, self.clock, application, self._large_turn))
         return connection
 
     async def _connect(self, application: str, more: Mapping[str, str]) -> Connection:
         """Raises StoreLost."""
         with pool.reopening():
-            connection = await pool.connect(self._url(), application, more)
-            await self._server.check(connection)
+            connection = await pool.connect(self.url(), application, more)
+            await self.server.check(connection)
             return connection
 
     async def _unlock(self, presence: Connection, number: int, forget: Unlock) -> None:
@@ -260,6 +252,6 @@ class LaneLocks:
     async def add_routes(self, routes: Collection[bytes]) -> None:
         """Create lanes for limited routes that have none. Raises StoreLost."""
         with translated("make lanes of routes"):
-            async with pool.borrowed(self._pool) as connection:
+            async with pool.borrowed(self.pool) as connection:
                 for route in sorted(routes):
                     await connection.execute(ADD, route)
