@@ -138,7 +138,7 @@ async def _export(url: str, target: Dataset, say: Say, *, bodies: bool) -> Done:
             of = sum(dataset.messages_of(path.name) for path in wanted.values())
             for day in sorted({partition.day for partition in wanted}):
                 with suppress(BrokenSegments):
-                    async for portion in exporting.read(connection, _due_on(day), None, bodies=bodies):
+                    async for portion in exporting.read(connection, _due_on(day), bodies=bodies):
                         with dataset.writing():
                             for one in portion:
                                 writer.add(one.place.due_ms // DAY_MS, one)

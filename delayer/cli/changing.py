@@ -13,7 +13,6 @@ from delayer.cli.list import say_native
 from delayer.cli.options import agreed, messages_of, request_of, selected, store_url, whoami
 from delayer.cli.output import note, note_no_match, print_json, progress
 from delayer.config.texts import target_text
-from delayer.format import reading
 from delayer.store.admin.actions import NewDue
 from delayer.store.admin.changes import OF_HELD, ChangeResult, StoredChange
 
@@ -82,7 +81,7 @@ def change_stored(
     url = store_url(settings)
     say_native(settings)
     tokens = messages_of(url, names) if names else None
-    change = StoredChange(url, verb, wanted, reading.properties_test(wanted), tokens, when)
+    change = StoredChange(url, verb, wanted, tokens, when)
     noun, target = "held messages" if verb in OF_HELD else "messages", "" if when is None else target_text(*when)
     options = {"everything": everything, "dry_run": dry_run, "yes": yes, "as_json": as_json}
     carry_out(context, change, f"{verb.capitalize()} {{}} {noun}{target}?", named=bool(names), **options)

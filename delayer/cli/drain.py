@@ -209,7 +209,7 @@ async def _portions_out(
     longest = publisher.max_properties - ROOM
     now_ms = await connection.fetchval("SELECT now()")
     wanted = Filter(due_from_ms=now_ms + MARGIN_MS)
-    async for page in waiting.pages(connection, wanted, None, PORTION):
+    async for page in waiting.pages(connection, wanted, PORTION):
         places = [one.place for one in page.messages if one.place.segment is None]
         async with draining.taken(connection, places, log_id, longest, keys_too=keys_too) as rows:
             await _publish(connection, rows.sound, publisher, settings)

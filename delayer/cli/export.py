@@ -16,7 +16,7 @@ from delayer.cli.errors import CommandFailed, Misused, OutOfReach
 from delayer.cli.options import filter_of, filter_options, request_of, store_url
 from delayer.cli.output import note
 from delayer.core.filters import Filter
-from delayer.format import lines, reading
+from delayer.format import lines
 from delayer.format.lines import Line
 from delayer.store import held_messages
 from delayer.store.admin import exporting
@@ -86,7 +86,7 @@ async def _write(url: str, wanted: Filter, out: IO[bytes], *, with_held: bool) -
     broken = None
     async with exporting.snapshot(url) as connection:
         try:
-            async for messages in exporting.read(connection, wanted, reading.properties_test(wanted)):
+            async for messages in exporting.read(connection, wanted):
                 for one in messages:
                     _append(out, lines.write(Line(one.parcel(), one.checksum)))
                 count += len(messages)

@@ -58,12 +58,9 @@ def list_(context: click.Context, /, *, limit: int, after: Token | None, as_json
       delayer held list --json | jq -r '.messages[].held.reason' | sort | uniq -c
     """
     wanted = filter_of(given)
-    test = reading.properties_test(wanted)
     url = store_url(request_of(context).settings())
     begin = 0 if after is None else after.id
-    page = ask_store(
-        url, "list held messages", lambda connection: held_messages.find(connection, wanted, test, limit, begin)
-    )
+    page = ask_store(url, "list held messages", lambda connection: held_messages.find(connection, wanted, limit, begin))
     onward = None if page.after is None else str(Token(page.after))
     if as_json:
         print_json({"messages": list(map(for_programs.held, page.messages)), "after": onward, "bounded": page.bounded})

@@ -89,7 +89,7 @@ def list_(
         if tokens:
             messages, broken = await waiting.named(connection, [one for one in tokens.values() if one is not None])
             return FoundPage(messages, None, bounded=False, broken=broken)
-        return await waiting.find(connection, wanted, reading.properties_test(wanted), limit, after or BEGINNING)
+        return await waiting.find(connection, wanted, limit, after or BEGINNING)
 
     found = ask_store(url, "list", look)
     there = {one.place.id for one in found.messages}

@@ -30,7 +30,6 @@ from delayer.core.filters import Filter, Token, read_token
 from delayer.core.hold import HoldKind
 from delayer.core.message import raw
 from delayer.core.secret import SecretUrl
-from delayer.format.reading import message_id
 from delayer.store import waiting
 from delayer.store.session import looking
 
@@ -149,9 +148,7 @@ def messages_of(url: str, names: Sequence[str]) -> dict[str, Token | None]:
         with suppress(ValueError):
             found[name] = read_token(name)
     if others := {raw(name): name for name, token in found.items() if token is None}:
-        there = ask_store(
-            url, "find", lambda connection: waiting.called(connection, list(others), message_id, packed=True)
-        )
+        there = ask_store(url, "find", lambda connection: waiting.called(connection, list(others), packed=True))
         for text, tokens in there.items():
             if len(tokens) > 1:
                 several = ", ".join(map(str, tokens))

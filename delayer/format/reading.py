@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from delayer.amqp.errors import MalformedProperties, MalformedTable
@@ -116,25 +116,19 @@ def message_id(raw: bytes) -> bytes | None:
         return None
 
 
-def properties_test(wanted: Filter) -> Callable[[bytes], bool] | None:
-    """Build a test of ``message_id`` and headers, the first of each name, as text; None if ``wanted`` has neither."""
-    needed = [name for name, _ in wanted.headers] + ([] if wanted.message_id is None else [wanted.message_id])
-    if not needed:
-        return None
-
-    def matches(raw: bytes) -> bool:
-        if not all(one in raw for one in needed):
-            return False
-        try:
-            found = Properties.parse(raw)
-            return wanted.message_id in (None, found.short("message_id")) and all(
-                (field := found.get(name)) is not None and _as_text(field.value) == value
-                for name, value in wanted.headers
-            )
-        except (MalformedProperties, MalformedTable):
-            return False
-
-    return matches
+def has_properties(raw: bytes, wanted: Filter) -> bool:
+    """Whether a message's properties have the message_id and headers of ``wanted``: the first of each name, as text."""
+    if wanted.message_id is None and not wanted.headers:
+        return True
+    if not all(name in raw for name, _ in wanted.headers) or (wanted.message_id or b"") not in raw:
+        return False
+    try:
+        found = Properties.parse(raw)
+        return wanted.message_id in (None, found.short("message_id")) and all(
+            (field := found.get(name)) is not None and _as_text(field.value) == value for name, value in wanted.headers
+        )
+    except (MalformedProperties, MalformedTable):
+        return False
 
 
 def _as_text(value: Any) -> str:

@@ -106,7 +106,7 @@ class Actions:
                 return await self._ask_about_ids(request, verb, form, await self._told(list(names.values())[:SHOWN]))
             return await StoredChange(url, verb, Filter(), names=names, when=when).carry_out(who)
         search = forms.meant(form, host_ms(), fields)
-        change = StoredChange(url, verb, search.wanted, reading.properties_test(search.wanted), when=when)
+        change = StoredChange(url, verb, search.wanted, when=when)
         if _confirmed(request, form):
             shown = form.get("counted", [""])[0].strip()
             return await change.carry_out(who, ChangeResult(MATCHED, int(shown)) if shown.isdecimal() else None)

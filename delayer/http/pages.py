@@ -53,7 +53,7 @@ async def _named(connection: Any, text: str) -> Token | None:
     with suppress(ValueError):
         return read_token(text)
     name = raw(text)
-    (tokens,) = (await waiting.called(connection, [name], reading.message_id, packed=False)).values()
+    (tokens,) = (await waiting.called(connection, [name], packed=False)).values()
     return tokens[0] if len(tokens) == 1 else None
 
 
@@ -208,7 +208,7 @@ class Pages:
         wanted, after, path = form.wanted, forms.place(trail.after) or waiting.BEGINNING, request.url.path
         limit = ROWS if wanted.everything or by_program(request) else MOST_COUNTED
         async with looking(self.answers.view.url, "list") as connection:
-            found = await waiting.find(connection, wanted, reading.properties_test(wanted), limit, after)
+            found = await waiting.find(connection, wanted, limit, after)
         rows = found.messages[:ROWS]
         full = len(rows) == ROWS
         end = rows[-1].place[:2] if len(found.messages) > ROWS else found.after
@@ -284,9 +284,8 @@ class Pages:
         forms.once([name for name, _ in query.multi_items() if name != "id"])
         form, trail = forms.searched(query, recent.host_ms(), forms.HELD_FIELDS), forms.Trail.of(query)
         after = forms.token(trail.after).id if trail.after else 0
-        test = reading.properties_test(form.wanted)
         async with looking(self.answers.view.url, "list held messages") as connection:
-            page = await held_messages.find(connection, form.wanted, test, ROWS, after)
+            page = await held_messages.find(connection, form.wanted, ROWS, after)
             grouped = not (form.given or after or by_program(request))
             groups = await held_messages.groups(connection) if grouped else []
         full = len(page.messages) == ROWS and not by_program(request)

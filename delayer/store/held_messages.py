@@ -11,7 +11,7 @@ from asyncpg import Connection
 from delayer.core.filters import Filter
 from delayer.core.hold import Hold
 from delayer.format.rows import read_hold
-from delayer.store.waiting import BEGINNING_OF_BODY, COLUMNS, NO_BODY, Entry, Test, entry_of, meant
+from delayer.store.waiting import BEGINNING_OF_BODY, COLUMNS, NO_BODY, Entry, entry_of, meant
 
 AT_ONCE: Final = 1000
 _STATE: Final = "kind, reason, may_be_delivered, isolated, attempts, held_at, retry_at"
@@ -55,9 +55,7 @@ def _held_of(row: asyncpg.Record) -> HeldEntry:
     return HeldEntry(entry_of(row), HeldState(*row[15:22]))
 
 
-async def find(
-    connection: Connection, wanted: Filter, test: Test | None, limit: int, after: int = 0, *, scan: int = 20_000
-) -> HeldPage:
+async def find(connection: Connection, wanted: Filter, limit: int, after: int = 0, *, scan: int = 20_000) -> HeldPage:
     """The next ``limit`` held messages of ``wanted`` by arrival; reads at most ``scan``. Raises the driver's errors."""
     found: list[HeldEntry] = []
     read = 0
@@ -66,7 +64,7 @@ async def find(
         for row in rows:
             after = row["id"]
             one = _held_of(row)
-            if wanted.kind in (None, one.held.kind) and meant(one.entry, wanted, test):
+            if wanted.kind in (None, one.held.kind) and meant(one.entry, wanted):
                 found.append(one)
             if len(found) == limit:
                 return HeldPage(found, after, bounded=False)
@@ -86,11 +84,11 @@ def dues_of(messages: Sequence[HeldEntry]) -> dict[int, int]:
     return {one.entry.place.id: one.entry.place.due_ms for one in messages}
 
 
-async def pages(connection: Connection, wanted: Filter, test: Test | None) -> AsyncIterator[dict[int, int]]:
+async def pages(connection: Connection, wanted: Filter) -> AsyncIterator[dict[int, int]]:
     """All held messages of ``wanted``, page by page, each with its due time. Raises the driver's errors."""
     after: int | None = 0
     while after is not None:
-        page = await find(connection, wanted, test, AT_ONCE, after)
+        page = await find(connection, wanted, AT_ONCE, after)
         yield dues_of(page.messages)
         after = page.after
 

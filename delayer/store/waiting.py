@@ -9,7 +9,7 @@ the page reads on to find them, up to a bound. A page that ends early says so, a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from itertools import repeat
 from typing import Any, Final, NamedTuple
 
@@ -21,14 +21,13 @@ from delayer.core.filters import MAX_ID, OWN, Filter, Token
 from delayer.core.message import Parcel, Target
 from delayer.core.segment import SegmentBroken
 from delayer.core.units import DAY_MS
+from delayer.format.reading import has_properties, message_id
 from delayer.format.rows import FORMAT, checksum
 from delayer.store import pool
 from delayer.store.rows.places import AT_PLACES, Place, Places, find_rows
 from delayer.store.segments import catalog
 from delayer.store.session import LONG_SECONDS
 
-Test = Callable[[bytes], bool]
-"""Whether a message matches, by its properties, which SQL cannot read."""
 Position = tuple[int, int]
 """A due instant in microseconds and an id, where a page begins or ends."""
 BEGINNING: Final[Position] = (-(1 << 53), -1)
@@ -135,22 +134,21 @@ class CountedMessages(NamedTuple):
 async def find(
     connection: Connection,
     wanted: Filter,
-    test: Test | None,
     limit: int,
     after: Position = BEGINNING,
     *,
     scan: int = SCAN,
     bodies: bool = False,
 ) -> FoundPage:
-    """The next ``limit`` messages of ``wanted`` after ``after``, on one snapshot. ``test`` checks the headers and
-    message_id of ``wanted``. ``scan``: maximum rows to read. ``bodies``: whether to read the bodies of messages in
-    segments, which are unpacked anyway. Raises the driver's errors."""
+    """The next ``limit`` messages of ``wanted`` after ``after``, on one snapshot. ``scan``: maximum rows to read.
+    ``bodies``: whether to read the bodies of messages in segments, which are unpacked anyway. Raises the driver's
+    errors."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         if wanted.key is not None:
-            return await _find_keyed(connection, wanted, test, after)
-        rows, end_of_rows = await _in_rows(connection, wanted, test, limit=limit, after=after, scan=scan)
+            return await _find_keyed(connection, wanted, after)
+        rows, end_of_rows = await _in_rows(connection, wanted, limit=limit, after=after, scan=scan)
         packed, end_of_segments, broken = await _in_segments(
-            connection, wanted, test, limit=limit, after=after, end=end_of_rows, bodies=bodies
+            connection, wanted, limit=limit, after=after, end=end_of_rows, bodies=bodies
         )
     end = min((one for one in (end_of_rows, end_of_segments) if one is not None), default=None)
     sure = [one for one in sorted([*rows, *packed]) if end is None or one.place[:2] <= end]
@@ -161,12 +159,12 @@ async def find(
 
 
 async def pages(
-    connection: Connection, wanted: Filter, test: Test | None, limit: int, *, bodies: bool = False
+    connection: Connection, wanted: Filter, limit: int, *, bodies: bool = False
 ) -> AsyncIterator[FoundPage]:
     """All that :func:`find` finds, page by page, each in its own transaction. Raises the driver's errors."""
     after: Position | None = BEGINNING
     while after is not None:
-        found = await find(connection, wanted, test, limit, after, scan=10 * SCAN, bodies=bodies)
+        found = await find(connection, wanted, limit, after, scan=10 * SCAN, bodies=bodies)
         yield found
         after = found.after
 
@@ -179,7 +177,7 @@ async def with_bodies(connection: Connection, messages: Sequence[Entry]) -> list
 
 
 async def _in_rows(
-    connection: Connection, wanted: Filter, test: Test | None, *, limit: int, after: Position, scan: int
+    connection: Connection, wanted: Filter, *, limit: int, after: Position, scan: int
 ) -> tuple[list[Entry], Position | None]:
     """The first matching rows after ``after``, more than ``limit`` if there are that many. Also the position up to
     which these are complete; None if it read to the end. Reads windows of one day ahead, then two, then four, because a
@@ -204,7 +202,7 @@ async def _in_rows(
         end = min(((row["due_us"], row["id"]) for row in lasts if row["read"] == most), default=None)
         messages = [entry_of(row) for row in rows if row["meant"]]
         found += [
-            one for one in messages if (end is None or one.place[:2] <= end) and (test is None or test(one.properties))
+            one for one in messages if (end is None or one.place[:2] <= end) and has_properties(one.properties, wanted)
         ]
         each *= 4
         if wanted.narrow:
@@ -225,14 +223,7 @@ def _conditions(wanted: Filter, first: int) -> tuple[str, list[bytes]]:
 
 
 async def _in_segments(
-    connection: Connection,
-    wanted: Filter,
-    test: Test | None,
-    *,
-    limit: int,
-    after: Position,
-    end: Position | None,
-    bodies: bool,
+    connection: Connection, wanted: Filter, *, limit: int, after: Position, end: Position | None, bodies: bool
 ) -> tuple[list[Entry], Position | None, list[int]]:
     """The first ``limit`` matching messages in segments between two positions; the position up to which segments were
     read, None for all; and unreadable segments. Keeps ``limit`` messages and one segment in memory."""
@@ -253,7 +244,7 @@ async def _in_segments(
         if unpacked is None:
             broken.append(segment)
             continue
-        found += [one for one in unpacked if one.place[:2] > after and meant(one, wanted, test)]
+        found += [one for one in unpacked if one.place[:2] > after and meant(one, wanted)]
         if len(found) > limit:
             found = sorted(found)[:limit]
             last = found[-1].place[:2]
@@ -294,18 +285,18 @@ def _entries_in(table: Any, lane: int, segment: int, *, bodies: bool) -> list[En
     return list(map(Entry, places, parked_ms, *(columns[name] for name in Entry._fields[2:])))
 
 
-async def _find_keyed(connection: Connection, wanted: Filter, test: Test | None, after: Position) -> FoundPage:
+async def _find_keyed(connection: Connection, wanted: Filter, after: Position) -> FoundPage:
     row = await connection.fetchrow("SELECT id, due_at FROM message_key WHERE key = $1", wanted.key)
     found, broken = await named(connection, [] if row is None else [Token(*row)])
-    matching = [one for one in found if one.place[:2] > after and meant(one, wanted, test)]
+    matching = [one for one in found if one.place[:2] > after and meant(one, wanted)]
     return FoundPage(matching, None, bounded=False, broken=broken)
 
 
-def meant(entry: Entry, wanted: Filter, test: Test | None) -> bool:
+def meant(entry: Entry, wanted: Filter) -> bool:
     """Whether the message matches ``wanted``. Pure."""
     asked = ((wanted.route, entry.route), (wanted.to_exchange, entry.to_exchange), (wanted.to_key, entry.to_key))
     same = all(want is None or want == found for want, found in (*asked, (wanted.key, entry.key)))
-    return same and wanted.in_range(entry.place.due_ms) and (test is None or test(entry.properties))
+    return same and wanted.in_range(entry.place.due_ms) and has_properties(entry.properties, wanted)
 
 
 def entry_of(row: asyncpg.Record) -> Entry:
@@ -333,11 +324,9 @@ async def named(
     return sorted(found), broken
 
 
-async def called(
-    connection: Connection, names: Sequence[bytes], message_id: Callable[[bytes], bytes | None], *, packed: bool
-) -> dict[bytes, list[Token]]:
+async def called(connection: Connection, names: Sequence[bytes], *, packed: bool) -> dict[bytes, list[Token]]:
     """The ids of waiting and held messages with one of these message_ids, or of held messages with that
-    ``x-delayer-id`` after ``id:``. ``message_id`` reads the message_id from properties. Reads every row, and if
+    ``x-delayer-id`` after ``id:``. Reads every row, and if
     ``packed`` every segment, however long it takes. Raises the driver's errors."""
     found: dict[bytes, list[Token]] = {name: [] for name in names}
     published = {name for name in names if not name.startswith(OWN.encode())}
@@ -365,12 +354,12 @@ async def called(
     return found
 
 
-async def count(connection: Connection, wanted: Filter, test: Test | None) -> CountedMessages:
+async def count(connection: Connection, wanted: Filter) -> CountedMessages:
     """Count matching messages, on one snapshot unless the filter names a key or header. Raises the driver's errors."""
     messages = 0
     broken: set[int] = set()
-    if wanted.key is not None or test is not None:
-        async for page in pages(connection, wanted, test, 1000):
+    if wanted.key is not None or wanted.message_id is not None or wanted.headers:
+        async for page in pages(connection, wanted, 1000):
             messages += len(page.messages)
             broken |= set(page.broken)
         return CountedMessages(messages, len(broken))
@@ -387,5 +376,5 @@ async def count(connection: Connection, wanted: Filter, test: Test | None) -> Co
             elif (found := await unpack(connection, segment)) is None:
                 broken.add(segment)
             else:
-                messages += sum(meant(one, wanted, None) for one in found)
+                messages += sum(meant(one, wanted) for one in found)
     return CountedMessages(messages, len(broken))

@@ -224,7 +224,7 @@ async def press(url: str) -> None:
         move = partial(actions.reschedule, when=NewDue(None, DAY_MS))
         assert await actions.named(connection, move, waiting, act) == {one.id: FoundIn.WAITING for one in waiting}
         assert await actions.named(connection, actions.cancel, segment, act) == {3: FoundIn.SEGMENT}
-        pages = actions.waiting_pages(connection, Filter(), None)
+        pages = actions.waiting_pages(connection, Filter())
         done = await actions.every(connection, actions.cancel, pages, log_id=act, say=lambda _: None)
         assert done[FoundIn.WAITING] == 4, "and those out of the segment"
         assert await actions.named(connection, move, [Token(first)], act) == {first: FoundIn.HELD}

@@ -39,7 +39,7 @@ async def test_a_drain_leaves_messages_with_too_long_properties(database: str) -
     async with store(database) as admin:
         await put(admin, [row(1, START_MS), row(2, START_MS)._replace(properties=b"\0" * 1_001)])
         async with actions.recorded(database, "tester", "drain to native", {}) as (connection, act):
-            places = [one.place for one in (await read_model.find(connection, Filter(), None, 10)).messages]
+            places = [one.place for one in (await read_model.find(connection, Filter(), 10)).messages]
             async with draining.taken(connection, places, act, 1_000) as taken:
                 assert ([one.id for one in taken.sound], taken.unsound) == ([1], 1)
         assert list(await waiting(admin)) == [2]
@@ -129,9 +129,7 @@ async def test_messages_released_meanwhile_do_not_count_as_cancelled(database: s
             await admin.execute("DELETE FROM message WHERE id = ANY('{3,5,7}')")
             return await cancel(connection, ids, dues, act)
 
-        done = await actions.every(
-            other, do, actions.waiting_pages(other, Filter(), None), log_id=act, say=lambda _: None
-        )
+        done = await actions.every(other, do, actions.waiting_pages(other, Filter()), log_id=act, say=lambda _: None)
         assert done == {FoundIn.WAITING: 7, FoundIn.NOWHERE: 3}
         assert actions.met(done) == 7 == await admin.fetchval("SELECT messages FROM audit_log")
 

@@ -122,14 +122,14 @@ async def test_commands_meet_packed_messages_by_their_key(database: str) -> None
         await park(store, lane, b"a", b"b", b"c")
         await compact(admin)
         ids = {one.key: one.id for one in (await packed(admin)).values()}
-        [entry] = (await read_model.find(admin, Filter(key=b"b"), None, 10)).messages
+        [entry] = (await read_model.find(admin, Filter(key=b"b"), 10)).messages
         assert (entry.place.id, entry.key) == (ids[b"b"], b"b")
         assert entry.place.segment is not None
         assert (await draining.standing(admin, 0)).keyed == 0
         assert await importing.waiting_under(admin, [b"a", b"nobody"]) == {b"a"}
-        assert await read_model.count(admin, Filter(key=b"b"), None) == (1, 0)
+        assert await read_model.count(admin, Filter(key=b"b")) == (1, 0)
         log_id = await actions.audit_log.begin(admin, "test", "cancel", {})
-        pages = actions.waiting_pages(admin, Filter(key=b"b"), None)
+        pages = actions.waiting_pages(admin, Filter(key=b"b"))
         done = await actions.every(admin, actions.cancel, pages, log_id=log_id, say=lambda _: None)
         assert done == {FoundIn.SEGMENT: 1}
         assert await bodies(admin) == {b"a": b"body", b"c": b"body"}

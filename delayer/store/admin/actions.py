@@ -37,7 +37,6 @@ from delayer.store.rows.places import NO_DUES, Dues, Places, find_rows
 from delayer.store.segments import catalog
 from delayer.store.session import SETTINGS, looking
 from delayer.store.statements import Changes
-from delayer.store.waiting import Test
 
 LOOKS: Final = 10
 """Maximum number of passes to find messages that slip away. Two are rare."""
@@ -295,9 +294,9 @@ async def whereabouts(connection: Connection, tokens: Sequence[Token]) -> dict[i
     return found | {one.entry.place.id: FoundIn.HELD for one in await held_messages.named(connection, ids)}
 
 
-async def waiting_pages(connection: Connection, wanted: Filter, test: Test | None) -> AsyncIterator[Dues]:
+async def waiting_pages(connection: Connection, wanted: Filter) -> AsyncIterator[Dues]:
     """All waiting messages of ``wanted``, page by page, each with its due time. Raises the driver's errors."""
-    async for page in waiting.pages(connection, wanted, test, PORTION):
+    async for page in waiting.pages(connection, wanted, PORTION):
         yield {one.place.id: one.place.due_ms for one in page.messages}
 
 

@@ -14,7 +14,6 @@ from delayer.store import held_messages, waiting
 from delayer.store.admin import actions
 from delayer.store.admin.actions import PAST, NewDue
 from delayer.store.admin.detail import ABSENT, FoundIn, absent
-from delayer.store.waiting import Test
 
 MATCHED: Final = "Matched"
 """The first word of the answer to a count."""
@@ -52,13 +51,12 @@ class ChangeResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredChange:
-    """The change ``verb`` of all messages that match ``wanted`` and ``test``, or of those with ``names``, as the
+    """The change ``verb`` of all messages that match ``wanted``, or of those with ``names``, as the
     operator gave them (None for a name without a message). Its methods raise StoreLost, BadStoreUrl, SchemaOutdated."""
 
     url: str
     verb: str
     wanted: Filter
-    test: Test | None = None
     names: Mapping[str, Token | None] | None = None
     when: NewDue | None = None
 
@@ -67,9 +65,9 @@ class StoredChange:
             if self.names is not None:
                 return self._result(MATCHED, await actions.whereabouts(connection, await self._tokens(connection)))
             if self.verb in OF_HELD:
-                pages = held_messages.pages(connection, self.wanted, self.test)
+                pages = held_messages.pages(connection, self.wanted)
                 return ChangeResult(MATCHED, sum([len(dues) async for dues in pages]))
-            messages, broken = await waiting.count(connection, self.wanted, self.test)
+            messages, broken = await waiting.count(connection, self.wanted)
         more = f"{broken} segments cannot be read and may hold more messages: see docs/backlog.md."
         return ChangeResult(MATCHED, messages, lines=[more] if broken else [])
 
@@ -87,7 +85,7 @@ class StoredChange:
                 tokens = await self._tokens(connection)
                 return self._result(past, await actions.named(connection, do, tokens, log_id))
             pages = held_messages.pages if self.verb in OF_HELD else actions.waiting_pages
-            messages = pages(connection, self.wanted, self.test)
+            messages = pages(connection, self.wanted)
             found = await actions.every(connection, do, messages, log_id=log_id, say=say)
         changed = actions.met(found)
         matched, lines = actions.unmet(found, counted and counted.messages)

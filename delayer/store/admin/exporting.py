@@ -12,7 +12,7 @@ from asyncpg import Connection
 from delayer.core.filters import Filter
 from delayer.store import waiting
 from delayer.store.session import LONG_SECONDS, looking
-from delayer.store.waiting import Entry, Test
+from delayer.store.waiting import Entry
 
 PAGE: Final = 1_000
 PAGE_BYTES: Final = 16 << 20
@@ -51,12 +51,12 @@ async def snapshot(url: str) -> AsyncIterator[Connection]:
 
 
 async def read(
-    connection: Connection, wanted: Filter, test: Test | None, page_bytes: int = PAGE_BYTES, *, bodies: bool = True
+    connection: Connection, wanted: Filter, page_bytes: int = PAGE_BYTES, *, bodies: bool = True
 ) -> AsyncIterator[Sequence[Entry]]:
     """Waiting messages of the snapshot, in portions, with empty bodies unless ``bodies``. Raises the driver's errors;
     at the end BrokenSegments, if any."""
     broken: set[int] = set()
-    async for page in waiting.pages(connection, wanted, test, PAGE, bodies=bodies):
+    async for page in waiting.pages(connection, wanted, PAGE, bodies=bodies):
         broken |= set(page.broken)
         if not bodies:
             yield page.messages
