@@ -32,10 +32,9 @@ from delayer.intake.consume import Handler, Intake, QueueConsumer
 from delayer.intake.handle import DueHandler, IntakeHandler
 from delayer.intake.settle import Dispatch
 from delayer.intake.takeover import LevelTakeover
-from delayer.release.loop import LaneRelease
+from delayer.release.loop import LaneRelease, ReleaseService
 from delayer.release.ports import Lane
 from delayer.release.restore import SegmentRestorer
-from delayer.release.service import ReleaseService
 from delayer.retry import first_set
 from delayer.store.backlog import PostgresBacklog
 from delayer.store.postgres import PostgresStore

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -27,7 +27,7 @@ from delayer.core.publisher import Publisher
 from delayer.core.rate_limit import TokenBucket
 from delayer.format.release import released_properties
 from delayer.held import report_held
-from delayer.release.ports import Claimer, Lane, ReleaseSettings
+from delayer.release.ports import Claimer, Lane, Releases, ReleaseSettings
 from delayer.retry import Backoff, Pause, raise_first, take_failures
 
 log = structlog.get_logger(__name__)
@@ -211,6 +211,23 @@ class LaneRelease:
                 sendable.append(row)
                 batch.append(outgoing)
         return sendable, batch, held
+
+
+@dataclass(frozen=True)
+class ReleaseService:
+    """The release of this process: a loop for each of its lanes, made by ``release``."""
+
+    releases: Releases
+    release: Callable[[Lane], LaneRelease]
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Release until the store yields no more lanes and every loop has closed its own. Raises the first bug."""
+        try:
+            async with asyncio.TaskGroup() as loops:
+                async for lane in self.releases.lanes():
+                    loops.create_task(self.release(lane).run(stopping), name=f"release lane {lane.number}")
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
 
 
 _Release = tuple[int, int, int]

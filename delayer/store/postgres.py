@@ -10,11 +10,11 @@ import asyncio
 import os
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Final, Self, TypeVar
+from typing import Final, NamedTuple, Self, TypeVar
 
 import asyncpg
 from asyncpg import Connection
@@ -35,7 +35,6 @@ from delayer.store.identity import StoreIdentity, give_broker, read_identity
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.locks import LaneLocks
 from delayer.store.lanes.notify import notify, soonest
-from delayer.store.lanes.placement import FAR_MS, Placement
 from delayer.store.rows import history, keys, partitions
 from delayer.store.rows.partitions import Days, existing
 from delayer.store.statements import Changes
@@ -47,8 +46,25 @@ IDLE_SECONDS: Final = 4.0
 CLOSE_SECONDS: Final = 5.0
 PARKERS: Final = 3
 """Parallel parks and restores of one process, each on a connection."""
+FAR_MS: Final = 120_000
+"""Messages due later than this are spread over the lanes of all processes. A lane claims at least once a minute and
+looks a minute ahead (lane.py), so its owner finds them in time. Sooner messages stay in a lane of this process."""
 
 T = TypeVar("T")
+
+
+class Placement(NamedTuple):
+    """The lanes for the rows of a transaction."""
+
+    number: int
+    """The lane of messages due soon whose route has no lane."""
+    routes: Mapping[bytes, int]
+    epoch: int | None = None
+    """The epoch of lane ``number``, which this process owns; None if it owns no lane."""
+    far: int = 0
+    """The lane of messages due at ``far_ms`` or later."""
+    far_ms: int = 1 << 62
+    history: bool = False
 
 
 @dataclass

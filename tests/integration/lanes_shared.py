@@ -12,9 +12,8 @@ from delayer.amqp.channel import seconds_until_due
 from delayer.amqp.values import CONFIRMED, Outgoing, Pace
 from delayer.core.counters import Counters
 from delayer.core.hold import Outcome
-from delayer.release.loop import LaneRelease
+from delayer.release.loop import LaneRelease, ReleaseService
 from delayer.release.ports import Lane
-from delayer.release.service import ReleaseService
 from delayer.store.backlog import PostgresBacklog
 from delayer.store.postgres import PostgresStore
 from tests.support.fakes import Heartbeat, ScriptedLive

@@ -13,7 +13,7 @@ from delayer.cli.check_store import _locks
 from delayer.core.operations import fold
 from delayer.store import pool, postgres
 from delayer.store.admin.needs import LockNeed, lock_need
-from delayer.store.lanes.placement import Placement
+from delayer.store.postgres import Placement
 from delayer.store.rows import history, keys
 from tests.support.postgres import Postgres
 from tests.support.store import parcel, sql

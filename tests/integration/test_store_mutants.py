@@ -18,7 +18,7 @@ from delayer.core.units import DAY_MS
 from delayer.store import postgres
 from delayer.store.clock import StoreClock
 from delayer.store.lanes.locks import LaneLocks
-from delayer.store.lanes.placement import Placement
+from delayer.store.postgres import Placement
 from delayer.store.rows import keys, partitions
 from tests.support.rows import put, row
 from tests.support.store import blocked, opened, parcel, release_all, sql

@@ -23,7 +23,7 @@ from delayer.core.message import WINDOW_MS, Due, Parcel, Target
 from delayer.core.operations import Applied, Fold, Operation, Term, fold
 from delayer.retry import first_set
 from delayer.store.lanes.ownership import share
-from delayer.store.lanes.placement import FAR_MS
+from delayer.store.postgres import FAR_MS
 
 LEAD_MS = 40
 LONGEST_SLEEP = 60.0

@@ -28,7 +28,7 @@ from delayer.store import pool, postgres, schema
 from delayer.store.admin import audit_log
 from delayer.store.admin.actions import make_missing, patiently
 from delayer.store.errors import translated
-from delayer.store.lanes.placement import Placement
+from delayer.store.postgres import Placement
 from delayer.store.rows import history, keys, partitions
 from delayer.store.rows.partitions import Days, existing
 from delayer.store.session import LONG_SECONDS

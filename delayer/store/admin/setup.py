@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Final
 
 import asyncpg
-from asyncpg import Connection
 
 from delayer.core.errors import StoreLost
 from delayer.store import pool
@@ -39,14 +36,11 @@ async def raise_lanes(url: str, wanted: int) -> int:
         return max(count, wanted)
 
 
-TRIES: Final = 10
-PAUSE_SECONDS: Final = 2.0
-IN_THE_WAY: Final = (asyncpg.LockNotAvailableError, *WORTH_REPEATING)
 FAR: Final = 1_000_000_000
 """More than any store issues while a backup or a standby is behind, and negligible out of 2^63."""
-
 LOCK_SECONDS: Final = 0.5
-"""How long to wait for the sequence. Parks that need an id wait behind us."""
+"""How long to wait for the sequence. Parks that need an id wait behind us. A transaction that drew ids keeps its lock
+until its commit, and an import's commit may take long."""
 
 # A no-op whose lock blocks nextval() elsewhere until the commit: an id drawn between nextval() and setval() would be
 # issued twice. LOCK does not work on sequences.
@@ -57,31 +51,20 @@ _WAY_OUT: Final = (
 )
 
 
-async def skip_ids(url: str, by: int, *, tries: int = TRIES, pause: float = PAUSE_SECONDS) -> int:
-    """Skip ``by`` ids. Returns the minimum for the next message's id. Safe while daemons run, and to repeat. ``tries``:
-    attempts to lock the sequence, ``pause`` seconds apart. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
+async def skip_ids(url: str, by: int) -> int:
+    """Skip ``by`` ids. Returns the minimum for the next message's id. Safe while daemons run, and to repeat. Raises
+    StoreLost, BadStoreUrl, SchemaOutdated."""
     try:
-        async with opened(url, "delayer skip-ids", "move the ids on") as connection:
+        async with opened(url, "delayer skip-ids", "move the ids on") as connection, pool.transaction(connection):
             await check(connection)
-            for _ in range(tries - 1):
-                with suppress(*IN_THE_WAY):
-                    return await _skip(connection, by)
-                await asyncio.sleep(pause)
-            return await _skip(connection, by)
+            await connection.execute(f"SET LOCAL lock_timeout = {LOCK_SECONDS * 1000:.0f}")
+            await connection.execute(_ALONE)
+            last: int = await connection.fetchval("SELECT setval('message_id', nextval('message_id') + $1)", by)
+        return last + 1
     except StoreLost as error:
-        if isinstance(error.__cause__, IN_THE_WAY):
+        if isinstance(error.__cause__, (asyncpg.LockNotAvailableError, *WORTH_REPEATING)):
             raise StoreLost(str(error), _WAY_OUT) from error
         raise
-
-
-async def _skip(connection: Connection, by: int) -> int:
-    """Wait for the lock only briefly, because the traffic waits behind us. Raises the driver's errors."""
-    async with pool.transaction(connection):
-        # A transaction that drew ids keeps the lock until its commit, and an import's commit may take long.
-        await connection.execute(f"SET LOCAL lock_timeout = {LOCK_SECONDS * 1000:.0f}")
-        await connection.execute(_ALONE)
-        last: int = await connection.fetchval("SELECT setval('message_id', nextval('message_id') + $1)", by)
-    return last + 1
 
 
 async def identity(url: str) -> StoreIdentity:

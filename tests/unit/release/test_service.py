@@ -10,9 +10,8 @@ import pytest
 from delayer.core.counters import Counters
 from delayer.core.hold import HoldKind
 from delayer.core.message import Target
-from delayer.release.loop import LaneRelease
+from delayer.release.loop import LaneRelease, ReleaseService
 from delayer.release.ports import Lane
-from delayer.release.service import ReleaseService
 from tests.support.fakes import Heartbeat, HostLive, ScriptedLane, ScriptedLive, ScriptedPublisher, host_ms, until
 from tests.support.memory_broker import MemoryBroker, MemoryLink, MemoryPublisher
 from tests.support.memory_store import MemoryBacklog, MemoryStore

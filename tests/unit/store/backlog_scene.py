@@ -9,9 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from delayer.core.counters import Counters
-from delayer.release.loop import LaneRelease
+from delayer.release.loop import LaneRelease, ReleaseService
 from delayer.release.ports import Lane
-from delayer.release.service import ReleaseService
 from delayer.store.backlog import PostgresBacklog
 from tests.support.fakes import Heartbeat, ScriptedLive, ScriptedPublisher, ScriptedStore
 

@@ -14,8 +14,7 @@ from delayer.core.message import Parcel
 from delayer.store import backlog as module
 from delayer.store.backlog import PostgresBacklog
 from delayer.store.lanes.ownership import share
-from delayer.store.lanes.placement import FAR_MS, Placement
-from delayer.store.postgres import lane_of
+from delayer.store.postgres import FAR_MS, Placement, lane_of
 from tests.support.fakes import NOW, WHY, Heartbeat, LaneTable, ScriptedStore, due, until
 from tests.unit.store.backlog_scene import at_work, scene
 
