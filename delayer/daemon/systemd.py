@@ -152,27 +152,10 @@ class Watchdog:
 def condition(
     *, connected: bool, blocked: bool, no_lane: str, stuck: Sequence[str], intake: str, topology: str = ""
 ) -> str:
-    """Describe the daemon's role at the intake queue, and why it cannot work. Pure.
-
-    ``blocked``: by a resource alarm of the broker. ``no_lane``: why the store gives this process no lane, or empty.
-    ``stuck``: the lanes and queues that do not advance. ``intake``: "active", "standby", or empty if it does not
-    consume. ``topology``: why it is not in place, or empty.
-
-    >>> condition(connected=True, blocked=False, no_lane="", stuck=[], intake="standby")
-    'intake standby'
-    >>> condition(connected=False, blocked=False, no_lane="no free lane", stuck=["lane 3"], intake="")
-    'the broker is out of reach; no free lane; lane 3 does not advance'
-    """
-    found = [f"intake {intake}"] if intake else []
-    if not connected:
-        found.append("the broker is out of reach")
-    elif blocked:
-        found.append("the broker takes no publishes (a resource alarm)")
-    if no_lane:
-        found.append(no_lane)
-    if topology:
-        found.append(topology)
-    found += [f"{one} does not advance" for one in stuck]
-    if not found:
-        found.append("nothing is consumed yet")
-    return "; ".join(found)
+    """Describe the daemon's role at the intake queue (``intake``: "active", "standby" or ""), and why it cannot work:
+    ``blocked`` by a resource alarm, without a lane or the topology (the reasons, or ""), lanes and queues ``stuck``."""
+    broker = "the broker is out of reach"
+    if connected:
+        broker = "the broker takes no publishes (a resource alarm)" if blocked else ""
+    found = [intake and f"intake {intake}", broker, no_lane, topology, *(f"{one} does not advance" for one in stuck)]
+    return "; ".join(filter(None, found)) or "nothing is consumed yet"

@@ -169,17 +169,19 @@ class Daemon:
             self.services.add("release", ReleaseService(self.store, self._release).run, last=True)
             self.services.add("restoring", SegmentRestorer(self.store, self.live, self.counters).run)
 
+    @property
+    def _consumers(self) -> dict[str, QueueConsumer]:
+        due = {} if self._due is None else {self.settings.native.due_queue: self._due}
+        return {self.settings.intake.queue: self._intake, **due}
+
     def consuming(self) -> dict[str, bool]:
         """Whether each queue is being consumed."""
-        sessions = {self.settings.intake.queue: self._intake, self.settings.native.due_queue: self._due}
-        return {queue: one.consuming.is_set() for queue, one in sessions.items() if one is not None}
+        return {queue: one.consuming.is_set() for queue, one in self._consumers.items()}
 
     def unsettled(self) -> dict[str, float]:
-        """The queues that are stuck: since how many seconds nothing that was read from them was settled."""
-        consumers = {self.settings.intake.queue: self._intake, self.settings.native.due_queue: self._due}
-        consumers |= {level.queue: level.consumer for level in self._levels}
-        seconds = {queue: one.unsettled.stuck_seconds for queue, one in consumers.items() if one is not None}
-        return {queue: stuck for queue, stuck in seconds.items() if stuck}
+        """The stuck queues: for how many seconds nothing read from them has been settled."""
+        consumers = self._consumers | {level.queue: level.consumer for level in self._levels}
+        return {queue: stuck for queue, one in consumers.items() if (stuck := one.unsettled.stuck_seconds)}
 
     @property
     def intake(self) -> Literal["active", "standby", ""]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Final, TypeVar
@@ -46,34 +46,31 @@ SMALL_BATCH_LANE_SECONDS: Final = 300.0
 Connect = Callable[[], Awaitable[PostgresStore]]
 
 
+@dataclass(eq=False)
 class PostgresBacklog:
-    """Implements the ports of intake and release: Backlog, Releases, Segments. Works even before a store is reached."""
+    """Implements the ports of intake and release: Backlog, Releases, Segments. Works even before a store is reached.
 
-    def __init__(
-        self,
-        link: BrokerLink,
-        *,
-        heartbeat: Heartbeat,
-        counters: Counters,
-        poll_seconds: float = POLL_SECONDS,
-        away_seconds: float = AWAY_SECONDS,
-    ) -> None:
-        """``link``: the broker connection for publishing. Without it a process keeps its lanes for ``away_seconds``."""
+    ``link``: the broker connection for publishing. Without it a process keeps its lanes for ``away_seconds``.
+    """
+
+    link: BrokerLink
+    heartbeat: Heartbeat
+    counters: Counters
+    poll_seconds: float = POLL_SECONDS
+    away_seconds: float = AWAY_SECONDS
+
+    def __post_init__(self) -> None:
         self.configured = False
         self.out_of_reach = asyncio.Event()
         """Set while the last poll of the store failed."""
         self.refusal = ""
         """Why the store refuses this daemon until an operator acts. Empty if it does not, as far as known."""
-        self._link = link
-        self._ownership = LaneOwnership(link, away_seconds)
+        self._ownership = LaneOwnership(self.link, self.away_seconds)
         self._term = Term(0)
         self._turn, self._far_turn = count(), count()
         self._began = time.monotonic()
         self.spare = self._ownership.spare
         """Set while this process has no share, because there are more processes than lanes."""
-        self._heartbeat = heartbeat
-        self._counters = counters
-        self._poll_seconds = poll_seconds
         self._connect: Connect | None = None
         self._store: PostgresStore | None = None
         self._upkeep: asyncio.Task[None] | None = None
@@ -117,7 +114,7 @@ class PostgresBacklog:
             return "no lane for this process: there are more processes than lanes"
         if not self.reached:
             return "the store is out of reach, or refuses us"
-        return "" if self._link.current is None else "no free lane in the store"
+        return "" if self.link.current is None else "no free lane in the store"
 
     def now_upper_ms(self) -> int | None:
         """An upper bound of the store's clock; None before the store was first reached."""
@@ -188,7 +185,7 @@ class PostgresBacklog:
             try:
                 return await work(store, lane)
             except LaneLost as lost:
-                self._counters.lanes_lost += 1
+                self.counters.lanes_lost += 1
                 self._ownership.drop([lane], str(lost))
 
     def _own_lane(self, *, bulk: bool) -> PostgresLane:
@@ -232,7 +229,7 @@ class PostgresBacklog:
         finally:
             # After a bug or a slow stop, releases may still be running.
             await self._ownership.close()
-            self._heartbeat.forget("lanes")
+            self.heartbeat.forget("lanes")
             ended = set() if self._upkeep is None else {self._upkeep}
             for upkeep in ended:
                 upkeep.cancel()  # The next upkeep finishes the work.
@@ -242,7 +239,7 @@ class PostgresBacklog:
             raise_first(take_failures(ended), unless=LOSSES)
 
     async def _look_on(self, stopping: asyncio.Event) -> None:
-        beat = partial(self._heartbeat.beat, "lanes")
+        beat = partial(self.heartbeat.beat, "lanes")
         retry, throttle = Backoff(beat, stopping), LogThrottle()
         for number in count():
             if stopping.is_set():
@@ -265,7 +262,7 @@ class PostgresBacklog:
                 throttle.reset()
             if self.out_of_reach.is_set():
                 await retry.pause()
-            await first_set(stopping, seconds=self._poll_seconds)  # Retry a lane that fails right away once a second.
+            await first_set(stopping, seconds=self.poll_seconds)  # Retry a lane that fails right away once a second.
 
     async def _look(self, number: int, stopping: asyncio.Event) -> None:
         """Connect if necessary, and take or drop lanes. Raises StoreLost."""

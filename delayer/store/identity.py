@@ -55,17 +55,6 @@ async def read_identity(connection: Connection, presence: int = 0) -> StoreIdent
     return StoreIdentity(*await connection.fetchrow(_READ, presence))
 
 
-async def give_broker(connection: Connection, declare: Callable[[], Awaitable[None]]) -> bool:
-    """Declare the exchange and record that the store has a broker; False, without declaring, if it already has one.
-    Raises what ``declare`` raises, and the driver's errors."""
-    async with pool.transaction(connection):
-        if await connection.fetchval("SELECT has_broker FROM store FOR UPDATE"):
-            return False
-        await declare()
-        await connection.execute("UPDATE store SET has_broker = true")
-        return True
-
-
 async def give_new_broker(connection: Connection, declare: Callable[[StoreIdentity], Awaitable[None]]) -> None:
     """Give the store a new id, so that it leaves its last broker, and declare the new id's exchange. Raises what
     ``declare`` raises, and the driver's errors."""

@@ -31,7 +31,7 @@ from delayer.format.rows import COLUMNS, COLUMNS_WITH_ID, HELD_COLUMNS, hold_col
 from delayer.store import pool, schema, servers, statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, REJECTED, WORTH_REPEATING, check_arrow, describe, lost, translated
-from delayer.store.identity import StoreIdentity, give_broker, read_identity
+from delayer.store.identity import StoreIdentity, read_identity
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.locks import LaneLocks
 from delayer.store.lanes.notify import notify, soonest
@@ -146,12 +146,15 @@ class PostgresStore:
         return self.identity
 
     async def give_broker(self, declare: Callable[[], Awaitable[None]]) -> bool:
-        """Call identity.give_broker. Also raises StoreLost."""
+        """Declare the store's exchange and record that the store has a broker; False, without declaring, if it already
+        has one. Raises what ``declare`` raises, and StoreLost."""
         if self.identity.has_broker:
             return False
         with translated("note the broker"):
-            async with pool.borrowed(self.pool) as connection:
-                given = await give_broker(connection, declare)
+            async with self._transaction() as connection:
+                if given := not await connection.fetchval("SELECT has_broker FROM store FOR UPDATE"):
+                    await declare()
+                    await connection.execute("UPDATE store SET has_broker = true")
         self.identity = self.identity._replace(has_broker=True)
         return given
 
