@@ -31,7 +31,6 @@ async def check_store(report: CheckReport, settings: Settings, url: str) -> Cloc
         async with opened(url, "delayer check", "look at the server") as connection:
             server = await servers.state(connection)
             if (wrong := schema.outdated(seen.schema_found)) is None:
-                wrong_owner = await needs.wrong_owner(connection)
                 need = await needs.lock_need(connection, settings.store.history_days)
                 connections = await needs.connection_need(connection)
                 rights = await needs.missing_rights(connection, history=settings.store.history_days > 0)
@@ -56,11 +55,6 @@ async def check_store(report: CheckReport, settings: Settings, url: str) -> Cloc
         report.add("schema", "off", f"{wrong.found or 'missing'}; needed: {wrong.expected}", wrong.advice)
         return server.clock
     report.add("schema", "ok", schema.HEAD)
-    if wrong_owner is not None:
-        tables, database = wrong_owner
-        found = f"its tables belong to {tables}, and the database to {database}"
-        advice = f"run `db upgrade` as {database}; docs/security.md says how to give the tables back"
-        report.add("schema", "note", found, advice)
     for one in rights:
         found = f"{one.role} lacks {one.right} on {one.on}: the daemon cannot park, release, or maintain its tables"
         report.add("rights", "off", found, f"{one.advice} (docs/security.md)")

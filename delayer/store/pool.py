@@ -20,6 +20,9 @@ STATEMENT_SECONDS = 30.0
 # The server times out first, with a reason. Ours only catches a server that does not answer at all.
 COMMAND_SECONDS = STATEMENT_SECONDS + 5.0
 
+INDEX_ONLY: Final = dict.fromkeys(("enable_seqscan", "enable_bitmapscan", "enable_hashjoin", "enable_mergejoin"), "off")
+"""Settings that make every plan a range of an index, even with wrong statistics of a partition that was just filled."""
+
 GIVEN_UP = (asyncio.CancelledError, TimeoutError)
 """The caller no longer waits for the server's answer, to the statement or to its cancellation."""
 

@@ -13,13 +13,6 @@ from delayer.store.errors import translated
 
 LONG_SECONDS: Final = 3_600.0
 """For statements over the whole store, without statement_timeout. To the driver, None means COMMAND_SECONDS."""
-SETTINGS: Final = {
-    # Plans must be ranges of the primary key, even with wrong statistics of a partition that was just filled.
-    "enable_seqscan": "off",
-    "enable_bitmapscan": "off",
-    "enable_hashjoin": "off",
-    "enable_mergejoin": "off",
-}
 
 
 @asynccontextmanager
@@ -37,7 +30,7 @@ async def opened(
 
 @asynccontextmanager
 async def looking(
-    url: str, doing: str, application: str = "delayer look", settings: Mapping[str, str] = SETTINGS
+    url: str, doing: str, application: str = "delayer look", settings: Mapping[str, str] = pool.INDEX_ONLY
 ) -> AsyncIterator[Connection]:
     """A connection for queries of the store. Errors name ``doing``. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
     async with opened(url, application, doing, settings) as connection:

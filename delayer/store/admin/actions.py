@@ -35,7 +35,7 @@ from delayer.store.rows.keys import DELETE_HELD, forget, lock_keys, lock_pointer
 from delayer.store.rows.partitions import PARK_SECONDS, Days, existing
 from delayer.store.rows.places import NO_DUES, Dues, Places, find_rows
 from delayer.store.segments import catalog
-from delayer.store.session import SETTINGS, looking
+from delayer.store.session import looking
 from delayer.store.statements import Changes
 
 LOOKS: Final = 10
@@ -260,7 +260,7 @@ Do = Callable[[Connection, Collection[int], Dues, int], Awaitable[dict[int, Foun
 async def acting(url: str, doing: str) -> AsyncIterator[Connection]:
     """A connection for changes of the store. Raises StoreLost, BadStoreUrl, SchemaOutdated. A command stopped in the
     middle of a transaction (Ctrl-Z) keeps its locks for at most ten seconds."""
-    settings = {**SETTINGS, "idle_in_transaction_session_timeout": "10s"}
+    settings = {**pool.INDEX_ONLY, "idle_in_transaction_session_timeout": "10s"}
     async with looking(url, doing, "delayer act", settings) as connection:
         yield connection
 

@@ -108,22 +108,6 @@ async def connection_need(connection: Connection) -> ConnectionNeed:
     return ConnectionNeed(*await connection.fetchrow(_CONNECTIONS))
 
 
-_OWNERS: Final = """
-SELECT tables.rolname, base.rolname
-FROM pg_class AS c JOIN pg_roles AS tables ON tables.oid = c.relowner
-CROSS JOIN pg_database AS d JOIN pg_roles AS base ON base.oid = d.datdba
-WHERE c.oid = 'lane'::regclass AND d.datname = current_database() AND tables.oid <> base.oid
-  AND NOT base.rolsuper AND pg_has_role(base.oid, tables.oid, 'MEMBER')
-"""
-
-
-async def wrong_owner(connection: Connection) -> tuple[str, str] | None:
-    """The roles that own the tables and the database, if the daemon's role upgraded the store by mistake: the owner of
-    the database is a member of that role and no superuser. Raises the driver's errors."""
-    row = await connection.fetchrow(_OWNERS)
-    return row and (row[0], row[1])
-
-
 RIGHTS: Final[Mapping[str, str]] = {
     "SCHEMA public": "USAGE, CREATE",
     "message": "OWNER",

@@ -24,7 +24,7 @@ from zlib import crc32
 from asyncpg import Connection, Record
 
 from delayer.core.message import KeyGroup
-from delayer.store import statements
+from delayer.store import pool, statements
 from delayer.store.rows.history import OF_HELD
 
 LOCKS: Final = 64
@@ -35,10 +35,7 @@ _WAITING: Final = (
     f"SELECT lane, due_at, id, key, {_OF_SEGMENT}, xmin FROM message_key WHERE key = ANY($1) ORDER BY lane, due_at, id"
 )
 # Only a nested loop over these deletes the rows in the order of their places.
-_IN_ORDER: Final = (
-    "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off;"
-    " SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off"
-)
+_IN_ORDER: Final = "; ".join(f"SET LOCAL {name} = {value}" for name, value in pool.INDEX_ONLY.items())
 _POINT: Final = (
     "INSERT INTO message_key AS k (key, lane, due_at, id)"
     " SELECT key, lane, due_at, id FROM unnest($1::bytea[], $2::smallint[], $3::timestamptz[], $4::bigint[])"
