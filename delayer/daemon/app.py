@@ -60,7 +60,7 @@ class Reload:
                 refused = await self._reload()
                 mode = f"mode {self.daemon.settings.mode}"
                 # systemd has no notion of a failed reload, so report it in the status line.
-                self.notifier.reloaded(f"{mode}; the last reload was refused: {refused}" if refused else mode)
+                self.notifier.report(f"{mode}; the last reload was refused: {refused}" if refused else mode)
 
     async def _reload(self) -> str:
         """Reload. Returns why it was refused, or ""."""

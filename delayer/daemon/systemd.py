@@ -35,20 +35,17 @@ class Notifier:
             log.warning("notify socket unusable", path=path, reason="expected an absolute path or @abstract")
             path = ""
         self._address = "\0" + path[1:] if path.startswith("@") else path
-        self._watchdog = _watchdog_seconds(environ)
+        watched = _watchdog_seconds(environ) if self._address else None
+        self.watchdog_interval = None if watched is None else watched / FEEDS
+        """Seconds between feedings, a third of systemd's timeout; None if it does not watch this process."""
         self._status = ""
         self._condition = ""
         self._ready = False
         self._reloading = False
 
-    @property
-    def watchdog_interval(self) -> float | None:
-        """Seconds between feedings, a third of systemd's timeout; None if it does not watch this process."""
-        return self._watchdog / FEEDS if self._address and self._watchdog is not None else None
-
     def ready(self, status: str = "") -> None:
         self._ready = True
-        self.reloaded(status)
+        self.report(status)
 
     def reloading(self) -> None:
         """Report that a reload begins, with the monotonic time that tells systemd this reload from an earlier one. Says
@@ -58,18 +55,14 @@ class Notifier:
             now_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
             self._send(f"RELOADING=1\nMONOTONIC_USEC={now_us}")
 
-    def reloaded(self, status: str = "") -> None:
+    def report(self, status: str = "") -> None:
+        """Report the line for ``systemctl status``, and READY=1 once ready, which also ends a reload."""
         self._status, self._reloading = status, False
         self._send("READY=1" if self._ready else "", self._words)
 
     def stopping(self, status: str = "") -> None:
         self._ready = False
         self._send("STOPPING=1", status)
-
-    def status(self, text: str) -> None:
-        """Report the line for ``systemctl status``."""
-        self._status = text
-        self._send("", self._words)
 
     def condition(self, text: str) -> None:
         """Report the daemon's condition, for the end of that line."""

@@ -133,7 +133,7 @@ class Daemon:
         self.services.add("drift", self._watch_broker)
         self.services.add("watchdog", self.watchdog.feed)
         self.services.add("readiness", self._announce)
-        self._notifier.status("starting")
+        self._notifier.report("starting")
         self.services.add("condition", lambda stopping: self._notifier.watch(self._condition, stopping))
         try:
             await self.services.run()

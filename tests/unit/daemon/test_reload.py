@@ -85,7 +85,7 @@ class Line(Notifier):
         super().__init__({})
         self.said: list[str] = []
 
-    def reloaded(self, status: str = "") -> None:
+    def report(self, status: str = "") -> None:
         self.said.append(f"reloaded {status}")
 
     def reloading(self) -> None:

@@ -42,10 +42,10 @@ def test_messages_to_systemd(systemd: tuple[str, socket.socket]) -> None:
     state, stamp = heard()
     assert state == "RELOADING=1"
     assert before <= int(stamp.removeprefix("MONOTONIC_USEC=")) <= time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
-    notifier.reloaded()
+    notifier.report()
     assert heard() == ["READY=1"]
-    notifier.status("broker unreachable:\nREADY=1\n  forged")
-    assert heard() == ["STATUS=broker unreachable: READY=1 forged"]
+    notifier.report("broker unreachable:\nREADY=1\n  forged")
+    assert heard() == ["READY=1", "STATUS=broker unreachable: READY=1 forged"]
     notifier.feed_watchdog()
     assert heard() == ["WATCHDOG=1", "READY=1", "STATUS=broker unreachable: READY=1 forged"], "systemd may have lost it"
     notifier.stopping("settling")
@@ -58,7 +58,7 @@ def test_a_reload_in_the_middle_of_a_start_does_not_end_it(systemd: tuple[str, s
     name, server = systemd
     notifier = Notifier({"NOTIFY_SOCKET": name})
     notifier.reloading()
-    notifier.reloaded("mode store; the last reload was refused: no broker")
+    notifier.report("mode store; the last reload was refused: no broker")
     assert server.recv(4096) == b"STATUS=mode store; the last reload was refused: no broker"
     notifier.ready("mode store")
     assert server.recv(4096) == b"READY=1\nSTATUS=mode store"
@@ -147,12 +147,8 @@ class Line(Notifier):
 
     def __init__(self, interval: float | None) -> None:
         super().__init__({})
-        self._interval = interval
+        self.watchdog_interval = interval
         self.fed = 0
-
-    @property
-    def watchdog_interval(self) -> float | None:
-        return self._interval
 
     def feed_watchdog(self) -> None:
         self.fed += 1
