@@ -42,7 +42,7 @@ from delayer.store.postgres import PostgresStore
 log = structlog.get_logger(__name__)
 
 
-class Connections:
+class Connections(dict[str, ReconnectingConnection]):
     """The broker connections by use: ``intake``, ``due``, ``publish``, ``takeover`` (if configured)."""
 
     def __init__(self, settings: Settings, accept: Callable[[Connection], Awaitable[None]]) -> None:
@@ -50,21 +50,16 @@ class Connections:
         heartbeat, throttle = settings.broker.heartbeat_ms / 1000, LogThrottle()
         addresses = lambda: addresses_of(settings.broker_url)  # noqa: E731
         reconnecting = partial(ReconnectingConnection, addresses, heartbeat=heartbeat, throttle=throttle, accept=accept)
-        self._connections = {
-            use: reconnecting(f"delayer {use}")
-            for use in ("intake", "due", "publish", *(["takeover"] if settings.takeovers else []))
-        }
-        self.isolation = Isolation(self._connections["publish"], timeout=CONFIRM_TIMEOUT)
-
-    def __getitem__(self, use: str) -> ReconnectingConnection:
-        return self._connections[use]
+        uses = ("intake", "due", "publish", *(["takeover"] if settings.takeovers else []))
+        super().__init__({use: reconnecting(f"delayer {use}") for use in uses})
+        self.isolation = Isolation(self["publish"], timeout=CONFIRM_TIMEOUT)
 
     def start(self) -> None:
-        for connection in self._connections.values():
+        for connection in self.values():
             connection.start()
 
     def open(self) -> list[Connection]:
-        return [one.current for one in self._connections.values() if one.current is not None]
+        return [one.current for one in self.values() if one.current is not None]
 
     def drop(self, reason: str) -> None:
         """End the open connections. New ones are accepted or not, as at the start."""
@@ -74,13 +69,13 @@ class Connections:
     def close_coroutines(self) -> list[Coroutine[None, None, None]]:
         """Return the coroutines that close them. Await these together, because a hanging broker answers no close."""
         self.isolation.close()
-        return [connection.close() for connection in self._connections.values()]
+        return [connection.close() for connection in self.values()]
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """For each connection: connected, blocked, and the number of connects."""
         return {
             use: {"connected": one.current is not None, "blocked": one.blocked, "connects": one.connects}
-            for use, one in self._connections.items()
+            for use, one in self.items()
         }
 
 

@@ -10,7 +10,7 @@ from delayer.core.message import Due
 from delayer.core.segment import Broken, Restored
 from delayer.core.units import DAY_MS
 from delayer.store.admin import actions, audit_log
-from delayer.store.lanes import skipping
+from delayer.store.lanes import settling
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.segments.restore import restore_one
 from tests.support.place import compact_all
@@ -68,7 +68,7 @@ async def test_a_reason_that_is_rejected_becomes_a_plain_one(database: str, stat
 
 
 async def test_a_row_that_cannot_be_held_is_skipped_for_a_while(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skipping, "pause_ms", lambda times, _: times * 1500)
+    monkeypatch.setattr(settling, "pause_ms", lambda times, _: times * 1500)
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await reject(admin, "INSERT", "held", "NEW.body = 'bad'")
         await park(store, lane)
@@ -109,7 +109,7 @@ async def test_a_row_that_cannot_be_claimed_is_skipped(database: str, state: str
 async def test_more_rejected_rows_than_are_skipped_slow_the_lane(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(skipping, "MOST", 3)
+    monkeypatch.setattr(settling, "MOST", 3)
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await reject(admin, "DELETE", "message", "true")
         await park(store, lane)

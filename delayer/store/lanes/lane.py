@@ -29,8 +29,7 @@ from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, REJECTED, describe, lost
 from delayer.store.lanes.cursor import NEVER_MS, ReleaseCursor, RowPlace
 from delayer.store.lanes.session import KEEPALIVE_SECONDS, LaneSession
-from delayer.store.lanes.settling import Settlement, settled
-from delayer.store.lanes.skipping import NO_LIMIT, SkippedRows
+from delayer.store.lanes.settling import NO_LIMIT, Settlement, SkippedRows, settled
 
 log = structlog.get_logger()
 

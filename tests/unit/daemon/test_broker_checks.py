@@ -141,7 +141,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> type[Round]:
 
 
 def connect(one: Any, *connections: FakeConnection) -> None:
-    for keeper, connection in zip(one.connections._connections.values(), connections, strict=False):
+    for keeper, connection in zip(one.connections.values(), connections, strict=False):
         keeper._connection = connection
 
 
