@@ -86,7 +86,7 @@ async def put_backlog(url: str, rows: int, size: int, say: Callable[[str], None]
     """Insert ``rows`` that are due over the coming BACKLOG_DAYS; then do the work of autovacuum."""
     # Without limits on the time of a statement, on either side: some statements take minutes.
     more = {"statement_timeout": "0"}
-    writers = [await pool.connect_plain(url, "bench", more, command_seconds=None) for _ in range(WRITERS)]
+    writers = [await pool.connect(url, "bench", more, plain=True) for _ in range(WRITERS)]
     try:
         first, *_ = writers
         today = int(time.time() * 1000) // DAY_MS

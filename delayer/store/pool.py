@@ -68,34 +68,20 @@ def _settings(more: Mapping[str, str] | None) -> str:
     return "; ".join(f"SET {name} = '{value}'" for name, value in settings.items())
 
 
-async def connect(url: str, application: str, more: Mapping[str, str] | None = None) -> Connection:
-    """Open one connection whose instants are epoch milliseconds. Raises StoreLost, BadStoreUrl."""
-    connection = await connect_plain(url, application, more)
-    try:
-        await prepare(connection)
-    except DRIVER_ERRORS as error:
-        connection.terminate()
-        raise lost("connect", error) from error
-    return connection
-
-
-async def connect_plain(
-    url: str,
-    application: str,
-    more: Mapping[str, str] | None = None,
-    *,
-    command_seconds: float | None = COMMAND_SECONDS,
+async def connect(
+    url: str, application: str, more: Mapping[str, str] | None = None, *, plain: bool = False
 ) -> Connection:
-    """Open one connection with asyncpg's own types. Raises StoreLost, BadStoreUrl."""
+    """Open one connection whose instants are epoch milliseconds; if ``plain``, with asyncpg's own types, and for
+    statements that take their time. Raises StoreLost, BadStoreUrl."""
+    limit, more = (None, {"statement_timeout": "0", **(more or {})}) if plain else (COMMAND_SECONDS, more)
     with opening():
         connection = await asyncpg.connect(
-            url,
-            timeout=CONNECT_SECONDS,
-            command_timeout=command_seconds,
-            server_settings={"application_name": application},
+            url, timeout=CONNECT_SECONDS, command_timeout=limit, server_settings={"application_name": application}
         )
         try:
             await connection.execute(_settings(more))
+            if not plain:
+                await prepare(connection)
         except BaseException:
             connection.terminate()
             raise

@@ -31,8 +31,7 @@ async def upgrade(url: str, lanes: int = 4) -> None:
     BadStoreUrl."""
 
     async def connect() -> asyncpg.Connection:
-        # Upgrading a large store takes its time.
-        return await pool.connect_plain(url, "delayer schema", {"statement_timeout": "0"}, command_seconds=None)
+        return await pool.connect(url, "delayer schema", plain=True)  # Upgrading a large store takes its time.
 
     def run(connection: Connection) -> None:
         config = _config()

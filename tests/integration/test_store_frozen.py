@@ -46,7 +46,7 @@ async def silent():
 
 async def main(url, doing):
     if doing == "park":
-        connection = await pool.connect_plain(url, "delayer park")
+        connection = await pool.connect(url, "delayer park", plain=True)
     else:
         connection = await pool.connect(url, application_of(1), {"idle_session_timeout": "1s"})
         assert await connection.fetchval("SELECT pg_try_advisory_lock('lane'::regclass::oid::int, 1)")

@@ -116,9 +116,10 @@ async def test_sessions_override_the_settings_of_the_database(database: str) -> 
         sessions(store, lane) as ours,
         sql(database) as other,
     ):
-        plain = await pool.connect_plain(database, "test")
-        for connection in (*ours.values(), other, plain):
+        plain = await pool.connect(database, "test", plain=True)
+        for connection in (*ours.values(), other):
             assert await shown(connection, *PROMISED) == PROMISED
+        assert await shown(plain, *PROMISED) == {**PROMISED, "statement_timeout": "0"}
         await pool.close(plain)
         assert await shown(ours["lane"], *STEERED) == dict.fromkeys(STEERED, "off")
         assert await shown(ours["pool"], *STEERED) == dict.fromkeys(STEERED, "on")

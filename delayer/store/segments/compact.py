@@ -258,7 +258,7 @@ async def shrink(
     """Vacuum the partitions of the days ``touched`` (since 1970), and later ones with many dead rows. Drop all empty
     ones past the days that upkeep creates ahead of ``today``. ``say`` gets the numbers of finished and of all
     partitions. ``lock_ms``: lock timeout of each VACUUM. Raises StoreLost."""
-    connection = await pool.connect_plain(url, "delayer shrink", {"statement_timeout": "0"}, command_seconds=None)
+    connection = await pool.connect(url, "delayer shrink", plain=True)
     try:
         with translated("shrink"):
             return await _shrink(connection, touched, today, say, lock_ms)
