@@ -121,14 +121,14 @@ RESTART: Final = "restart the daemon if its store has moved there; otherwise cor
 
 
 class SameServer:
-    """Checks that all connections of a process lead to one server, because ``store.url_file`` may change. Otherwise
+    """Checks that all connections of a process reach one server, because ``store.url_file`` may change. Otherwise
     messages would enter one store while lanes release from another."""
 
     def __init__(self) -> None:
         self._identifier: int | None = None
 
     async def check(self, connection: Connection) -> None:
-        """Cut a connection that leads elsewhere than the first one. Raises StoreLost, and the driver's errors."""
+        """Cut a connection to another server than the first one. Raises StoreLost, and the driver's errors."""
         found = None
         try:
             found = await connection.fetchval("SELECT system_identifier FROM pg_control_system()")
@@ -137,7 +137,7 @@ class SameServer:
             if found is None or found != self._identifier:
                 end(connection)
         if found != self._identifier:
-            raise StoreLost("store.url leads to another server than at the start", RESTART)
+            raise StoreLost("store.url points to another server than at the start", RESTART)
 
 
 async def open_pool(

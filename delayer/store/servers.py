@@ -37,9 +37,9 @@ async def check(url: str) -> None:
         pid, version, standby, encoding = await _identity(first)
         for part, name in _OTHER_DATABASES.items():
             if part in version:
-                raise _unfit(url, "PostgreSQL", name, "let store.url lead to PostgreSQL itself")
+                raise _unfit(url, "PostgreSQL", name, "point store.url at PostgreSQL itself")
         if standby == "t":
-            advice = "let store.url lead to the primary; with several hosts add ?target_session_attrs=primary"
+            advice = "point store.url at the primary; with several hosts add ?target_session_attrs=primary"
             raise StoreLost(f"{SecretUrl(url)}: expected a primary, found a standby", advice)
         if encoding != "UTF8":
             advice = "as Postgres's superuser: createdb -E UTF8 -T template0 --locale C -O ROLE DATABASE"
@@ -57,7 +57,7 @@ async def _check_pooler(url: str, pid: str, first: Connection, second: Connectio
         of_first = {pid, (await _identity(first))[0]}
         if len(of_first) > 1 or len(of_second) > 1 or of_first & of_second:
             found = "a connection pooler that shares sessions (PgBouncer in transaction or statement mode)"
-            advice = "set pool_mode = session in the pooler, or let store.url lead to Postgres itself"
+            advice = "set pool_mode = session in the pooler, or point store.url at Postgres itself"
             raise _unfit(url, "a session for each connection", found, advice)
 
 

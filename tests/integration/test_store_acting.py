@@ -150,7 +150,7 @@ async def test_the_figures_of_a_change_that_races_with_the_release_add_up(databa
         said: list[int] = []
         result = await acted.carry_out("me", counted, said.append)
         assert (result.number, said[-1]) == ("5 of 20", 5)
-        assert list(result.lines) == ["15 were delivered or moved meanwhile."]
+        assert list(result.lines) == ["15 were delivered or moved in the meantime."]
         if verb in ("reschedule", "retry"):
             result = await acted.carry_out("me", counted._replace(messages=3))
             assert (result.number, list(result.lines)) == ("5", ["2 of these came after the count."])

@@ -85,9 +85,9 @@ async def test_a_file_that_names_another_server_moves_no_session_there(database:
         try:
             async with owned(store):
                 urls[0] = other.url(await asyncio.to_thread(other.add_store))
-                with pytest.raises(StoreLost, match="leads to another server") as lane:
+                with pytest.raises(StoreLost, match="points to another server") as lane:
                     await store.locks.take(2)
-                with pytest.raises(StoreLost, match="leads to another server") as park:
+                with pytest.raises(StoreLost, match="points to another server") as park:
                     await asyncio.gather(*(store.read_identity() for _ in range(2)))
                 assert "restart the daemon" in lane.value.advice == park.value.advice
                 urls[0] = database

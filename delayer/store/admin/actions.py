@@ -63,12 +63,12 @@ def unmet(found: Counter[FoundIn], counted: int | None = None) -> tuple[int, lis
     before the change. Then others may have gone since, and more may have come. Pure.
 
     >>> unmet(Counter({FoundIn.WAITING: 2, FoundIn.NOWHERE: 1}), 10)
-    (10, ['8 were delivered or moved meanwhile.'])
+    (10, ['8 were delivered or moved in the meantime.'])
     """
     left = found[FoundIn.UNREADABLE]
     matched = max(counted or 0, found.total())
     said = (
-        (matched - met(found) - left, "were delivered or moved meanwhile"),
+        (matched - met(found) - left, "were delivered or moved in the meantime"),
         (left, "were delivered, or are in a segment that does not read back"),
         (0 if counted is None else matched - counted, "of these came after the count"),
     )
