@@ -64,7 +64,7 @@ class DaemonInside:
     async def depths(self) -> Depths:
         settings = self.settings
         queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
-        try:
+        with _reached():
             seen = await cascade_depths(
                 settings.broker_url,
                 "delayer look",
@@ -73,8 +73,6 @@ class DaemonInside:
                 patience=5.0,
                 management_url=settings.management_url,
             )
-        except BrokerRefused as refused:
-            raise BrokerLost(str(refused)) from refused
         return Depths(seen.queues, {level.level: level.depth for level in seen.levels}, seen.delayed)
 
     async def look_aside(self, name: SetAsideName, limit: int) -> Result:
