@@ -68,10 +68,10 @@ class Reload:
         try:
             new = self.load()
             wanted = live_part(old, new)
-            self._daemon.live.add_routes(wanted)
+            self.daemon.live.add_routes(wanted)
             away = await self._make_ready(wanted)
         except (ConfigError, BrokerRefused, TopologyMismatch, SchemaOutdated, StoreUnfit) as wrong:
-            self._daemon.live.adopt(old)
+            self.daemon.live.adopt(old)
             log.error("reload refused", reason=str(wrong))
             return str(wrong) or type(wrong).__name__
         logs.configure(wanted.log.format, wanted.log.level)
