@@ -13,7 +13,7 @@ from delayer.amqp.errors import BrokerLost
 from delayer.amqp.values import Confirmed, Outgoing
 from delayer.broker.addresses import addresses_of
 from delayer.broker.admin import Admin
-from delayer.broker.cascade_depths import cascade_depths
+from delayer.broker.cascade_depths import CascadeDepths, cascade_depths
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.errors import BrokerRefused
 from delayer.broker.pipelined_admin import pipelined_admin
@@ -57,10 +57,13 @@ class LeftBehind(NamedTuple):
     by_itself: bool = False
 
 
-def left_in_store(now: draining.DrainBacklog, unsound: int, *, keys_too: bool) -> list[LeftBehind]:
-    """List what a drain into the cascade leaves, or would leave. ``unsound``: rows that must not be sent."""
+DrainPlan = tuple[int, list[LeftBehind]]
+"""The number of messages that a drain would move, and those that it would leave."""
+
+
+def store_backlog(now: draining.DrainBacklog, *, keys_too: bool) -> DrainPlan:
+    """Count what a drain into the cascade would move, and list what it would leave."""
     keyed = 0 if keys_too else now.keyed
-    others = now.rows - now.soon - unsound - keyed
     found = [
         LeftBehind(
             keyed, "store", "they have a key, and the cascade knows no keys",
@@ -68,54 +71,39 @@ def left_in_store(now: draining.DrainBacklog, unsound: int, *, keys_too: bool) -
             by_itself=True,
         ),
         LeftBehind(now.soon, "store", "they are due within a minute", "none: the daemon releases them", by_itself=True),
-        LeftBehind(
-            unsound, "store", "their checksum is wrong, or their properties are too long", "delayer audit --deep"
-        ),
-        LeftBehind(others, "store", "they came in meanwhile, or another session had them locked", AGAIN),
         LeftBehind(now.packed, "segments", "they are compacted", f"delayer restore, and {AGAIN}"),
         LeftBehind(now.broken, "segments", "their segments do not read back", "docs/backlog.md"),
         LeftBehind(now.held, "held", "their destination did not take them", "delayer held list; retry or drop"),
     ]  # fmt: skip
-    return [one for one in found if (one.messages or 0) > 0]
+    return max(0, now.rows - now.soon - keyed), [one for one in found if one.messages]
 
 
 LOWEST: Final = 5
 """The lowest level that a drain empties: 32 seconds. Messages below leave the cascade before the drain ends."""
 
 
-class BrokerDepths(NamedTuple):
-    """Queue depths: the levels by number, the due queue, the strays. A missing queue has none."""
-
-    levels: dict[int, int]
-    due: int
-    strays: int
-
-
-def left_in_cascade(around: BrokerDepths) -> list[LeftBehind]:
-    """List what a drain into the store leaves."""
-    below = sum(depth for level, depth in around.levels.items() if level < LOWEST)
-    above = sum(depth for level, depth in around.levels.items() if level >= LOWEST)
+def cascade_backlog(seen: CascadeDepths, due_queue: str, delayed: Mapping[str, int | None]) -> DrainPlan:
+    """Count what a drain into the store would move, and list what it would leave. ``delayed``: by queue, messages that
+    the broker itself delays, which a drain cannot read; None if their number is unknown."""
+    below = sum(one.depth or 0 for one in seen.levels if one.level < LOWEST)
+    above = sum(one.depth or 0 for one in seen.levels if one.level >= LOWEST)
+    strays = sum(depth or 0 for name, depth in seen.queues.items() if name != due_queue)
     found = [
         LeftBehind(
             below, "cascade", "they are due within a minute", "none: they come out by themselves", by_itself=True
         ),
-        LeftBehind(above, "cascade", "they came in, or down a level, meanwhile", AGAIN),
-        LeftBehind(around.due, "due queue", "they are due", "none: the daemon delivers them", by_itself=True),
         LeftBehind(
-            around.strays, "strays", "their destination did not take them", "delayer strays list; retry or drop"
+            seen.queues[due_queue], "due queue", "they are due", "none: the daemon delivers them", by_itself=True
         ),
+        LeftBehind(strays, "strays", "their destination did not take them", "delayer strays list; retry or drop"),
     ]
-    return [one for one in found if one.messages]
-
-
-def left_delayed(delayed: Mapping[str, int | None]) -> list[LeftBehind]:
-    """List, by queue, messages that the broker itself delays, which a drain cannot read. May not know how many."""
-    step = "none: they come out when they are due"
+    why, step = "the broker itself delays them", "none: they come out when they are due"
+    found += [LeftBehind(count, f"queue {name}", why, step, by_itself=True) for name, count in delayed.items()]
+    left = [one for one in found if one.messages]
     if None in delayed.values():
         why = "the broker may delay some itself: broker.management_url is not set, or gives no count"
-        return [LeftBehind(None, "cascade", why, step, by_itself=True)]
-    why = "the broker itself delays them"
-    return [LeftBehind(count, f"queue {name}", why, step, by_itself=True) for name, count in delayed.items() if count]
+        left.append(LeftBehind(None, "cascade", why, step, by_itself=True))
+    return above, left
 
 
 def row_into_cascade(due: Due, names: Endpoints, now_ms: int) -> Outgoing:
@@ -124,26 +112,6 @@ def row_into_cascade(due: Due, names: Endpoints, now_ms: int) -> Outgoing:
     seconds = min(whole_seconds_until(due.due_ms, now_ms), MAX_SECONDS)
     rest_ms = max(due.due_ms - now_ms, 0) % 1000
     return into_cascade(due.parcel, b"%d" % due.id, seconds, names, rest_ms=rest_ms)
-
-
-async def look_around(settings: Settings) -> BrokerDepths:
-    """Query the depths. Raises BrokerLost, BrokerRefused."""
-    levels, due = cascade_of(settings), settings.native.due_queue
-    seen = await cascade_depths(settings.broker_url, NAME, levels, [due])
-    if seen.hidden:
-        # A hidden queue may contain messages, and the operator removes the cascade next.
-        raise BrokerRefused(f"queue {seen.hidden[0]!r} of the cascade is hidden from this user")
-    depths = {name: depth or 0 for name, depth in seen.queues.items()}
-    return BrokerDepths({one.level: one.depth or 0 for one in seen.levels}, depths[due], depths.get(levels.strays, 0))
-
-
-async def left_of(settings: Settings, around: BrokerDepths) -> list[LeftBehind]:
-    """List the messages that do not go into the store, and why."""
-    levels = cascade_of(settings)
-    names = [*(level.name for level in levels.levels()), settings.native.due_queue, levels.strays]
-    async with await Admin.connect(settings.broker_url, management_url=settings.management_url, name=NAME) as admin:
-        delayed = await admin.delayed(names)
-    return left_in_cascade(around) + left_delayed(delayed)
 
 
 async def levels_to_store(settings: Settings, url: str) -> int:
@@ -176,11 +144,20 @@ MARGIN_MS: Final = MINUTE_MS
 """The daemon is about to release messages due sooner."""
 
 
-async def standing(url: str, *, keys_too: bool) -> draining.DrainBacklog:
-    """Count the store's backlog."""
-    async with looking(url, "count the backlog") as connection:
-        now_ms = await connection.fetchval("SELECT now()")
-        return await draining.standing(connection, now_ms + MARGIN_MS, keys_too=keys_too)
+async def look(settings: Settings, url: str, *, keys_too: bool) -> DrainPlan:
+    """Query the side that is drained. Raises BrokerLost, BrokerRefused, StoreLost."""
+    if settings.mode == "native":
+        async with looking(url, "count the backlog") as connection:
+            soon_ms = await connection.fetchval("SELECT now()") + MARGIN_MS
+            return store_backlog(await draining.standing(connection, soon_ms, keys_too=keys_too), keys_too=keys_too)
+    due_queue = settings.native.due_queue
+    seen = await cascade_depths(settings.broker_url, NAME, cascade_of(settings), [due_queue])
+    if seen.hidden:
+        # A hidden queue may contain messages, and the operator removes the cascade next.
+        raise BrokerRefused(f"queue {seen.hidden[0]!r} of the cascade is hidden from this user")
+    async with await Admin.connect(settings.broker_url, management_url=settings.management_url, name=NAME) as admin:
+        delayed = await admin.delayed([*(one.name for one in seen.levels), *seen.queues])
+    return cascade_backlog(seen, due_queue, delayed)
 
 
 async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, int]:
@@ -276,28 +253,34 @@ def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool,
     context.exit(_tell(target, count, done, left, dry_run=dry_run, as_json=as_json))
 
 
-async def _planned(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, list[LeftBehind]]:
-    """Count the messages that would move, and list those that would stay. Raises StoreLost if the broker is not the
-    store's: messages would move from one broker to another."""
+async def _planned(settings: Settings, url: str, *, keys_too: bool) -> DrainPlan:
+    """Query the backlog. Raises StoreLost if the broker is not the store's: messages would change the broker."""
     async with pipelined_admin(settings.broker_url, NAME) as broker:
         await (await setup.identity(url)).check_broker(broker.exchange_exists)
-    if settings.mode == "native":
-        rows = await standing(url, keys_too=keys_too)
-        count = rows.rows - rows.soon - (0 if keys_too else rows.keyed)
-        return count, left_in_store(rows._replace(rows=rows.rows - count), 0, keys_too=keys_too)
-    around = await look_around(settings)
-    count = sum(depth for level, depth in around.levels.items() if level >= LOWEST)
-    below = around._replace(levels={n: of for n, of in around.levels.items() if n < LOWEST})
-    return count, await left_of(settings, below)
+    return await look(settings, url, keys_too=keys_too)
 
 
-async def _moved(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, list[LeftBehind]]:
+async def _moved(settings: Settings, url: str, *, keys_too: bool) -> DrainPlan:
     """Move the messages. Returns the number moved, and the messages that stay."""
+    unsound = 0
     if settings.mode == "native":
-        moved, unsound = await rows_to_cascade(settings, url, keys_too=keys_too)
-        return moved, left_in_store(await standing(url, keys_too=keys_too), unsound, keys_too=keys_too)
-    done = await levels_to_store(settings, url)
-    return done, await left_of(settings, await look_around(settings))
+        done, unsound = await rows_to_cascade(settings, url, keys_too=keys_too)
+    else:
+        done = await levels_to_store(settings, url)
+    more, left = await look(settings, url, keys_too=keys_too)
+    return done, [*not_moved(settings.mode, more, unsound), *left]
+
+
+def not_moved(target: str, more: int, unsound: int) -> list[LeftBehind]:
+    """List what a drain should have moved, but did not. ``more``: messages that it would move now, among them the
+    ``unsound`` rows, which must not be sent."""
+    side, why = {
+        "native": ("store", "they came in meanwhile, or another session had them locked"),
+        "store": ("cascade", "they came in, or down a level, meanwhile"),
+    }[target]
+    wrong = "their checksum is wrong, or their properties are too long"
+    found = [LeftBehind(unsound, "store", wrong, "delayer audit --deep"), LeftBehind(more - unsound, side, why, AGAIN)]
+    return [one for one in found if (one.messages or 0) > 0]
 
 
 def _tell(target: str, count: int, done: int, left: Sequence[LeftBehind], *, dry_run: bool, as_json: bool) -> int:

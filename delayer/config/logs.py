@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
 from typing import Any, Literal, TextIO
 
@@ -94,11 +93,6 @@ class _Limited:
 _limited = _Limited()
 
 
-def _stamp(_logger: object, _method: str, event: Event) -> Event:
-    event["timestamp"] = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    return event
-
-
 def _ordered(_logger: object, _method: str, event: Event) -> Event:
     first = {name: event.pop(name) for name in ("timestamp", "level", "event", "logger") if name in event}
     return {**first, **event}
@@ -173,7 +167,7 @@ def configure(
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
-        _stamp,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
         clean_values,
         _ordered,

@@ -9,15 +9,8 @@ import pytest
 
 from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string, parsed
 from delayer.amqp.values import Delivery
-from delayer.cli.drain import (
-    AGAIN,
-    BrokerDepths,
-    LeftBehind,
-    left_delayed,
-    left_in_cascade,
-    left_in_store,
-    row_into_cascade,
-)
+from delayer.broker.cascade_depths import CascadeDepths, LevelState
+from delayer.cli.drain import AGAIN, LeftBehind, cascade_backlog, not_moved, row_into_cascade, store_backlog
 from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade, delay_in_key
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.importing import ImportItem
@@ -99,42 +92,65 @@ NOTHING = DrainBacklog(0, 0, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
-    ("now", "unsound", "keys_too", "left"),
+    ("now", "keys_too", "moves", "left"),
     [
-        (NOTHING, 0, False, []),
-        (NOTHING._replace(rows=7, keyed=7), 0, False, [(7, "store", "a key", "none: the daemon releases")]),
-        (NOTHING._replace(rows=7, keyed=7), 0, True, [(7, "store", "meanwhile", AGAIN)]),
+        (NOTHING, False, 0, []),
+        (NOTHING._replace(rows=7, keyed=7), False, 0, [(7, "store", "a key", "none: the daemon releases")]),
+        (NOTHING._replace(rows=7, keyed=7), True, 7, []),
         (
-            NOTHING._replace(rows=7, keyed=2, soon=5), 0, False,
+            NOTHING._replace(rows=9, keyed=2, soon=5), False, 2,
             [(2, "store", "a key", "none"), (5, "store", "minute", "none")],
         ),
-        (NOTHING._replace(rows=4), 3, False, [(3, "store", "checksum", "audit"), (1, "store", "meanwhile", AGAIN)]),
-        (NOTHING._replace(rows=1, soon=2), 0, False, [(2, "store", "minute", "none")]),
+        (NOTHING._replace(rows=1, soon=2), False, 0, [(2, "store", "minute", "none")]),
         (
-            NOTHING._replace(packed=9, broken=1), 0, False,
+            NOTHING._replace(packed=9, broken=1), False, 0,
             [(9, "segments", "compacted", "restore"), (1, "segments", "", "docs")],
         ),
-        (NOTHING._replace(held=3), 0, False, [(3, "held", "did not take", "held list")]),
+        (NOTHING._replace(held=3), False, 0, [(3, "held", "did not take", "held list")]),
     ],
 )  # fmt: skip
-def test_messages_that_a_drain_leaves_in_the_store(
-    now: DrainBacklog, unsound: int, keys_too: bool, left: list[tuple[int, str, str, str]]
+def test_the_backlog_of_the_store(
+    now: DrainBacklog, keys_too: bool, moves: int, left: list[tuple[int, str, str, str]]
 ) -> None:
-    check_left(left_in_store(now, unsound, keys_too=keys_too), left)
+    count, found = store_backlog(now, keys_too=keys_too)
+    assert count == moves
+    check_left(found, left)
 
 
 @pytest.mark.parametrize(
-    ("levels", "due", "strays", "left"),
+    ("levels", "due", "strays", "moves", "left"),
     [
-        ({27: 0, 5: 0, 4: 0}, 0, 0, []),
-        ({27: 2, 5: 1, 4: 3, 0: 4}, 0, 0, [(7, "cascade", "minute", "none"), (3, "cascade", "meanwhile", AGAIN)]),
-        ({}, 5, 6, [(5, "due queue", "", "none"), (6, "strays", "did not take", "strays list")]),
+        ({27: 0, 5: 0, 4: 0}, 0, 0, 0, []),
+        ({27: 2, 5: 1, 4: 3, 0: 4}, 0, 0, 3, [(7, "cascade", "minute", "none")]),
+        ({}, 5, 6, 0, [(5, "due queue", "", "none"), (6, "strays", "did not take", "strays list")]),
     ],
 )
-def test_messages_that_a_drain_leaves_in_the_cascade(
-    levels: dict[int, int], due: int, strays: int, left: list[tuple[int, str, str, str]]
+def test_the_backlog_of_the_cascade(
+    levels: dict[int, int], due: int, strays: int, moves: int, left: list[tuple[int, str, str, str]]
 ) -> None:
-    check_left(left_in_cascade(BrokerDepths(levels, due, strays)), left)
+    count, found = cascade_backlog(depths(levels, due, strays), "due", {})
+    assert count == moves
+    check_left(found, left)
+
+
+@pytest.mark.parametrize(
+    ("target", "more", "unsound", "left"),
+    [
+        ("native", 0, 0, []),
+        ("native", 4, 3, [(3, "store", "checksum", "audit"), (1, "store", "meanwhile", AGAIN)]),
+        ("native", 0, 1, [(1, "store", "checksum", "audit")]),  # one that became due since
+        ("store", 3, 0, [(3, "cascade", "meanwhile", AGAIN)]),
+    ],
+)
+def test_messages_that_a_drain_did_not_move(
+    target: str, more: int, unsound: int, left: list[tuple[int, str, str, str]]
+) -> None:
+    check_left(not_moved(target, more, unsound), left)
+
+
+def depths(levels: dict[int, int], due: int = 0, strays: int = 0) -> CascadeDepths:
+    states = tuple(LevelState(level, f"level {level}", 1000 << level, depth) for level, depth in levels.items())
+    return CascadeDepths("delayer", "delivery", states, {"due": due, "strays": strays})
 
 
 @pytest.mark.parametrize(
@@ -148,7 +164,7 @@ def test_messages_that_a_drain_leaves_in_the_cascade(
 def test_messages_that_the_broker_delays_are_left_too(
     delayed: dict[str, int | None], left: list[tuple[int | None, str, str, str]]
 ) -> None:
-    check_left(left_delayed(delayed), left)
+    check_left(cascade_backlog(depths({}), "due", delayed)[1], left)
 
 
 def check_left(found: Sequence[LeftBehind], expected: Sequence[tuple[int | None, str, str, str]]) -> None:

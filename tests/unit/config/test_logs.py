@@ -58,7 +58,7 @@ def test_each_line_is_one_json_object(stream: io.StringIO) -> None:
     configure("json", "info", stream)
     structlog.get_logger("delayer.release.loop").info("message held", id=7, key=b"orders.\xff\n", route=b"a", n=None)
     (line,) = lines(stream)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("timestamp"))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", line.pop("timestamp"))
     assert line == {
         "level": "info",
         "event": "message held",
