@@ -14,7 +14,16 @@ from pydantic_core import ErrorDetails
 from delayer.amqp.address import Address
 from delayer.config.errors import ConfigError, Expected, Problem, show
 from delayer.config.model import RouteTable, Settings, Table
-from delayer.config.sources import Environment, File, Flags, MergedSettings, keys_of, known_keys, unknown_key, value_at
+from delayer.config.sources import (
+    MergedSettings,
+    keys_of,
+    known_keys,
+    read_environment,
+    read_file,
+    read_flags,
+    unknown_key,
+    value_at,
+)
 from delayer.config.texts import duration_text
 from delayer.config.topology import destination_of, native_of, sources_of
 from delayer.core.cascade import Cascade, parking_queue
@@ -60,7 +69,7 @@ def load(
     systemd passes credentials to the daemon, but not to the commands that a unit runs at a reload. ``sealed``, if
     given, collects the credential files that this process may not read; their values stay unchecked.
     """
-    merged = MergedSettings(Flags(flags), Environment(environ), File(file))
+    merged = MergedSettings(read_flags(flags), read_environment(environ), read_file(file))
     directory = environ.get("CREDENTIALS_DIRECTORY") or str((file or SYSTEM_FILE).parent)
     _read_named_files(merged, directory, sealed)
     errors: list[ErrorDetails] = []

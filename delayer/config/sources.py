@@ -8,7 +8,6 @@ import difflib
 import json
 import re
 import tomllib
-from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin
@@ -63,10 +62,11 @@ def unknown_key(source: str, key: str, name: str, candidates: Iterable[str], hin
 
 
 class SettingsSource(PydanticBaseSettingsSource):
-    """One source: its raw values, the place of each, and its errors."""
+    """One source: its raw values, its errors, and ``places``: where it sets a key, or all keys in it, for people."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: dict[Key, str]) -> None:
         super().__init__(BaseSettings)
+        self.places = places
         self.values: dict[str, Any] = {}
         self.problems: list[Problem] = []
 
@@ -82,112 +82,70 @@ class SettingsSource(PydanticBaseSettingsSource):
                 continue
             file = f"{name}_file"
             if name in table and file in table:
-                self.problems.append(
-                    Problem(self.place((section, file)), f"{section}.{file}", f"either {name} or {file}", "both")
-                )
+                place = self.place((section, file))
+                self.problems.append(Problem(place, f"{section}.{file}", f"either {name} or {file}", "both"))
             if isinstance(above, dict) and (name in above or file in above):
                 values[section] = {key: value for key, value in table.items() if key not in (name, file)}
         return values
 
-    @abstractmethod
     def place(self, key: Key) -> str:
-        """Say where this source sets ``key``, for people."""
+        return next((self.places[part] for end in range(len(key), -1, -1) if (part := key[:end]) in self.places), "")
+
+    def read_text(self, key: Key, field: FieldInfo, text: str, place: str) -> None:
+        """Set a key from a string. Lists and tables are JSON. A section must precede its keys, which have priority."""
+        value = _read_text(field, text)
+        if value is None:
+            kind = "table" if section_of(field) else "list"
+            self.problems.append(Problem(place, ".".join(key), f"a JSON {kind}", "something else"))
+            return
+        table = self.values
+        for name in key[:-1]:
+            table = table.setdefault(name, {})
+        table[key[-1]] = value
+        self.places[key] = place
 
 
-class File(SettingsSource):
-    def __init__(self, path: Path | None) -> None:
-        super().__init__()
-        self._path = path
-        if path is not None:
-            self.values = self._read(path)
-
-    def place(self, key: Key) -> str:
-        return str(self._path)
-
-    def _read(self, path: Path) -> dict[str, Any]:
-        try:
-            return tomllib.loads(path.read_text("utf-8"))
-        except OSError as error:
-            expected, found = "a file that can be read", error.strerror or str(error)
-        except RecursionError:
-            expected, found = "TOML that can be read", "thousands of levels"
-        except ValueError as error:  # Also bytes that are not UTF-8, and a number with thousands of digits.
-            expected, found = "TOML in UTF-8, with quotes around text", str(error)
-        self.problems.append(Problem(str(path), "", expected, found))
-        return {}
+def read_file(path: Path | None) -> SettingsSource:
+    """Read the TOML file, if there is one."""
+    source = SettingsSource({(): str(path)})
+    if path is None:
+        return source
+    try:
+        source.values = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        expected, found = "a file that can be read", error.strerror or str(error)
+    except RecursionError:
+        expected, found = "TOML that can be read", "thousands of levels"
+    except ValueError as error:  # Also bytes that are not UTF-8, and a number with thousands of digits.
+        expected, found = "TOML in UTF-8, with quotes around text", str(error)
+    else:
+        return source
+    source.problems.append(Problem(str(path), "", expected, found))
+    return source
 
 
-class Texts(SettingsSource):
-    """A source whose values are strings. Lists and tables are JSON."""
-
-    def __init__(self, texts: Sequence[tuple[Key, str, str]]) -> None:
-        """``texts``: the key, the string and the place of each value."""
-        super().__init__()
-        self._places: dict[Key, str] = {}
-        known = known_keys()
-        # A section precedes its keys, because a key's own string has priority.
-        for key, text, place in sorted(texts):
-            value = _read_text(known[key], text)
-            if value is None:
-                kind = "table" if section_of(known[key]) else "list"
-                self.problems.append(Problem(place, ".".join(key), f"a JSON {kind}", "something else"))
-                continue
-            table = self.values
-            for name in key[:-1]:
-                table = table.setdefault(name, {})
-            table[key[-1]] = value
-            self._places[key] = place
-
-    def place(self, key: Key) -> str:
-        return self._places.get(key) or self._places.get(key[:1]) or ""
+def read_environment(environ: Mapping[str, str]) -> SettingsSource:
+    """Read the environment variables ``DELAYER_…``."""
+    source, known = SettingsSource({}), known_keys()
+    names = {env_name(key): key for key in sorted(known)}
+    ours = {name for name in environ if name.startswith(ENV_PREFIX) and not _KUBERNETES.fullmatch(name)} - NOT_KEYS
+    for name in [name for name in names if name in ours]:
+        source.read_text(names[name], known[names[name]], environ[name], f"environment variable {name}")
+    for name in sorted(ours - names.keys()):
+        of_route = name.startswith("DELAYER_ROUTE_")
+        near, hint = ((), "routes are set together: DELAYER_ROUTE='[{…}]'") if of_route else (names, "")
+        source.problems.append(unknown_key(f"environment variable {name}", "", name, near, hint))
+    return source
 
 
-class Environment(Texts):
-    """The environment variables ``DELAYER_…``."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        names = {env_name(key): key for key in known_keys()}
-        ours = [
-            name
-            for name in sorted(environ)
-            if name.startswith(ENV_PREFIX) and name not in NOT_KEYS and not _KUBERNETES.fullmatch(name)
-        ]
-        place = "environment variable {}".format
-        super().__init__([(names[name], environ[name], place(name)) for name in ours if name in names])
-        for name in ours:
-            if name.startswith("DELAYER_ROUTE_"):
-                hint = "routes are set together: DELAYER_ROUTE='[{…}]'"
-                self.problems.append(unknown_key(place(name), "", name, (), hint))
-            elif name not in names:
-                self.problems.append(unknown_key(place(name), "", name, names))
-
-
-class Flags(Texts):
-    """The flags of the command line. A flag maps a dotted key to a string, as ``--set`` does."""
-
-    def __init__(self, given: Mapping[str, str]) -> None:
-        names = {".".join(key): key for key in known_keys()}
-        super().__init__(
-            [(names[name], text, f"flag {FLAGS.get(name, '--set')}") for name, text in given.items() if name in names]
-        )
-        self.problems += [unknown_key("flag --set", name, name, names) for name in given if name not in names]
-
-
-def merged_values(sources: tuple[SettingsSource, ...]) -> dict[str, Any]:
-    """Merge the raw values of all sources, before they are validated as Settings."""
-
-    class Layers(BaseSettings):
-        model_config = SettingsConfigDict(extra="allow", hide_input_in_errors=True)
-
-        @classmethod
-        def settings_customise_sources(cls, *_: object, **__: object) -> tuple[SettingsSource, ...]:
-            return sources
-
-        @classmethod
-        def _settings_log_debug(cls, states: dict[str, dict[str, Any]]) -> None:
-            """Disabled, because PYDANTIC_SETTINGS_DEBUG would log the values, including passwords."""
-
-    return Layers().model_extra or {}
+def read_flags(given: Mapping[str, str]) -> SettingsSource:
+    """Read the flags of the command line. A flag maps a dotted key to a string, as ``--set`` does."""
+    source, known = SettingsSource({}), known_keys()
+    names = {".".join(key): key for key in sorted(known)}
+    for name in [name for name in names if name in given]:
+        source.read_text(names[name], known[names[name]], given[name], f"flag {FLAGS.get(name, '--set')}")
+    source.problems += [unknown_key("flag --set", name, name, names) for name in given if name not in names]
+    return source
 
 
 class MergedSettings:
@@ -195,8 +153,20 @@ class MergedSettings:
 
     def __init__(self, *sources: SettingsSource) -> None:
         """``sources``: highest priority first."""
+
+        class Layers(BaseSettings):
+            model_config = SettingsConfigDict(extra="allow", hide_input_in_errors=True)
+
+            @classmethod
+            def settings_customise_sources(cls, *_: object, **__: object) -> tuple[SettingsSource, ...]:
+                return sources
+
+            @classmethod
+            def _settings_log_debug(cls, states: dict[str, dict[str, Any]]) -> None:
+                """Disabled, because PYDANTIC_SETTINGS_DEBUG would log the values, including passwords."""
+
         self._sources = sources
-        self.values = merged_values(sources)
+        self.values = Layers().model_extra or {}
         self.problems = [problem for source in reversed(sources) for problem in source.problems]
         self._contents: dict[Key, str] = {}
 
