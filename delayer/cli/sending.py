@@ -25,7 +25,7 @@ from delayer.cli.errors import CommandFailed, Misused
 from delayer.cli.output import quoted, some
 from delayer.config.errors import Expected, show
 from delayer.config.model import RouteTable, Settings, Table
-from delayer.config.texts import LARGEST_FLOAT, LONGEST_NAME, Scalar, instant_ms
+from delayer.config.texts import Scalar, check_header, instant_ms
 from delayer.config.values import DurationMs
 from delayer.core.delay_sources import header_of
 from delayer.core.message import as_text
@@ -51,14 +51,7 @@ def _instant(value: object) -> int:
 
 def _headers(given: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, value in given.items():
-        if not 0 < len(name.encode()) <= LONGEST_NAME:
-            raise Expected(f"names of 1 to {LONGEST_NAME} bytes, found {show(name)}")
-        if not isinstance(value, str | int | float):
-            raise Expected(f"a string, a number, true or false for {show(name)}")
-        if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
-            raise Expected(f"a finite float of 32 bits for {show(name)}, found {value}")
-        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-            raise Expected(f"an integer of 64 bits for {show(name)}")
+        check_header(name, value)
     return given
 
 

@@ -68,10 +68,23 @@ def target_text(at_ms: int | None, by_ms: int) -> str:
 Scalar = str | int | float | bool
 LONGEST_NAME: Final = 128
 """Maximum bytes of a header's name. AMQP 0-9-1 allows no longer name, and pamqp cuts it there."""
-
-
 LARGEST_FLOAT: Final = (2 - 2**-23) * 2.0**127
 """The driver writes 32 bits, and the broker closes a connection over a float that is not finite."""
+_TYPES: Final[Mapping[str, Callable[[str], Scalar]]] = {
+    "str": str, "int": int, "float": float, "bool": {"true": True, "false": False}.__getitem__,
+}  # fmt: skip
+
+
+def check_header(name: str, value: object) -> None:
+    """Check that a message can have this header. Raises Expected."""
+    if not 0 < len(raw(name)) <= LONGEST_NAME:
+        raise Expected(f"names of 1 to {LONGEST_NAME} bytes, found {show(name)}")
+    if not isinstance(value, str | int | float):
+        raise Expected(f"a string, a number, true or false for {show(name)}")
+    if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
+        raise Expected(f"a finite float of 32 bits for {show(name)}, found {value}")
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise Expected(f"an integer of 64 bits for {show(name)}")
 
 
 def typed_header(text: str) -> tuple[str, Scalar]:
@@ -85,39 +98,16 @@ def typed_header(text: str) -> tuple[str, Scalar]:
             f"{name}: expected a TYPE of {', '.join(_TYPES)}, found {kind!r}. A name with a colon needs the type too: "
             f"{name}:{kind}:str={value}"
         )
-    if (size := len(raw(name))) > LONGEST_NAME:
-        raise ValueError(f"{name}: expected a name of at most {LONGEST_NAME} bytes, found {size}")
     try:
-        return _utf8(name), _TYPES[kind](value)
-    except ValueError:
-        limit = " of 32 bits, and finite" if kind == "float" else ""
-        raise ValueError(f"{name}: expected a value of type {kind}{limit}, found {value!r}") from None
-
-
-def _utf8(text: str) -> str:
-    text.encode()  # An argument may have bytes that are not UTF-8.
-    return text
-
-
-def _int64(text: str) -> int:
-    if not -(1 << 63) <= int(text) < 1 << 63:
-        raise ValueError(text)
-    return int(text)
-
-
-def _float32(text: str) -> float:
-    if not abs(float(text)) <= LARGEST_FLOAT:
-        raise ValueError(text)
-    return float(text)
-
-
-def _truth(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ValueError(text)
-    return text == "true"
-
-
-_TYPES: Final[Mapping[str, Callable[[str], Scalar]]] = {"str": _utf8, "int": _int64, "float": _float32, "bool": _truth}
+        text.encode()  # An argument may have bytes that are not UTF-8.
+        typed = _TYPES[kind](value)
+    except (ValueError, KeyError):
+        raise ValueError(f"{name}: expected a value of type {kind}, found {value!r}") from None
+    try:
+        check_header(name, typed)
+    except Expected as wrong:
+        raise ValueError(f"expected {wrong}") from None
+    return name, typed
 
 
 def is_loopback(host: str) -> bool:

@@ -83,7 +83,7 @@ MISTAKES = {
     "--body or --body-file, not both": [["send", "--body", "x", "--body-file", "-"]],
     "expected NAME=VALUE or NAME:TYPE=VALUE": [["send", "--header", "novalue"]],
     "n: expected a value of type": [["send", "--header", "n:int=x"], ["send", "--header", "n:bool=yes"]],
-    "n: expected a value of type float of 32 bits, and finite": [
+    'expected a finite float of 32 bits for "n", found': [
         *(["send", "--header", f"n:float={value}"] for value in ("nan", "-inf", "1e999", "3.5e38")),
         ["refused", "retry", "--all", "--set-header", "n:float=nan"],
     ],
