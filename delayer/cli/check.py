@@ -14,11 +14,10 @@ from delayer.amqp.address import Address
 from delayer.amqp.errors import BrokerLost
 from delayer.broker.addresses import addresses_of, losses_of
 from delayer.broker.admin import Admin
-from delayer.broker.errors import BrokerRefused, TopologyFinding, mismatch_advice
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding, mismatch_advice
 from delayer.broker.pipelined_admin import PATIENCE, open_connection
 from delayer.cli import status
 from delayer.cli.check_report import CheckReport, CheckResult
-from delayer.cli.check_rights import GIVE_RIGHTS, check_management, check_rights
 from delayer.cli.check_store import check_store
 from delayer.cli.errors import SEEING, STORE_RUNS, ExitCode, broker_advice
 from delayer.cli.options import as_json, request_of
@@ -29,6 +28,7 @@ from delayer.config.topology import cascade_of, queues_at_work, topology_of, use
 from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade
 from delayer.core.clocks import FOLLOW_TIME, ClockOffset, differences
 from delayer.core.errors import StoreLost
+from delayer.core.topology import Binding
 from delayer.store.admin import setup
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 
@@ -206,8 +206,8 @@ async def _every_address(report: CheckReport, settings: Settings) -> None:
 async def _broker(report: CheckReport, admin: Admin, settings: Settings) -> None:
     report.add("broker", "ok", str(settings.broker.url))
     await _topology(report, admin, settings)
-    await check_rights(report, admin, settings)
-    await check_management(report, admin, settings)
+    await _rights(report, admin, settings)
+    await _management(report, admin, settings)
     state = await admin.state(settings.intake.queue)
     if state is not None and not state.consumers:  # A missing queue is already reported.
         found = f"no consumer reads {quoted(settings.intake.queue)}; {state.messages} wait in it"
@@ -227,11 +227,61 @@ async def _broker(report: CheckReport, admin: Admin, settings: Settings) -> None
     await _set_aside(report, admin, settings)
 
 
+GIVE_RIGHTS: Final = "give the daemon's user the rights that docs/security.md lists, or run this with the daemon's URL"
 DECLARED: Final = (
     "the daemon declares it at its start or reload, and within a minute if it was lost meanwhile; `delayer topology "
     'apply` does too, or says why it cannot. If it is lost again: docs/operations.md, "What the broker loses"'
 )
 _COPIES: Final = "nothing if it is yours; an earlier intake queue gets a copy of every message: unbind it, and empty it"
+
+
+async def _rights(report: CheckReport, admin: Admin, settings: Settings) -> None:
+    """Check that this user may bind, publish and consume as the daemon does. (_topology checks what it declares.)"""
+    sources = [route.from_ for route in settings.routes]
+    # Publishing and binding to an exchange need the same right.
+    publishes = [Binding(source, to, "exchange", "") for source in sources[:1] for to in _targets(settings)]
+    lacking = [str(one) for one in topology_of(settings).bindings if not await admin.may_bind(one)]
+    lacking = [f"bind {one}" for one in lacking]
+    if not lacking:  # Otherwise the right to read the source may be what is missing.
+        lacking += [f"publish to exchange {quoted(b.destination)}" for b in publishes if not await admin.may_bind(b)]
+    lacking += [f"consume queue {quoted(name)}" for name in _consumed(settings) if not await admin.may_consume(name)]
+    if lacking:
+        report.add("rights", "off", f"this user may not {some(lacking)}", GIVE_RIGHTS)
+
+
+def _targets(settings: Settings) -> list[str]:
+    """The exchanges that the daemon publishes to; without the default exchange, to which nothing can be bound."""
+    taken_over = [Cascade(table.cascade, owner=table.prefix).delivery for table in settings.takeovers]
+    return [name for name in dict.fromkeys([*(route.to for route in settings.routes), *taken_over]) if name]
+
+
+def _consumed(settings: Settings) -> list[str]:
+    levels = [
+        Cascade(table.cascade, owner=table.prefix).level(level)
+        for table in settings.takeovers
+        for level in range(table.levels_from, LEVELS)
+    ]
+    due = [settings.native.due_queue] if uses_cascade(settings) else []
+    return [settings.intake.queue, *due, *levels]
+
+
+async def _management(report: CheckReport, admin: Admin, settings: Settings) -> None:
+    """Report resource alarms, and bindings of the intake queue that no route of this configuration knows. Only the
+    management API shows them; without it a row of the topology says so."""
+    try:
+        alarms, sources = await admin.alarms(), await admin.sources_of(settings.intake.queue)
+    except (BrokerRefused, BrokerUnreachable) as error:
+        found = f"resource alarms and the bindings of {quoted(settings.intake.queue)} cannot be seen: {error}"
+        report.add("alarms", "note", found, "give the user of broker.management_url the tag `monitoring`")
+        return
+    for alarm in alarms:
+        found = f"{alarm}: the broker takes no publishes, so nothing goes in or out"
+        report.add("alarms", "off", found, "free memory or disk on that node (rabbitmq.com/docs/alarms)")
+    known = {route.from_ for route in settings.routes} | {cascade_of(settings).delivery, ""}
+    if strange := sorted(sources - known):
+        found = f"{quoted(settings.intake.queue)} is bound to {some(strange)}, of which this configuration has no route"
+        advice = "all daemons of one queue need the same routes; a route that was removed leaves its binding: unbind it"
+        report.add("intake", "note", found, advice)
 
 
 async def _topology(report: CheckReport, admin: Admin, settings: Settings) -> None:

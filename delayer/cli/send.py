@@ -1,22 +1,277 @@
-"""delayer send: publish messages that request a delay, as any publisher would."""
+"""delayer send: publish messages that request a delay, as any publisher would. The messages are composed of options or
+lines of JSON, and checked by the daemon's rules."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import shlex
 import time
-from typing import IO, Any
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from typing import IO, Annotated, Any, Final, NamedTuple, Self
 
 import click
+from aiormq.channel import Channel as Wire
+from aiormq.exceptions import ChannelClosed, ChannelNotFoundEntity, DeliveryError
+from pamqp.commands import Basic
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
-from delayer.cli.errors import EXPECTED_ERRORS, CommandError, CommandFailed
+from delayer.amqp.framing import DEFAULT_FRAME_MAX, header_limit
+from delayer.amqp.values import SHORT_STRING, Delivery
+from delayer.broker.admin_connection import AdminConnection
+from delayer.broker.pipelined_admin import PATIENCE
+from delayer.cli.errors import EXPECTED_ERRORS, CommandError, CommandFailed, Misused
 from delayer.cli.options import Request, duration, fixed_instant, headers_of
-from delayer.cli.output import note, progress, quoted
-from delayer.cli.sending import DECLARED, Composed, Composer, Draft, SendReport, portions_of, publish
+from delayer.cli.output import note, progress, quoted, some
+from delayer.config.errors import Expected, show
+from delayer.config.model import RouteTable, Settings, Table
+from delayer.config.texts import Scalar, check_header, instant_ms
+from delayer.config.values import DurationMs
+from delayer.core.delay_sources import header_of
 from delayer.core.filters import OWN
-from delayer.core.message import raw
+from delayer.core.message import as_text, raw
+from delayer.core.operations import Cancel
+from delayer.core.plan import Refuse
 from delayer.core.readable import duration as duration_in_words
 from delayer.core.readable import instant, readable
+from delayer.daemon.live_settings import policy_of
+from delayer.intake.handle import classify
+
+DECLARED: Final = "`delayer topology apply`, then `delayer check`"
+"""The next step after a message that the broker did not take."""
+PORTION: Final = 1_000
+"""The most messages that are checked, and then published, together."""
+PORTION_BYTES: Final = 4 << 20
+"""The most bytes of their bodies, unless it is one message."""
+_YEAR_10000: Final = 253_402_300_800
+_RELATIVE: Final = ("x-delay", "x-opt-delivery-delay")
+_ABSOLUTE: Final = ("x-deliver-at", "x-opt-delivery-time")
+
+
+def _instant(value: object) -> int:
+    return instant_ms(value if isinstance(value, str) else "")
+
+
+def _headers(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name, value in given.items():
+        check_header(name, value)
+    return given
+
+
+class Draft(Table):
+    """A message's fields, by the names of the options: those of a line, over those of the command. Times are in ms."""
+
+    route: str | None = None
+    routing_key: str = ""
+    delay_key: str | None = None
+    delay: DurationMs | None = None
+    at: Annotated[int, BeforeValidator(_instant)] | None = None
+    headers: Annotated[Mapping[str, Any], AfterValidator(_headers)] = Field(default_factory=dict)
+    body: bytes = b""
+    body_b64: Annotated[bytes, AfterValidator(partial(base64.b64decode, validate=True))] = b""
+    message_id: str | None = None
+
+    def with_line(self, text: bytes) -> Self:
+        """This draft with the fields of a line of JSON. Raises Misused."""
+        try:
+            line = Draft.model_validate_json(text)
+        except ValidationError as error:
+            raise Misused(_expected(error)) from None
+        given = {name: getattr(line, name) for name in line.model_fields_set}
+        for one, other in (("delay", "at"), ("body", "body_b64")):
+            if one in given and other in given:
+                raise Misused(f"expected {one} or {other}, found both")
+        if "delay" in given or "at" in given:
+            given = {"delay": None, "at": None, **given}
+        given["headers"] = {**self.headers, **line.headers}
+        return self.model_copy(update={"body": line.body_b64, **given} if "body_b64" in given else given)
+
+
+def _expected(wrong: ValidationError) -> str:
+    error = wrong.errors(include_url=False, include_input=False)[0]
+    cause = error.get("ctx", {}).get("error")
+    if error["type"] == "extra_forbidden":
+        return f"expected a field of {', '.join(Draft.model_fields)}, found {show(error['loc'][0])}"
+    place = "".join(f"{part}: " for part in error["loc"])
+    return place + (f"expected {cause}" if isinstance(cause, Expected) else error["msg"])
+
+
+class Composed(NamedTuple):
+    """A message to publish. ``due_ms``: when it is due by this host's clock, epoch ms; None for a cancel. ``cancels``:
+    the key of the message that it cancels. ``line``: its line of the file; 0 without a file."""
+
+    exchange: str
+    routing_key: str
+    properties: Basic.Properties
+    body: bytes
+    due_ms: int | None = None
+    cancels: str | None = None
+    line: int = 0
+
+    @property
+    def message_id(self) -> str:
+        return str(self.properties.message_id)
+
+
+class Composer:
+    """Composes messages for these settings."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._routes = {route.from_: route for route in settings.routes}
+        self._policy = policy_of(settings, has_store=settings.store_url is not None)
+
+    def compose(self, draft: Draft, now_ms: int, line: int = 0) -> Composed:
+        """Raises Misused if the message cannot be sent, or if the daemon would refuse it."""
+        route, key = self._route(draft.route), draft.routing_key
+        headers = dict(draft.headers)
+        if draft.delay_key is not None:
+            headers["x-delay-key"] = draft.delay_key
+        if not route.from_:
+            # Straight to the intake queue, a header has the destination's key.
+            if key:
+                headers.setdefault("x-delay-routing-key", key)
+            key = self._settings.intake.queue
+        message_id = draft.message_id or str(uuid.uuid4())
+        for name, value in (("routing-key", key), ("message-id", message_id), ("delay-key", draft.delay_key or "")):
+            try:
+                size = len(value.encode())
+            except UnicodeEncodeError:  # An argument may have other bytes.
+                raise Misused(f"--{name}: expected UTF-8") from None
+            if size > SHORT_STRING:
+                raise Misused(f"--{name}: expected at most {SHORT_STRING} bytes, found {size}")
+        timestamp = _ask(headers, route, draft, now_ms=now_ms)
+        properties = Basic.Properties(
+            headers={**headers} or None,
+            delivery_mode=2,
+            message_id=message_id,
+            timestamp=None if timestamp is None else datetime.fromtimestamp(timestamp, UTC),
+        )
+        delivery = Delivery(0, False, route.from_.encode(), key.encode(), properties.marshal(), draft.body)
+        _, _, plan = classify(delivery, self._policy, now_ms, header_limit(DEFAULT_FRAME_MAX))
+        if isinstance(plan, Refuse):
+            raise Misused(f"the daemon would refuse it: {plan.reason}")
+        made = Composed(route.from_, key, properties, draft.body, line=line)
+        if isinstance(plan, Cancel):
+            return made._replace(cancels=as_text(plan.key) if isinstance(plan.key, bytes) else "")
+        return made._replace(due_ms=plan.due_ms)
+
+    def _route(self, name: str | None) -> RouteTable:
+        known = some(list(self._routes))
+        if name is None and len(self._routes) > 1:
+            raise Misused(f"--route is needed: there are several routes: {known}")
+        if name is not None and name not in self._routes:
+            raise Misused(f"no route comes from exchange {quoted(name)}; expected one of {known}")
+        return self._settings.routes[0] if name is None else self._routes[name]
+
+
+def _ask(headers: dict[str, Scalar], route: RouteTable, draft: Draft, *, now_ms: int) -> int | None:
+    """Put the delay into ``headers``, in the first form that the route reads, or return it as a timestamp, in seconds.
+    Without a delay, the message's own headers apply. Raises Misused if no form is possible."""
+    if draft.delay is None and draft.at is None:
+        return None
+    forms = set(route.delay_from)
+    relative = next((form for form in _RELATIVE if form in forms), None)
+    absolute = next((form for form in _ABSOLUTE if form in forms), None)
+    if clash := sorted({header_of(form).decode() or form for form in forms} & set(headers)):
+        raise Misused(f"--header {clash[0]} gives the delay too: leave out --delay and --at, or this header")
+    due_ms = draft.at if draft.at is not None else now_ms + (draft.delay or 0)
+    if draft.delay is not None and relative is not None:
+        headers[relative] = draft.delay
+    elif absolute is not None:
+        headers[absolute] = due_ms
+    elif "timestamp" in forms:
+        seconds = -(-due_ms // 1000)
+        if not 0 <= seconds < _YEAR_10000:  # The driver cannot encode others.
+            raise Misused(f"at: route {quoted(route.from_)} reads timestamps: expected an instant from 1970 to 9999")
+        return seconds
+    else:
+        reads = ", ".join(route.delay_from) or "none"
+        raise Misused(f"route {quoted(route.from_)} cannot be told an instant: it reads {reads}. Use --delay.")
+    return None
+
+
+def portions_of(file: IO[bytes], composer: Composer, draft: Draft) -> Iterator[list[Composed]]:
+    """The messages of the lines, in portions of bounded size, each checked as a whole. ``draft`` has what lines leave
+    out. Raises Misused for a portion with a line that cannot be sent."""
+    portion: list[Composed] = []
+    ids: set[str] = set()
+    size = 0
+    for number, text in enumerate(file, 1):
+        if not text.strip():
+            continue
+        try:
+            one = composer.compose(draft.with_line(text), time.time_ns() // 1_000_000, number)
+        except Misused as wrong:
+            raise Misused(f"line {number}: {wrong}") from None
+        size += len(one.body)
+        # The driver identifies returned messages by their ids, so a portion has each id once.
+        if portion and (len(portion) == PORTION or size > PORTION_BYTES or one.message_id in ids):
+            yield portion
+            portion, ids, size = [], set(), len(one.body)
+        portion.append(one)
+        ids.add(one.message_id)
+    if portion:
+        yield portion
+
+
+@dataclass(slots=True)
+class SendReport:
+    """The messages so far: those that the broker confirmed, and those that it did not take, with the reasons.
+    ``next_line``: the first line that may not have been sent."""
+
+    sent: int = 0
+    failed: list[tuple[Composed, str]] = field(default_factory=list)
+    next_line: int = 1
+
+
+async def publish(
+    url: str, portions: Iterator[Sequence[Composed]], report: SendReport, say: Callable[[int], None] = lambda _: None
+) -> None:
+    """Publish portion after portion, until the broker does not take a message. ``report`` has what was published, also
+    after an error. Raises Misused, CommandFailed, BrokerUnreachable, BrokerRefused."""
+    connection = await AdminConnection.open(url, name="delayer send", patience=PATIENCE)
+    try:
+        # In a thread, because a pipe may be silent for longer than a heartbeat.
+        while not report.failed and (portion := await asyncio.to_thread(next, portions, None)):
+            try:
+                results = await connection.call(partial(_publish, portion=portion))
+            except ChannelClosed as closed:
+                first, last = portion[0].line, portion[-1].line
+                where = "" if not last else f"line {first}: " if first == last else f"lines {first} to {last}: "
+                they = "it" if first == last else "them"
+                step = DECLARED if isinstance(closed, ChannelNotFoundEntity) else "correct what the broker names"
+                raise CommandFailed(f"{where}the broker did not take {they}: {closed}. Next: {step}.") from closed
+            for one, error in zip(portion, results, strict=True):
+                if isinstance(error, DeliveryError):
+                    returned = isinstance(error.frame, Basic.Return)
+                    report.failed.append((one, "nothing is bound for it" if returned else "a queue refused it"))
+            report.sent += len(portion) - len(report.failed)
+            report.next_line = portion[-1].line + 1
+            say(report.sent)
+    finally:
+        await connection.close()
+
+
+async def _publish(channel: Wire, portion: Sequence[Composed]) -> list[object]:
+    """The errors of refused messages, and the confirms of the rest. Raises an error that concerns them all."""
+    results = await asyncio.gather(
+        *(
+            channel.basic_publish(
+                one.body, exchange=one.exchange, routing_key=one.routing_key, properties=one.properties, mandatory=True
+            )
+            for one in portion
+        ),
+        return_exceptions=True,
+    )
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, DeliveryError):
+            raise result
+    return list(results)
 
 
 @click.command(short_help="Publish messages that ask for a delay.")

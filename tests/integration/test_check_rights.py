@@ -83,7 +83,7 @@ async def test_a_resource_alarm_is_off_and_send_names_it(
     await eventually(lambda: alarmed.api("GET", "/api/nodes?columns=name,mem_alarm")[0].get("mem_alarm"))
     [row] = rows(delayer, "alarms", expect=1, **managed)
     assert (row["result"], row["found"].split(" ")[0]) == ("off", "mem_alarm")
-    monkeypatch.setattr("delayer.cli.sending.PATIENCE", 3.0)
+    monkeypatch.setattr("delayer.cli.send.PATIENCE", 3.0)
     # The broker may read one small message before it blocks the connection.
     told = delayer("send", "--delay", "1m", "--body-file", "-", stdin=b"x" * 300_000, expect=3).stderr
     assert "the broker blocks publishers" in told

@@ -21,7 +21,7 @@ import delayer
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding, TopologyMismatch
 from delayer.cli.errors import ExitCode, Misused, failure
 from delayer.cli.main import cli
-from delayer.cli.sending import PORTION, PORTION_BYTES, Composer, Draft, portions_of
+from delayer.cli.send import PORTION, PORTION_BYTES, Composer, Draft, portions_of
 from delayer.config.errors import ConfigError, Expected, Problem
 from delayer.config.model import Settings
 from delayer.config.texts import Scalar, instant_ms

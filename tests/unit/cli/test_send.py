@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 import pytest
 
 from delayer.cli.errors import Misused
-from delayer.cli.sending import Composed, Composer, Draft, portions_of
+from delayer.cli.send import Composed, Composer, Draft, portions_of
 from delayer.config.model import Settings
 from delayer.config.texts import LARGEST_FLOAT
 
