@@ -55,7 +55,7 @@ class Actions:
 
     async def answer(self, request: Request, *, change: ChangeHandler) -> Response:
         """Answer a request for one of the changes below."""
-        view, sessions = self.pages.answers.view, self.pages.sessions
+        answers, sessions = self.pages.answers, self.pages.sessions
         who = sessions.who(request)
         if who is None:
             request.state.back = "/login"
@@ -65,13 +65,13 @@ class Actions:
             # A change continues if its client closes the connection.
             result = await asyncio.shield(self._in_turn(change(request, who, form)))
         except (BrokerLost, *STORE_ERRORS):
-            view.forget()
+            answers.forget()
             raise
         if isinstance(result, Response):
             return result
         # Only if something changed, because querying a backlog is expensive.
         if result.messages:
-            view.forget()
+            answers.forget()
         if by_program(request):
             return JSONResponse(result.as_dict())
         heading, lines, back = result.heading, result.lines, request.state.back
@@ -97,7 +97,7 @@ class Actions:
                 if by_program(request):
                     raise
                 return await self._instant_again(request, form, str(wrong))
-        url = self.pages.answers.view.url
+        url = self.pages.answers.url
         if "id" in form:
             if form.keys() & {"all", *fields}:
                 raise FieldError("Give either ids or a filter.")
@@ -118,7 +118,7 @@ class Actions:
         verb, ids, inside = forms.verb(form, "retry", "drop"), forms.ids(form), self.pages.answers.inside
         request.state.back = f"/{name}"
         if _needs_question(request, verb, form):
-            seen = (await self.pages.answers.view.aside[name].get()).fresh or Result(0)
+            seen = (await self.pages.answers.aside[name].get()).fresh or Result(0)
             told = {one.id: f"{one.place}, {one.reason}" for one in seen.found}
             return await self._ask_about_ids(request, verb, form, told)
         edits = forms.read_retry_edits(form, unread_delays(inside.settings)) if verb == "retry" else NO_EDITS
@@ -126,7 +126,7 @@ class Actions:
 
     async def _told(self, tokens: Sequence[Token]) -> dict[str, str]:
         """Describe each message in the store: its destination, instant, key and message_id."""
-        async with looking(self.pages.answers.view.url, "show") as connection:
+        async with looking(self.pages.answers.url, "show") as connection:
             there, _ = await waiting.named(connection, tokens)
             there += [one.entry for one in await held_messages.named(connection, [token.id for token in tokens])]
         told = {one.place.id: _in_words(one) for one in there}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
@@ -13,7 +12,7 @@ from delayer.config.texts import service_of
 from delayer.core.readable import duration
 from delayer.http import metrics
 from delayer.http.metrics import MetricSources
-from delayer.http.view import DaemonPort, State, View
+from delayer.http.view import State, View
 from delayer.store.admin.stats import StoreOverview
 
 
@@ -64,19 +63,15 @@ def not_ready(state: State, intake: str, store: StoreOverview | None, error: str
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Answers:
+class Answers(View):
     """The sources of all answers, and the handlers of health and metrics."""
-
-    inside: DaemonPort
-    view: View
 
     async def not_ready(self) -> list[str]:
         """List the reasons from a fresh query."""
-        state, intake = self.inside.state(), self.inside.settings.intake.queue
-        if not self.view.has_store:
+        state, intake = self.inside.state(), self.settings.intake.queue
+        if not self.has_store:
             return not_ready(state, intake, None, "")
-        seen = await self.view.store.get()
+        seen = await self.store.get()
         return not_ready(state, intake, seen.fresh, seen.error)
 
     async def live(self, _request: Request) -> Response:
@@ -87,22 +82,16 @@ class Answers:
     async def ready(self, _request: Request) -> Response:
         """/health/ready: messages go in and come out."""
         reasons = await self.not_ready()
-        settings = self.inside.settings
-        role = {"service": service_of(settings), "mode": settings.mode, "intake": self.inside.state()["intake"]}
+        mode, intake = self.settings.mode, self.inside.state()["intake"]
+        role = {"service": service_of(self.settings), "mode": mode, "intake": intake}
         return JSONResponse({"ready": not reasons, "reasons": reasons, **role}, status_code=503 if reasons else 200)
 
     async def metrics(self, _request: Request) -> Response:
         """/metrics, for Prometheus."""
-        depths = await self.view.depths.get()
+        depths = await self.depths.get()
         store = census = None
-        if self.view.has_store:
-            store, census = await asyncio.gather(self.view.store.get(), self.view.census.get())
-        sight = MetricSources(
-            self.inside.state(),
-            store,
-            census,
-            depths,
-            ready=not await self.not_ready(),
-            roles=metrics.roles(self.inside.settings),
-        )
-        return Response(generate_latest(sight), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        if self.has_store:
+            store, census = await asyncio.gather(self.store.get(), self.census.get())
+        ready, roles = not await self.not_ready(), metrics.roles(self.settings)
+        sources = MetricSources(self.inside.state(), store, census, depths, ready=ready, roles=roles)
+        return Response(generate_latest(sources), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -57,15 +56,17 @@ async def _named(connection: Any, text: str) -> Token | None:
     return tokens[0] if len(tokens) == 1 else None
 
 
-def _around(path: str, given: Mapping[str, str], trail: forms.Trail, rows: int, total: str) -> dict[str, str]:
-    """Build the links to the first and the previous page, and the range of row numbers."""
-    back, here = trail.previous, trail.numbers(rows, ROWS)
-    first = path + (f"?{render.query(given)}" if given else "")
-    span = f"{render.number(here[0])}–{render.number(here[1])}" if here else ""
+def _around(request: Request, form: forms.Search, trail: forms.Trail, rows: int, onward: str) -> dict[str, Any]:
+    """Build the links to the first, the previous and the next page, and the range of row numbers. ``onward``: where the
+    next page begins, empty on the last one."""
+    path, back, here = request.url.path, trail.previous, trail.numbers(rows, ROWS)
+    after = trail.next(onward, full=rows == ROWS and not by_program(request))
     return {
-        "previous": "" if back is None else f"{path}?{render.query(given, **back)}".rstrip("?"),
-        "first": first if trail.after else "",
-        "numbers": f"{span} of {total}" if span and total else span,
+        "previous": "" if back is None else f"{path}?{render.query(form.given, **back)}".rstrip("?"),
+        "first": path + (f"?{render.query(form.given)}" if form.given else "") if trail.after else "",
+        "next": f"{path}?{render.query(form.given, **after)}" if onward else "",
+        "numbers": f"{render.number(here[0])}–{render.number(here[1])}" if here else "",
+        "given": form.given,
     }
 
 
@@ -78,16 +79,16 @@ class Pages:
 
     async def html(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
         """Render a page with the parts common to every page."""
-        view, readable = self.answers.view, self.readable(request)
+        readable = self.readable(request)
         return render.html(
             template,
             status,
             here="/" + request.url.path.strip("/").partition("/")[0],
             session=self.sessions.session(request),
             can_open=self.sessions.can_open,
-            names=names_of(self.answers.inside.settings) if readable else {},
-            counts=await view.set_aside() if readable else {},
-            has_store=view.has_store,
+            names=names_of(self.answers.settings) if readable else {},
+            counts=await self.answers.set_aside() if readable else {},
+            has_store=self.answers.has_store,
             notice=self.sessions.take_notice(request),
             **values,
         )
@@ -104,13 +105,13 @@ class Pages:
 
     def readable(self, request: Request) -> bool:
         """Whether this client may read: on loopback, if the page is open, or with the token."""
-        http = self.answers.inside.settings.http
+        http = self.answers.settings.http
         local = is_loopback(http.listen.rpartition(":")[0])
         return local or http.open or self.sessions.who(request) is not None
 
     async def overview(self, request: Request) -> Response:
-        census = await self.answers.view.census.get() if self.answers.view.has_store else None
-        value, settings = None if census is None else census.value, self.answers.inside.settings
+        census = await self.answers.census.get() if self.answers.has_store else None
+        value, settings = None if census is None else census.value, self.answers.settings
         rates = recent.sent_rates(self.answers.inside.state()["recent"], 60.0)
         largest = [] if value is None else render.destinations(value, rates)
         return await self.html(
@@ -129,25 +130,20 @@ class Pages:
         return render.html("parts_overview.html", **await self._live())
 
     async def _live(self) -> dict[str, Any]:
-        view = self.answers.view
-        state, depths = self.answers.inside.state(), await view.depths.get()
-        store = await view.store.get() if view.has_store else None
-        overview = None if store is None else store.fresh
-        usable = None if overview is None or overview.upgrade_pending else overview
-        seen = depths.fresh
-        settings = self.answers.inside.settings
-        levels = {} if seen is None else {number: depth for number, depth in seen.levels.items() if depth}
+        state, depths = self.answers.inside.state(), await self.answers.depths.get()
+        store = await self.answers.store.get() if self.answers.has_store else None
+        overview, seen = None if store is None else store.fresh, depths.fresh
         return {
             "reasons": await self.answers.not_ready(),
             "blocked": render.blocked(state),
-            "store": usable,
+            "store": None if overview is None or overview.upgrade_pending else overview,
             "store_error": "" if store is None else store.error,
             "broker_error": depths.error,
-            "cascade": None if seen is None else sum(levels.values()),
+            "cascade": None if seen is None else sum(depth or 0 for depth in seen.levels.values()),
             "depths": seen,
             "delayed": [] if seen is None else delayed_rows(seen.delayed),
             "state": state,
-            "settings": settings,
+            "settings": self.answers.settings,
             "now": recent.summary(state["recent"], 60.0),
         }
 
@@ -162,16 +158,16 @@ class Pages:
                 "last": summaries,
                 "blocked": render.blocked(state),
                 "intake": state["intake"],
-                "service": service_of(self.answers.inside.settings),
-                "mode": self.answers.inside.settings.mode,
+                "service": service_of(self.answers.settings),
+                "mode": self.answers.settings.mode,
             }
         )
 
     async def backlog_json(self, _request: Request) -> Response:
         """Return the counts by due time, for the chart."""
-        if not self.answers.view.has_store:
+        if not self.answers.has_store:
             raise HTTPException(404, NO_STORE)
-        census = await self.answers.view.census.get()
+        census = await self.answers.census.get()
         if census.value is None:
             raise HTTPException(503, census.error or "not counted yet")
         counts = census.value.together()
@@ -192,43 +188,33 @@ class Pages:
         return RedirectResponse(f"/message/{name}" if name else "/waiting", status_code=303)
 
     async def waiting(self, request: Request) -> Response:
-        given = request.query_params
-        forms.once([name for name, _ in given.multi_items()])
-        form = forms.searched(given, recent.host_ms())
-        values = await self._list(request, form, forms.Trail.of(given))
-        if by_program(request):
-            values["messages"] = list(map(as_json.entry, values["rows"]))
-            return JSONResponse({name: values[name] for name in ("messages", "bounded", "broken", "next")})
-        back = "/waiting" + (f"?{request.url.query}" if request.url.query else "")
-        return await self.html(request, "waiting.html", back=back, given=form.given, **values)
-
-    async def _list(self, request: Request, form: forms.Search, trail: forms.Trail) -> dict[str, Any]:
-        """Query the rows of a page, the links to others, and the total. A filter's messages are counted during the
-        search, up to MOST_COUNTED."""
-        wanted, after, path = form.wanted, forms.place(trail.after) or waiting.BEGINNING, request.url.path
-        limit = ROWS if wanted.everything or by_program(request) else MOST_COUNTED
-        async with looking(self.answers.view.url, "list") as connection:
+        """List waiting messages. A filter's messages are counted during the search, up to MOST_COUNTED."""
+        query, by_person = request.query_params, not by_program(request)
+        forms.once([name for name, _ in query.multi_items()])
+        form, trail = forms.searched(query, recent.host_ms()), forms.Trail.of(query)
+        wanted, after = form.wanted, forms.place(trail.after) or waiting.BEGINNING
+        limit = MOST_COUNTED if by_person and not wanted.everything else ROWS
+        async with looking(self.answers.url, "list") as connection:
             found = await waiting.find(connection, wanted, limit, after)
         rows = found.messages[:ROWS]
-        full = len(rows) == ROWS
         end = rows[-1].place[:2] if len(found.messages) > ROWS else found.after
-        if wanted.everything:
-            total = await self._total("waiting")
-        else:
-            whole = len(found.messages) + ROWS * len(trail.before or ())
-            total = render.number(whole) if found.after is None else f"more than {render.number(whole)}"
-        onward = {} if end is None else trail.next(place_text(end), full=full and not by_program(request))
-        return {
-            "rows": rows,
-            "bounded": found.bounded and not full,
+        whole = render.number(len(found.messages) + ROWS * len(trail.before or ()))
+        total = whole if found.after is None else f"more than {whole}"
+        values: dict[str, Any] = {
+            "bounded": found.bounded and len(rows) < ROWS,
             "broken": len(found.broken),
-            "next": f"{path}?{render.query(form.given, **onward)}" if onward else "",
-            **_around(path, form.given, trail, len(rows), total),
+            **_around(request, form, trail, len(rows), "" if end is None else place_text(end)),
         }
+        if by_person:
+            total = await self._total("waiting") if wanted.everything else total
+            back = "/waiting" + (f"?{request.url.query}" if request.url.query else "")
+            return await self.html(request, "waiting.html", rows=rows, total=total, back=back, **values)
+        messages = list(map(as_json.entry, rows))
+        return JSONResponse({"messages": messages, **{name: values[name] for name in ("bounded", "broken", "next")}})
 
     async def _total(self, of: str) -> str:
         """Read the number of all "held" messages, or of "waiting" messages including segments, from the counters."""
-        seen = (await self.answers.view.store.get()).fresh
+        seen = (await self.answers.store.get()).fresh
         if seen is None:
             return ""
         return render.number(seen.held if of == "held" else seen.waiting + seen.segments.messages)
@@ -268,7 +254,7 @@ class Pages:
         """Find the message that a path names by id or unique message_id, or return the response if there is none."""
         text = request.path_params["name"]
         found: FullMessage | FoundIn = FoundIn.NOWHERE
-        async with looking(self.answers.view.url, "show") as connection:
+        async with looking(self.answers.url, "show") as connection:
             if (token := await _named(connection, text)) is not None:
                 found = await detail.show(connection, token, most=MOST_BODY)
         if token is None and not text.startswith(OWN):
@@ -284,35 +270,31 @@ class Pages:
         forms.once([name for name, _ in query.multi_items() if name != "id"])
         form, trail = forms.searched(query, recent.host_ms(), forms.HELD_FIELDS), forms.Trail.of(query)
         after = forms.token(trail.after).id if trail.after else 0
-        async with looking(self.answers.view.url, "list held messages") as connection:
+        async with looking(self.answers.url, "list held messages") as connection:
             page = await held_messages.find(connection, form.wanted, ROWS, after)
             grouped = not (form.given or after or by_program(request))
             groups = await held_messages.groups(connection) if grouped else []
-        full = len(page.messages) == ROWS and not by_program(request)
-        onward = {} if page.after is None else trail.next(str(Token(page.after)), full=full)
-        more = f"{request.url.path}?{render.query(form.given, **onward)}" if onward else ""
+        around = _around(request, form, trail, len(page.messages), "" if page.after is None else str(Token(page.after)))
         if by_program(request):
             messages = list(map(as_json.held, page.messages))
-            return JSONResponse({"messages": messages, "bounded": page.bounded, "next": more})
+            return JSONResponse({"messages": messages, "bounded": page.bounded, "next": around["next"]})
         total = "" if form.given else await self._total("held")
-        around = _around("/held", form.given, trail, len(page.messages), total)
-        shown: dict[str, Any] = {"page": page, "next": more, "given": form.given, "groups": groups, **around}
-        return await self.html(request, "held.html", **shown)
+        return await self.html(request, "held.html", page=page, groups=groups, total=total, **around)
 
     async def set_aside(self, request: Request, *, name: SetAsideName) -> Response:
         """List the first refused messages or strays."""
         if by_program(request):
             forms.known(request.query_params, ())
-        seen = await self.answers.view.aside[name].get(patience=60.0)
+        seen = await self.answers.aside[name].get(patience=60.0)
         if (there := seen.fresh) is None:
             raise HTTPException(503, seen.error or "no answer yet")
         if by_program(request):
             return JSONResponse(there.as_dict())
-        return await self.html(request, f"{name}.html", there=there, queue=self.answers.inside.settings.refused.queue)
+        return await self.html(request, f"{name}.html", there=there, queue=self.answers.settings.refused.queue)
 
     async def audit_log(self, request: Request) -> Response:
         before = forms.number(request.query_params.get("before", ""))
-        async with looking(self.answers.view.url, "audit-log") as connection:
+        async with looking(self.answers.url, "audit-log") as connection:
             rows = await audit_log.listed(connection, ROWS, before)
         more = f"/audit-log?before={rows[-1].id}" if len(rows) == ROWS else ""
         part = bool(more or before)

@@ -29,7 +29,7 @@ from delayer.http.actions import Actions, ChangeHandler
 from delayer.http.forms import FieldError
 from delayer.http.health import Answers
 from delayer.http.pages import Pages
-from delayer.http.view import STORE_ERRORS, DaemonPort, View
+from delayer.http.view import STORE_ERRORS, DaemonPort
 from delayer.retry import first_set
 
 log = structlog.get_logger(__name__)
@@ -58,14 +58,13 @@ def _probes(answers: Answers) -> list[BaseRoute]:
 
 def probes(answers: Answers) -> Starlette:
     """Serve only health and metrics."""
-    guard = Middleware(RequestGuard, listen=lambda: answers.inside.settings.http.metrics_listen)
+    guard = Middleware(RequestGuard, listen=lambda: answers.settings.http.metrics_listen)
     return Starlette(routes=_probes(answers), middleware=[guard])
 
 
 def application(answers: Answers, at_once: int = 4) -> Starlette:
     """Build the paths and their handlers. At most ``at_once`` store queries run concurrently, and as many changes."""
-    settings = answers.inside
-    sessions = Sessions(lambda: settings.settings.http.token)
+    sessions = Sessions(lambda: answers.settings.http.token)
     pages = Pages(answers, sessions)
     actions = Actions(pages, asyncio.Semaphore(at_once))
 
@@ -112,7 +111,7 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
             changing("strays", partial(actions.set_aside, name="strays")),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
-        middleware=[Middleware(RequestGuard, listen=lambda: settings.settings.http.listen)],
+        middleware=[Middleware(RequestGuard, listen=lambda: answers.settings.http.listen)],
         exception_handlers=dict.fromkeys((HTTPException, FieldError, BrokerLost, *STORE_ERRORS), pages.failed),
     )
 
@@ -139,7 +138,7 @@ class HttpPart:
 
     async def _serve(self, stopping: asyncio.Event) -> None:
         sockets = await listening(self._listen)
-        view = View(self._inside)
+        answers = Answers(self._inside)
         try:
             addresses = [_shown(one) for one in sockets]
             local = all(is_loopback(one.rpartition(":")[0]) for one in addresses)
@@ -147,7 +146,6 @@ class HttpPart:
                 log.info("http served", addresses=addresses)
             else:
                 log.warning("http served", addresses=addresses, reason=OPEN)
-            answers = Answers(self._inside, view)
             server = uvicorn.Server(_config((probes if self._metrics_only else application)(answers)))
             server.capture_signals = nullcontext  # type: ignore[assignment,method-assign] # the daemon's
             serving = asyncio.create_task(server.serve(sockets=sockets), name="http server")
@@ -163,7 +161,7 @@ class HttpPart:
         finally:
             for one in sockets:
                 one.close()
-            await view.close()
+            await answers.close()
 
 
 def _config(app: Any) -> uvicorn.Config:

@@ -169,16 +169,21 @@ class Cached(Generic[T]):
 
 
 class View:
-    """The cached queries."""
+    """The daemon, and the cached queries."""
 
     def __init__(self, inside: DaemonPort) -> None:
-        self._inside = inside
+        self.inside = inside
         self.store = Cached(self._store, 2.0, "store")
         self.census = Cached(self._census, 20.0, "backlog", late=inf)
         self.depths = Cached[Depths](inside.depths, 15.0, "queues")
         # Requests share one query, because two concurrent reads of a queue would each see half of it.
         names: tuple[SetAsideName, ...] = ("refused", "strays")
         self.aside = {name: Cached(partial(inside.look_aside, name, ROWS), 3.0, name, late=inf) for name in names}
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in force."""
+        return self.inside.settings
 
     @property
     def _parts(self) -> Sequence[Cached[Any]]:
@@ -191,7 +196,7 @@ class View:
 
     async def set_aside(self, patience: float = 0.2) -> dict[str, int | None]:
         """Count held and refused messages and strays, by the page that lists them, for the menu. None means unknown."""
-        settings = self._inside.settings
+        settings = self.settings
         depths = (await self.depths.get(patience)).fresh
         queues = {} if depths is None else depths.queues
         found = {"/refused": queues.get(settings.refused.queue), "/strays": queues.get(cascade_of(settings).strays)}
@@ -202,7 +207,7 @@ class View:
 
     @property
     def has_store(self) -> bool:
-        return self._inside.settings.store_url is not None
+        return self.settings.store_url is not None
 
     async def close(self) -> None:
         for part in self._parts:
@@ -211,13 +216,13 @@ class View:
     @property
     def url(self) -> str:
         """The store's URL. Raises HTTPException if none is configured."""
-        url = self._inside.settings.store_url
+        url = self.settings.store_url
         if url is None:
             raise HTTPException(404, NO_STORE)
         return url
 
     async def _store(self) -> StoreOverview:
-        return await stats.overview(self.url, self._inside.settings.store.restore_ahead_ms)
+        return await stats.overview(self.url, self.settings.store.restore_ahead_ms)
 
     async def _census(self) -> Census:
         async with looking(self.url, "count the backlog") as connection:
