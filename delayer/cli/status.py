@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import click
@@ -50,24 +50,18 @@ async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
         return {"error": "[http] listen is off", "last": {}}
     token = None if http.open or is_loopback(listen.rpartition(":")[0]) else http.token
     try:
-        status, body = await _ask(listen, "/api/live", patience, token)
+        said = await _said(
+            settings, listen, "/api/live", ("mode", "last", "blocked", "intake"), patience=patience, token=token
+        )
+    except NotAsked as why:
+        return {"error": str(why), "last": {}}
     except OSError as error:
         return {"error": f"no daemon answers at {listen}: {_reason(error, patience)}", "last": {}}
-    if status not in ("200", ""):
-        why = ": reading it needs http.token, in this configuration too" if status == "403" else ""
-        return {"error": f"{listen} answers {status}{why}", "last": {}}
-    try:
-        said = json.loads(body)
-        if said["service"] != service_of(settings):
-            # If a configuration was copied, another service on this host may have this address.
-            return {"error": f"the daemon at {listen} works with another broker, virtual host or queue", "last": {}}
-        return {"error": None, **{name: said[name] for name in ("mode", "last", "blocked", "intake")}}
-    except (ValueError, KeyError, TypeError):
-        return {"error": f"the program at {listen} is no daemon of this version", "last": {}}
+    return {"error": None, **said}
 
 
 class NotAsked(Exception):
-    """The readiness is unknown. The text says why."""
+    """The daemon's state is unknown. The text says why."""
 
 
 async def not_ready(settings: Settings, listen: str, patience: float = 10.0) -> list[str] | None:
@@ -75,21 +69,33 @@ async def not_ready(settings: Settings, listen: str, patience: float = 10.0) -> 
     reasons: list[str] = []
     for _ in range(3):  # A store query that takes longer than 3 s is in the next answer.
         try:
-            _, body = await _ask(listen, "/health/ready", patience)
-            said = json.loads(body)
-            if said["service"] != service_of(settings):
-                raise NotAsked(f"the daemon at {listen} works with another broker or virtual host")
-            if not (reasons := list(map(str, said["reasons"]))):
-                break
+            said = await _said(settings, listen, "/health/ready", ("reasons",), patience=patience)
         except ConnectionRefusedError:
             return None
         except (TimeoutError, ConnectionError) as error:
             return [f"it accepts connections, but does not answer: {_reason(error, patience)}"]
         except OSError as error:
             raise NotAsked(f"{listen} cannot be asked: {_reason(error, patience)}") from None
-        except (ValueError, KeyError, TypeError):
-            raise NotAsked(f"the program at {listen} is no daemon of this version") from None
+        if not (reasons := said["reasons"]):
+            break
     return reasons
+
+
+async def _said(
+    settings: Settings, listen: str, path: str, names: Sequence[str], *, patience: float, token: Secret | None = None
+) -> dict[str, Any]:
+    """Return these values of the daemon's answer. Raises NotAsked if the answer is another program's, and OSError."""
+    status, body = await _ask(listen, path, patience, token)
+    try:
+        said = json.loads(body)
+        service, found = said["service"], {name: said[name] for name in names}
+    except (ValueError, KeyError, TypeError):
+        locked = ", or reading it needs http.token, in this configuration too" if status == "403" else ""
+        raise NotAsked(f"the program at {listen} is no daemon of this version{locked}") from None
+    if service != service_of(settings):
+        # If a configuration was copied, another service on this host may have this address.
+        raise NotAsked(f"the daemon at {listen} works with another broker, virtual host or queue")
+    return found
 
 
 async def _ask(listen: str, path: str, patience: float, token: Secret | None = None) -> tuple[str, bytes]:
@@ -186,13 +192,14 @@ def status(context: click.Context, as_json: bool, watch: bool) -> None:
     """
     settings = request_of(context).settings()
     if watch:
-        context.exit(again_and_again(lambda: _once(settings, as_json=as_json, on_one_line=True)))
-    context.exit(_once(settings, as_json=as_json))
+        context.exit(again_and_again(lambda: asyncio.run(_once(settings, as_json=as_json, on_one_line=True))))
+    context.exit(asyncio.run(_once(settings, as_json=as_json)))
 
 
-def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> int:
+async def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> int:
     """Query and print. Returns the exit code."""
-    depths, broker, store, now = asyncio.run(_look(settings))
+    # Concurrently, so that none waits for another's timeout.
+    (depths, broker), store, now = await asyncio.gather(_broker(settings), _store(settings), look(settings))
     names = names_of(settings)
     answer = {"names": names, "mode": settings.mode, "broker": broker, "store": store, "live": now}
     if as_json and on_one_line:
@@ -233,20 +240,16 @@ def next_steps(settings: Settings, seen: CascadeDepths, held: int) -> list[str]:
     return (steps if missing else []) + told
 
 
-async def _look(
-    settings: Settings,
-) -> tuple[CascadeDepths | None, dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
-    """Query broker, store and daemon concurrently, so that none waits for another's timeout."""
-    (depths, broker), store, now = await asyncio.gather(_broker(settings), _store(settings), look(settings))
-    return depths, broker, store, now
+async def queue_depths(settings: Settings) -> CascadeDepths:
+    """Query the cascade, and the queues around it. Raises BrokerLost, BrokerRefused."""
+    queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
+    cascade, management_url = cascade_of(settings), settings.management_url
+    return await cascade_depths(settings.broker_url, "delayer status", cascade, queues, management_url=management_url)
 
 
 async def _broker(settings: Settings) -> tuple[CascadeDepths | None, dict[str, Any]]:
-    queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
     try:
-        seen = await cascade_depths(
-            settings.broker_url, "delayer status", cascade_of(settings), queues, management_url=settings.management_url
-        )
+        seen = await queue_depths(settings)
     except (BrokerLost, BrokerRefused) as error:
         return None, {"error": str(error), "advice": broker_advice(error)}
     levels = [{"level": one.level, "queue": one.name, "ttl_ms": one.ttl_ms, "depth": one.depth} for one in seen.levels]

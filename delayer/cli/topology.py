@@ -10,14 +10,14 @@ from typing import TypeVar
 import click
 
 from delayer.broker.admin import Admin, Removal
-from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import mismatch_advice
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.cli.errors import SEEING, ExitCode
 from delayer.cli.options import Request, as_json, request_of, store_url
 from delayer.cli.output import in_groups, note, print_json, print_queues, print_table, some
+from delayer.cli.status import queue_depths
 from delayer.config.model import Settings
-from delayer.config.topology import cascade_of, intake_of, native_of, topology_of, uses_cascade
+from delayer.config.topology import intake_of, native_of, topology_of, uses_cascade
 from delayer.core.topology import Topology
 from delayer.store.admin import setup
 
@@ -139,16 +139,7 @@ def show(request: Request, as_json: bool) -> None:
       delayer topology show --json
     """
     settings = request.settings()
-    queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
-    seen = asyncio.run(
-        cascade_depths(
-            settings.broker_url,
-            "delayer topology",
-            cascade_of(settings),
-            queues,
-            management_url=settings.management_url,
-        )
-    )
+    seen = asyncio.run(queue_depths(settings))
     if as_json:
         print_json(asdict(seen))
         return

@@ -115,7 +115,7 @@ async def test_check_asks_the_daemon_where_it_answers(listen: str, metrics_only:
 async def test_check_notes_a_daemon_of_another_broker() -> None:
     async with served(Inside(broker={"url": "amqp://broker/mail"})) as web:
         [row] = await checked({"listen": web.address})
-    assert (row.result, "another broker or virtual host" in row.found) == ("note", True)
+    assert (row.result, "another broker, virtual host or queue" in row.found) == ("note", True)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])

@@ -466,7 +466,7 @@ async def test_reading_needs_the_token_outside_loopback() -> None:
         native: dict[str, Any] = {"mode": "native", "http": {"listen": web.address, "token": TOKEN}}
         assert (await status.look(Settings.model_validate(native)))["error"] is None
         del native["http"]["token"]
-        assert "needs http.token" in (await status.look(Settings.model_validate(native)))["error"]
+        assert "it needs http.token" in (await status.look(Settings.model_validate(native)))["error"]
 
 
 @pytest.mark.parametrize(("listen", "told"), [("127.0.0.1:0", True), ("0.0.0.0:0", False)])
