@@ -17,8 +17,7 @@ from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding, mismatch_advice
 from delayer.broker.pipelined_admin import PATIENCE, open_connection
 from delayer.cli import status
-from delayer.cli.check_report import CheckReport, CheckResult
-from delayer.cli.check_store import check_store
+from delayer.cli.check_store import CheckReport, CheckResult, check_store
 from delayer.cli.errors import SEEING, STORE_RUNS, ExitCode, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import in_groups, note, print_json, print_table, quoted, some

@@ -1,10 +1,9 @@
-"""The store's rows of ``delayer check``."""
+"""The rows of ``delayer check``, and those about the store."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal, NamedTuple
 
-from delayer.cli.check_report import CheckReport
 from delayer.cli.errors import STORE_RUNS
 from delayer.config.model import Settings
 from delayer.core.clocks import ClockOffset
@@ -21,6 +20,25 @@ UNOWNED_MS: Final = 30_000
 """How long a message may be overdue in a lane without an owner. Daemons acquire such lanes within seconds."""
 
 STUCK: Final = 'see the broker and that daemon\'s log; docs/operations.md, "A lane that does not advance"'
+
+
+CheckResult = Literal["ok", "note", "off", "refused", "out of reach"]
+
+
+class Row(NamedTuple):
+    """A checked item. ``advice``: the next step, if any."""
+
+    what: str
+    result: CheckResult
+    found: str
+    advice: str = ""
+
+
+class CheckReport(list[Row]):
+    """The rows so far."""
+
+    def add(self, what: str, result: CheckResult, found: object, advice: str = "") -> None:
+        self.append(Row(what, result, str(found), advice))
 
 
 async def check_store(report: CheckReport, settings: Settings, url: str) -> ClockOffset | None:
@@ -85,14 +103,12 @@ def _messages(report: CheckReport, seen: stats.StoreOverview) -> None:
 
 def _connections(report: CheckReport, need: needs.ConnectionNeed) -> None:
     """Check that the server allows as many connections as the daemons may open."""
+    number = need.needed + SPARE_CONNECTIONS
+    advice = f"ALTER SYSTEM SET max_connections = {number}, and restart Postgres"
+    advice = f"{need.command} {number}" if need.command else advice
     found = f"the server allows {need.allowed}; the daemons need up to {need.needed}"
-    if need.needed <= need.allowed:
-        report.add("connections", "ok", found)
-    else:
-        number = need.needed + SPARE_CONNECTIONS
-        advice = f"ALTER SYSTEM SET max_connections = {number}, and restart Postgres"
-        advice = f"{need.command} {number}" if need.command else advice
-        report.add("connections", "off", found, advice)
+    enough = need.needed <= need.allowed
+    report.add("connections", "ok" if enough else "off", found, "" if enough else advice)
 
 
 def _locks(report: CheckReport, need: needs.LockNeed) -> None:
@@ -101,12 +117,10 @@ def _locks(report: CheckReport, need: needs.LockNeed) -> None:
     if need.enough:
         report.add("locks", "ok", f"{found}; needed: {need.needed}")
         return
+    found += f"; {need.lanes} lanes and {need.partitions + need.of_history} partitions may need {need.needed}"
+    advice = f"ALTER SYSTEM SET max_locks_per_transaction = {need.needed}, and restart Postgres"
     report.add(
-        "locks",
-        "note",
-        f"{found}; {need.lanes} lanes and {need.partitions + need.of_history} partitions may need {need.needed}",
-        f"ALTER SYSTEM SET max_locks_per_transaction = {need.needed}, and restart Postgres: a full lock table fails "
-        "transactions of every database of the server",
+        "locks", "note", found, f"{advice}: a full lock table fails transactions of every database of the server"
     )
 
 

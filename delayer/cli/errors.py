@@ -13,7 +13,7 @@ from delayer.broker.errors import BrokerRefused, QueueMissing, TopologyMismatch
 from delayer.config.errors import ConfigError
 from delayer.core import errors
 from delayer.core.errors import StoreLost
-from delayer.core.readable import readable
+from delayer.core.readable import counted, readable
 from delayer.store.errors import BadStoreUrl, SchemaOutdated, StoreUnfit
 
 BROKER_RUNS = "check broker.url, and that the broker runs"
@@ -73,9 +73,7 @@ def failure(error: Exception) -> CommandError:
     match error:
         case ConfigError(problems=problems):
             lines = "\n".join(f"  {problem}" for problem in problems)
-            made: CommandError = Misused(
-                f"the configuration has {len(problems)} mistake{'s' * (len(problems) > 1)}:\n{lines}"
-            )
+            made: CommandError = Misused(f"the configuration has {counted(len(problems), 'mistake')}:\n{lines}")
         case TopologyMismatch(findings=findings):
             lines = "\n".join(f"  {readable(str(one))}" for one in findings)
             advice = (
@@ -87,14 +85,12 @@ def failure(error: Exception) -> CommandError:
             made = Misused(text)
         case JobImpossible() | JobFailed():  # Exit code 1 would mean that an audit found something.
             made = OutOfReach(text)
-        case BrokerRefused():
-            made = OutOfReach(f"the broker refused: {text}. Next: {broker_advice(error)}.")
-        case BrokerLost():
-            made = OutOfReach(f"the broker is out of reach: {text}. Next: {broker_advice(error)}.")
-        case StoreLost(advice=advice) if advice:
-            made = OutOfReach(f"the store refused: {text}. Next: {advice}.")
-        case StoreLost():
-            made = OutOfReach(f"the store is out of reach: {text}. Next: {STORE_RUNS}.")
+        case BrokerRefused() | BrokerLost():
+            how = "refused" if isinstance(error, BrokerRefused) else "is out of reach"
+            made = OutOfReach(f"the broker {how}: {text}. Next: {broker_advice(error)}.")
+        case StoreLost(advice=advice):
+            how = "refused" if advice else "is out of reach"
+            made = OutOfReach(f"the store {how}: {text}. Next: {advice or STORE_RUNS}.")
         case StoreUnfit(advice=advice):
             made = CommandFailed(f"{text}. Next: {advice}.")
         case _:

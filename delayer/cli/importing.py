@@ -13,7 +13,17 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from delayer.cli.errors import CommandFailed, ExitCode, Misused, OutOfReach
-from delayer.cli.options import agreed, as_json, dry_run_option, fixed_instant, read_as, request_of, whoami, yes_option
+from delayer.cli.options import (
+    agreed,
+    as_json,
+    dry_run_option,
+    fixed_instant,
+    joined,
+    read_as,
+    request_of,
+    whoami,
+    yes_option,
+)
 from delayer.cli.output import note, print_json, print_table, progress
 from delayer.config.model import Settings
 from delayer.core.importing import ImportSelection, Run, read_rewrite
@@ -194,10 +204,7 @@ def source(name: str, help_text: str, *options: Option) -> Callable[[Make], Make
             def command(context: click.Context, /, act: Any = act, **given: Any) -> None:
                 act(context, make, given)
 
-            made: Callable[..., Any] = click.pass_context(command)
-            every: tuple[Option, ...] = (*options, *_OPTIONS, *more)
-            for option in reversed(every):
-                made = option(made)
+            made = joined(*options, *_OPTIONS, *more)(click.pass_context(command))
             group.command(verb, help=text, short_help=text.partition(".")[0] + ".")(made)
         return make
 

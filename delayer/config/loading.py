@@ -184,7 +184,7 @@ _ONE_OF = {
     "ssl_max_protocol_version": ("TLSv1", "TLSv1.1", "TLSv1.2", "TLSv1.3"),
 }
 _OUR_FILES, _THEIR_FILES = ("sslcert", "sslkey"), ("sslrootcert", "sslcrl")
-_OWN_ROOT = ".postgresql/root.crt"
+_OWN_ROOT = Path("~/.postgresql/root.crt")
 
 
 def _without_mistakes(values: dict[str, Any], errors: Iterable[ErrorDetails]) -> Settings | None:
@@ -213,7 +213,9 @@ def between_keys(settings: Settings, merged: MergedSettings, *, sealed: bool) ->
     mistakes = [*_same_queue(merged, queues), *_of_routes(settings, queues, merged), *_circles(settings.routes)]
     mistakes += [*_in_the_cascade(settings, queues), *_takeovers(settings, queues)]
     if settings.store_url is None and not sealed:
-        mistakes += _without_store(settings)
+        keys = ["takeover"] * bool(settings.takeovers)
+        keys += [f"route[{index}].key_from" for index, route in enumerate(settings.routes) if route.key_from]
+        mistakes += [(key, "a store for its messages: store.url, where the mode is native", "none") for key in keys]
     if not mistakes:  # Each of those may be the same mistake, with a better explanation.
         mistakes += _declared_twice(settings)
     return [Problem(merged.origin(tuple(key.partition("[")[0].split("."))), key, *rest) for key, *rest in mistakes]
@@ -292,13 +294,6 @@ def _declared_twice(settings: Settings) -> Iterator[Mistake]:
             yield key, "exchanges and queues that nothing else here declares in another way", str(twice)
 
 
-def _without_store(settings: Settings) -> Iterator[Mistake]:
-    """Report settings that need a store."""
-    keys = [f"route[{index}].key_from" for index, route in enumerate(settings.routes) if route.key_from]
-    for key in ["takeover", *keys] if settings.takeovers else keys:
-        yield key, "a store for its messages: store.url, where the mode is native", "none"
-
-
 def _takeovers(settings: Settings, queues: Mapping[str, str]) -> Iterator[Mistake]:
     """Report duplicate takeovers, and names of ours that belong to another system's cascade."""
     ours = dict(queues) | {f"route[{index}].from": route.from_ for index, route in enumerate(settings.routes)}
@@ -335,21 +330,14 @@ def mistakes(url: str, environ: Mapping[str, str]) -> list[tuple[str, str]]:
     for name in read:
         if given.get(name) and (why := _unreadable(Path(given[name]))):
             found.append((f"{name} to be a file that can be read", f"{show(given[name])}: {why}"))
-    if mode in _VERIFIED and not (given.get("sslrootcert") or environ.get("PGSSLROOTCERT") or _has_own_root()):
+    if mode in _VERIFIED and not (given.get("sslrootcert") or environ.get("PGSSLROOTCERT")) and _unreadable(_OWN_ROOT):
         found.append((f"sslrootcert, who signed the server's certificate, beside sslmode={mode}", "none"))
     return found
 
 
-def _has_own_root() -> bool:
-    try:
-        return not _unreadable(Path.home() / _OWN_ROOT)
-    except RuntimeError:  # The user has no home directory.
-        return False
-
-
 def _unreadable(file: Path) -> str:
     try:
-        with file.open("rb"):
+        with file.expanduser().open("rb"):
             return ""
-    except OSError as error:
-        return error.strerror or type(error).__name__
+    except (OSError, RuntimeError) as error:  # The second if the user has no home directory.
+        return getattr(error, "strerror", None) or type(error).__name__

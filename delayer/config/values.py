@@ -38,10 +38,6 @@ def duration_ms(value: object) -> int:
     return amount_ms
 
 
-def _limit_ms(value: object) -> int | None:
-    return None if value in ("", None) else duration_ms(value)
-
-
 def _heartbeat_ms(value: object) -> int:
     amount_ms = duration_ms(value)
     if amount_ms % 1000 or amount_ms > 65_535_000:
@@ -234,7 +230,7 @@ def management_url(value: object) -> SecretUrl | None:
     return _url(value, ("http", "https"), 'http://user:password@host:15672, or ""')
 
 
-Limit = Annotated[int | None, BeforeValidator(_limit_ms)]
+Limit = Annotated[int | None, BeforeValidator(lambda value: None if value in ("", None) else duration_ms(value))]
 DurationMs = Annotated[int, BeforeValidator(duration_ms)]
 GiveBackMs = Annotated[int, _duration_from("1s")]
 HeartbeatMs = Annotated[int, BeforeValidator(_heartbeat_ms)]

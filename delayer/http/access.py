@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
@@ -104,31 +105,29 @@ class BrowserSession(NamedTuple):
     notice: Notice | None = None
 
 
+@dataclass(eq=False)
 class Sessions:
     """At most ``most`` sessions, and their token. Sign-ins are not throttled: a token of 16 characters cannot be
     guessed."""
 
-    def __init__(
-        self, token: Callable[[], Secret | None], clock: Callable[[], float] = monotonic, *, most: int = 1_000
-    ) -> None:
-        self._most = most
-        self._token = token
-        self._clock = clock
-        self._sessions: dict[bytes, BrowserSession] = {}
+    token: Callable[[], Secret | None]
+    clock: Callable[[], float] = monotonic
+    most: int = 1_000
+    _sessions: dict[bytes, BrowserSession] = field(default_factory=dict, init=False)
 
     @property
     def can_open(self) -> bool:
         """Whether a token is configured."""
-        return self._token() is not None
+        return self.token() is not None
 
     def open(self, said: str, who: str) -> str | None:
         """Open a session with the token. Returns its name; None if the token is wrong."""
         if not self._is_token(said):
             return None
         name = secrets.token_urlsafe(32)
-        while len(self._sessions) >= self._most:
+        while len(self._sessions) >= self.most:
             del self._sessions[next(iter(self._sessions))]
-        self._sessions[_digest(name)] = BrowserSession(who, self._present(), self._clock(), self._clock())
+        self._sessions[_digest(name)] = BrowserSession(who, self._present(), self.clock(), self.clock())
         return name
 
     def close(self, request: Request) -> None:
@@ -140,7 +139,7 @@ class Sessions:
         found = self._sessions.get(key)
         if found is None:
             return None
-        now = self._clock()
+        now = self.clock()
         over = now - found.last > LASTS or now - found.began > LONGEST
         if over or found.token != self._present():
             del self._sessions[key]
@@ -176,7 +175,7 @@ class Sessions:
 
     def _present(self) -> bytes:
         """Return the token's hash. Without a token it is empty, which equals no hash."""
-        token = self._token()
+        token = self.token()
         return b"" if token is None else _digest(token.reveal())
 
 

@@ -47,13 +47,9 @@ STATIC: Final = Path(__file__).parent / "static"
 
 
 def _probes(answers: Answers) -> list[BaseRoute]:
-    return [
-        *(
-            Route(path, answer, methods=["GET", "OPTIONS"])
-            for path, answer in zip(PROBES, (answers.live, answers.ready), strict=True)
-        ),
-        Route("/metrics", answers.metrics),
-    ]
+    handlers = zip(PROBES, (answers.live, answers.ready), strict=True)
+    found = [Route(path, handler, methods=["GET", "OPTIONS"]) for path, handler in handlers]
+    return [*found, Route("/metrics", answers.metrics)]
 
 
 def probes(answers: Answers) -> Starlette:

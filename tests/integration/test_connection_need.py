@@ -9,8 +9,7 @@ from contextlib import AsyncExitStack
 import asyncpg
 import pytest
 
-from delayer.cli.check_report import CheckReport
-from delayer.cli.check_store import _connections
+from delayer.cli.check_store import CheckReport, _connections
 from delayer.core.errors import StoreLost
 from delayer.store.admin.needs import ConnectionNeed, connection_need
 from delayer.store.postgres import PostgresStore

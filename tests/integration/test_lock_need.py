@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import asyncpg
 import pytest
 
-from delayer.cli.check_report import CheckReport
-from delayer.cli.check_store import _locks
+from delayer.cli.check_store import CheckReport, _locks
 from delayer.core.operations import fold
 from delayer.store import pool, postgres
 from delayer.store.admin.needs import LockNeed, lock_need

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from delayer.cli.check import _clocks
-from delayer.cli.check_report import CheckReport
+from delayer.cli.check_store import CheckReport
 from delayer.cli.errors import SEEING, STORE_RUNS
 from delayer.core.clocks import ClockOffset
 
