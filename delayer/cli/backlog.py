@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,20 +23,6 @@ from delayer.store.admin.exporting import BrokenSegments
 
 if TYPE_CHECKING:
     from delayer.audit.dataset import Dataset, Partition
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """``came``, ``left``: messages since the last export. ``written``, ``kept``, ``removed``: partitions."""
-
-    store_now_ms: int
-    messages: int
-    came: int
-    left: int
-    written: int
-    kept: int
-    removed: int
-    broken_segments: list[int]
 
 
 @click.group(short_help="Write what waits as Parquet or Delta, for a data team.")
@@ -71,13 +58,17 @@ def export(context: click.Context, /, *, directory: Path, form: str, bodies: boo
       delayer backlog export /srv/backlog-delta --format delta --bodies --json
     """
     _check_packages("pyarrow", "segments")
-    if form == "delta":
-        _check_packages("deltalake", "delta")
     from delayer.audit import dataset  # noqa: PLC0415 - pyarrow
 
+    opened: Callable[[Path], AbstractContextManager[Dataset]] = dataset.plain
+    if form == "delta":
+        _check_packages("deltalake", "delta")
+        from delayer.audit.delta import delta  # noqa: PLC0415 - needs the extra
+
+        opened = partial(delta, bodies=bodies)
     url = store_url(request_of(context).settings())
     try:
-        with progress("reading") as say, _opened(directory, form, bodies=bodies) as target:
+        with progress("reading") as say, opened(directory) as target:
             done = asyncio.run(_export(url, target, say, bodies=bodies))
     except dataset.Unfit as error:
         raise Misused(str(error)) from error
@@ -86,14 +77,13 @@ def export(context: click.Context, /, *, directory: Path, form: str, bodies: boo
     except OSError as error:
         raise Misused(f"{directory}: {error.strerror or error}") from error
     if as_json:
-        print_json(asdict(done))
+        print_json(done)
     else:
-        click.echo(
-            f"{done.messages:,} messages wait; {done.came:,} came and {done.left:,} left since the export before.\n"
-            f"{counted(done.written, 'partition')} written, {done.kept:,} kept, {done.removed:,} removed."
-        )
-    if done.broken_segments:
-        raise CommandFailed(str(BrokenSegments(done.broken_segments)))
+        moved = "{messages:,} messages wait; {came:,} came and {left:,} left since the export before.\n".format(**done)
+        files = "{} written, {kept:,} kept, {removed:,} removed.".format(counted(done["written"], "partition"), **done)
+        click.echo(moved + files)
+    if broken := done["broken_segments"]:
+        raise CommandFailed(str(BrokenSegments(broken)))
 
 
 def _check_packages(module: str, extra: str) -> None:
@@ -101,18 +91,10 @@ def _check_packages(module: str, extra: str) -> None:
         raise OutOfReach(f"the Python package {module} is missing. Next: install delayer[{extra}] (docs/install.md)")
 
 
-def _opened(directory: Path, form: str, *, bodies: bool) -> AbstractContextManager[Dataset]:
-    if form == "delta":
-        from delayer.audit.delta import delta  # noqa: PLC0415 - needs the extra
-
-        return delta(directory, bodies=bodies)
-    from delayer.audit.dataset import plain  # noqa: PLC0415 - pyarrow
-
-    return plain(directory)
-
-
-async def _export(url: str, target: Dataset, say: Say, *, bodies: bool) -> Done:
-    """Export once. Raises StoreLost, BadStoreUrl, SchemaOutdated, OSError, dataset.Unfit, dataset.DatasetNotWritten."""
+async def _export(url: str, target: Dataset, say: Say, *, bodies: bool) -> dict[str, Any]:
+    """Export once. Returns the messages, those that came and left since the last export, and the partitions written,
+    kept and removed. Raises StoreLost, BadStoreUrl, SchemaOutdated, OSError, dataset.Unfit, dataset.DatasetNotWritten.
+    """
     from delayer.audit import dataset  # noqa: PLC0415 - pyarrow
 
     async with exporting.snapshot(url) as connection:
@@ -137,8 +119,11 @@ async def _export(url: str, target: Dataset, say: Say, *, bodies: bool) -> Done:
             writer = dataset.PartitionWriter(wanted, bodies=bodies)
             of = sum(dataset.messages_of(path.name) for path in wanted.values())
             for day in sorted({partition.day for partition in wanted}):
+                # The calendar's first and last day are open-ended.
+                before_ms = (day + 1) * DAY_MS if day < dataset.LAST_DAY else None
+                due = Filter(due_from_ms=day * DAY_MS if day else None, due_before_ms=before_ms)
                 with suppress(BrokenSegments):
-                    async for portion in exporting.read(connection, _due_on(day), bodies=bodies):
+                    async for portion in exporting.read(connection, due, bodies=bodies):
                         with dataset.writing():
                             for one in portion:
                                 writer.add(one.place.due_ms // DAY_MS, one)
@@ -148,22 +133,13 @@ async def _export(url: str, target: Dataset, say: Say, *, bodies: bool) -> Done:
                 left = dataset.write_left(target.root, [target.former_root / file for file in gone], writer.ids)
     target.commit(kept, wanted, gone)
     before = sum(dataset.messages_of(file.name) for file in gone)
-    return Done(
-        store_now_ms=now_ms,
-        messages=writer.messages + sum(dataset.messages_of(file.name) for file in kept),
-        came=writer.messages - (before - left),
-        left=left,
-        written=len(wanted),
-        kept=len(kept),
-        removed=len({str(file.parent) for file in gone} - {partition.directory for partition in wanted}),
-        broken_segments=broken,
-    )
-
-
-def _due_on(day: int) -> Filter:
-    """Filter the messages of a partition's day. The calendar's first and last day are open-ended."""
-    from delayer.audit.dataset import LAST_DAY  # noqa: PLC0415 - pyarrow
-
-    return Filter(
-        due_from_ms=day * DAY_MS if day else None, due_before_ms=(day + 1) * DAY_MS if day < LAST_DAY else None
-    )
+    return {
+        "store_now_ms": now_ms,
+        "messages": writer.messages + sum(dataset.messages_of(file.name) for file in kept),
+        "came": writer.messages - (before - left),
+        "left": left,
+        "written": len(wanted),
+        "kept": len(kept),
+        "removed": len({str(file.parent) for file in gone} - {partition.directory for partition in wanted}),
+        "broken_segments": broken,
+    }

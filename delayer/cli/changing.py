@@ -102,10 +102,7 @@ def change_stored(
 @stored_change_options
 def cancel(context: click.Context, /, *, names: Sequence[str], **given: Any) -> None:
     """Cancel messages by their ids, or all that match a filter (--delay-key, --route, --due-before, …; --all for all).
-
-    An ID is what `delayer list` prints, such as id:48213@1795291200000. The part before the @ is enough: id: and the
-    value of x-delayer-id. Any other text is a message_id: 5 is the message that its publisher called 5. To find one,
-    the command reads every message. --delay-key finds a key at once.
+    `delayer list --help` says what an ID is.
 
     A cancelled message is not delivered. The command waits for messages that are being delivered at this moment, and
     reports messages that were delivered already. There are three exceptions. After a crash between a delivery and its
@@ -137,10 +134,8 @@ def cancel(context: click.Context, /, *, names: Sequence[str], **given: Any) -> 
 def reschedule(
     context: click.Context, /, *, names: Sequence[str], at_ms: int | None, by_ms: int | None, **given: Any
 ) -> None:
-    """Give messages another due instant, by their ids or by a filter: --at INSTANT, or --by DURATION.
-
-    An ID is what `delayer list` prints, or its part before the @: id: and the value of x-delayer-id. Any other text is
-    a message_id.
+    """Give messages another due instant, by their ids (see `delayer list --help`) or by a filter: --at INSTANT, or --by
+    DURATION.
 
     A message keeps its id; the part behind the @ in `delayer list` is the new instant. The daemon tries a held message
     again at that instant. For a held message that waits for an operator (late, unfit), --by counts from now, or from

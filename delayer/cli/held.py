@@ -35,9 +35,7 @@ from delayer.store.held_messages import HeldEntry
 def held() -> None:
     """List, retry or drop held messages, which their destination did not take. The daemon retries each message with
     growing pauses. Messages that came too late for their route (late_limit) wait for a retry by hand. `delayer show
-    ID` has the details of one.
-
-    An ID is what `held list` prints, or id: and the value of x-delayer-id. Any other text is a message_id.
+    ID` has the details of one. `delayer list --help` says what an ID is.
     """
 
 

@@ -63,12 +63,16 @@ def list_(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """List the waiting messages of the store, the soonest first: rows, and messages in segments. List all of them,
-    or those of these ids, or those that match a filter.
+    """List the waiting messages of the store, the soonest first: all, or those of these ids, or those that match a
+    filter. For held messages see `delayer held list`.
+
+    An ID is what this prints, such as id:48213@1795291200000. The part before the @ is enough, and finds a moved
+    message: id: and the value of x-delayer-id. Any other text is a message_id: 5 is the message that its publisher
+    called 5. To find one, a command reads every message: minutes in a large store.
 
     A page takes milliseconds without a filter, and with --delay-key or a due time. These have no index: --route,
     --exchange, --routing-key, --message-id and --header. Their page ends after 10,000 rows that do not match, and the
-    next page continues there. For held messages see `delayer held list`.
+    next page continues there.
 
     \b
     Examples:
@@ -147,11 +151,8 @@ CHECKED: Final = 1 << 20
 def show(context: click.Context, *, name: str, whole_body: bool, as_json: bool) -> None:
     """Show a message: its properties, its headers with their types, the beginning of its body, its place, its future.
 
-    The ID is that of `delayer list`, such as id:48213@1795291200000. The part before the @ is enough, and finds a moved
-    message: id: and the value of x-delayer-id. Any other text is a message_id: 5 is the message that its publisher
-    called 5. To find one, this command reads every message: minutes in a large store. `delayer list --delay-key KEY`
-    finds a key at once.
-    Exit code 1 if the message is not found: it was delivered, cancelled, replaced, refused, or never parked.
+    `delayer list --help` says what an ID is. Exit code 1 if the message is not found: it was delivered, cancelled,
+    replaced, refused, or never parked.
 
     \b
     Examples:

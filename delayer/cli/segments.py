@@ -156,15 +156,12 @@ def _tell_packed(done: compaction.CompactionResult, *, as_json: bool) -> None:
     }
     text = "Nothing to pack."
     if messages := totals["messages"]:
-        text = (
-            f"{messages:,} messages ({size(totals['raw_bytes'])}) are in {totals['segments']:,} segments "
-            f"({size(totals['packed_bytes'])}); {done.seconds:.1f} s, {per_second(messages, done.seconds)}."
-        )
-    text += (
-        f"\nRows on disk: {size(shrunk.bytes_before)} before, {size(shrunk.bytes_after)} now; "
-        f"{len(shrunk.dropped)} partitions dropped, {len(shrunk.vacuumed)} vacuumed."
-    )
-    _tell(figures, text, as_json=as_json)
+        took = f"{done.seconds:.1f} s, {per_second(messages, done.seconds)}"
+        of, now = size(totals["raw_bytes"]), size(totals["packed_bytes"])
+        text = f"{messages:,} messages ({of}) are in {totals['segments']:,} segments ({now}); {took}."
+    rows = f"Rows on disk: {size(shrunk.bytes_before)} before, {size(shrunk.bytes_after)} now"
+    partitions = f"{len(shrunk.dropped)} partitions dropped, {len(shrunk.vacuumed)} vacuumed"
+    _tell(figures, f"{text}\n{rows}; {partitions}.", as_json=as_json)
     if shrunk.left and not as_json:
         note(f"{len(shrunk.left)} partitions keep their room, as other sessions held them. The next run frees it.")
 
