@@ -106,7 +106,7 @@ class Verbs(click.Group):
     "assignments",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Set one key, such as intake.max_delay=30d. Lists and tables as JSON. May be repeated.",
+    help="Set one key, such as intake.max_delay=30d. Lists as JSON. May be repeated.",
 )
 @click.option("--mode", metavar="native|store", help="Short for --set mode=…")
 @click.option(

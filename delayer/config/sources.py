@@ -41,13 +41,12 @@ def keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 def known_keys() -> dict[Key, FieldInfo]:
-    """Every key that environment and flags can set, including sections; the routes are one key."""
+    """Every key that environment and flags can set; the routes are one key."""
     known: dict[Key, FieldInfo] = {}
     for name, field in keys_of(Settings).items():
-        known[(name,)] = field
         section = section_of(field)
-        if section is not None:
-            known |= {(name, inner): inner_field for inner, inner_field in keys_of(section).items()}
+        inner = {} if section is None else keys_of(section)
+        known |= {(name, key): one for key, one in inner.items()} if inner else {(name,): field}
     return known
 
 
@@ -92,15 +91,12 @@ class SettingsSource(PydanticBaseSettingsSource):
         return next((self.places[part] for end in range(len(key), -1, -1) if (part := key[:end]) in self.places), "")
 
     def read_text(self, key: Key, field: FieldInfo, text: str, place: str) -> None:
-        """Set a key from a string. Lists and tables are JSON. A section must precede its keys, which have priority."""
+        """Set a key from a string. Lists of tables are JSON."""
         value = _read_text(field, text)
         if value is None:
-            kind = "table" if section_of(field) else "list"
-            self.problems.append(Problem(place, ".".join(key), f"a JSON {kind}", "something else"))
+            self.problems.append(Problem(place, ".".join(key), "a JSON list", "something else"))
             return
-        table = self.values
-        for name in key[:-1]:
-            table = table.setdefault(name, {})
+        table = self.values if len(key) == 1 else self.values.setdefault(key[0], {})
         table[key[-1]] = value
         self.places[key] = place
 
@@ -127,24 +123,29 @@ def read_file(path: Path | None) -> SettingsSource:
 def read_environment(environ: Mapping[str, str]) -> SettingsSource:
     """Read the environment variables ``DELAYER_…``."""
     source, known = SettingsSource({}), known_keys()
-    names = {env_name(key): key for key in sorted(known)}
+    names = {env_name(key): key for key in known}
     ours = {name for name in environ if name.startswith(ENV_PREFIX) and not _KUBERNETES.fullmatch(name)} - NOT_KEYS
-    for name in [name for name in names if name in ours]:
-        source.read_text(names[name], known[names[name]], environ[name], f"environment variable {name}")
-    for name in sorted(ours - names.keys()):
-        of_route = name.startswith("DELAYER_ROUTE_")
-        near, hint = ((), "routes are set together: DELAYER_ROUTE='[{…}]'") if of_route else (names, "")
-        source.problems.append(unknown_key(f"environment variable {name}", "", name, near, hint))
+    for name in sorted(ours):
+        place = f"environment variable {name}"
+        if name.startswith("DELAYER_ROUTE_"):
+            hint = "routes are set together: DELAYER_ROUTE='[{…}]'"
+            source.problems.append(unknown_key(place, "", name, (), hint))
+        elif name in names:
+            source.read_text(names[name], known[names[name]], environ[name], place)
+        else:
+            source.problems.append(unknown_key(place, "", name, names))
     return source
 
 
 def read_flags(given: Mapping[str, str]) -> SettingsSource:
     """Read the flags of the command line. A flag maps a dotted key to a string, as ``--set`` does."""
     source, known = SettingsSource({}), known_keys()
-    names = {".".join(key): key for key in sorted(known)}
-    for name in [name for name in names if name in given]:
-        source.read_text(names[name], known[names[name]], given[name], f"flag {FLAGS.get(name, '--set')}")
-    source.problems += [unknown_key("flag --set", name, name, names) for name in given if name not in names]
+    names = {".".join(key): key for key in known}
+    for name, text in given.items():
+        if name in names:
+            source.read_text(names[name], known[names[name]], text, f"flag {FLAGS.get(name, '--set')}")
+        else:
+            source.problems.append(unknown_key("flag --set", name, name, names))
     return source
 
 
@@ -192,14 +193,13 @@ class MergedSettings:
 
 
 def _read_text(field: FieldInfo, text: str) -> object:
-    """Parse the raw value, as the file would have it; None if the key needs a list or table and ``text`` is neither."""
-    section = section_of(field)
-    if section is not None or get_origin(field.annotation) is tuple:
+    """Parse the raw value, as the file would have it; None if the key needs a list and ``text`` is none."""
+    if get_origin(field.annotation) is tuple:
         try:
             value: object = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        return value if isinstance(value, dict if section else list) else None
+        return value if isinstance(value, list) else None
     if field.annotation in (int, bool) and not any(isinstance(rule, BeforeValidator) for rule in field.metadata):
         try:
             return json.loads(text.strip().lower())

@@ -95,12 +95,6 @@ def test_every_key_can_be_set_by_environment_and_flag(key: tuple[str, ...], tmp_
     assert ".".join(key) in changed(plain, by_environment)
 
 
-def test_a_table_as_json_and_one_of_its_keys_beside_it() -> None:
-    environ = {"DELAYER_INTAKE": '{"queue": "q", "prefetch": 7}', "DELAYER_INTAKE__PREFETCH": "8"}
-    settings = load(NO_FILE, environ, {})
-    assert (settings.intake.queue, settings.intake.prefetch) == ("q", 8)
-
-
 def test_routes_of_a_later_layer_replace_all_earlier_ones(tmp_path: Path) -> None:
     file = write(tmp_path / "f.toml", '[[route]]\nfrom = "a"\n[[route]]\nfrom = "b"\n')
     assert [route.from_ for route in load(file, {}, {}).routes] == ["a", "b"]
@@ -323,8 +317,6 @@ def test_the_shipped_file_names_every_key() -> None:
     # Commented keys count: they are lines of the form "# key = value".
     lines = [line.removeprefix("# ").split(" = ")[0] for line in text.splitlines() if " = " in line]
     for key in known_keys():
-        if key == ("audit",):
-            continue
         if key == ("audit", "rule"):
             assert "\n# [[audit.rule]]" in text
         elif len(key) == 2:
