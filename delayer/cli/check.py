@@ -386,7 +386,6 @@ async def _delayed_by_the_broker(report: CheckReport, admin: Admin, settings: Se
 
 
 async def _set_aside(report: CheckReport, admin: Admin, settings: Settings) -> None:
-    """Report messages on the broker that wait for an operator."""
     refused, strays = settings.refused.queue, cascade_of(settings).strays
     depths = await admin.depths([refused])
     try:

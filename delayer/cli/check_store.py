@@ -35,8 +35,6 @@ class Row(NamedTuple):
 
 
 class CheckReport(list[Row]):
-    """The rows so far."""
-
     def add(self, what: str, result: CheckResult, found: object, advice: str = "") -> None:
         self.append(Row(what, result, str(found), advice))
 
@@ -102,7 +100,6 @@ def _messages(report: CheckReport, seen: stats.StoreOverview) -> None:
 
 
 def _connections(report: CheckReport, need: needs.ConnectionNeed) -> None:
-    """Check that the server allows as many connections as the daemons may open."""
     number = need.needed + SPARE_CONNECTIONS
     advice = f"ALTER SYSTEM SET max_connections = {number}, and restart Postgres"
     advice = f"{need.command} {number}" if need.command else advice
@@ -125,7 +122,6 @@ def _locks(report: CheckReport, need: needs.LockNeed) -> None:
 
 
 def _lanes(report: CheckReport, seen: stats.StoreOverview) -> None:
-    """Check that every due message has a daemon that releases it."""
     owned = [lane for lane in seen.lanes if lane.alive]
     if owned:
         report.add("lanes", "ok", f"{len(owned)} owned by {', '.join(sorted({lane.owner for lane in owned}))}")

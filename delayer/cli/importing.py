@@ -37,7 +37,7 @@ from delayer.store.admin.importing import ImportBusy, ImportStore
 
 @contextmanager
 def import_failures() -> Iterator[None]:
-    """Raise import errors as Failure, with the next step."""
+    """Raise import errors as CommandError, with the next step."""
     try:
         yield
     except state_machine.SourceLost as error:
@@ -93,7 +93,6 @@ def tell_preview(seen: Preview, as_json: bool) -> None:
 
 
 def lines_of(seen: Preview) -> list[str]:
-    """Describe the preview."""
     survey = seen.survey
     said = [f"{survey.messages:,} messages are chosen."]
     if survey.first_due_ms is not None and survey.last_due_ms is not None:
@@ -264,7 +263,7 @@ def _with(
     given: dict[str, Any],
     act: Callable[[Any, ImportStore, Destinations], Awaitable[T]],
 ) -> T:
-    """Open the store and the source, and call ``act``. Raises expected errors as Failure."""
+    """Open the store and the source, and call ``act``. Raises expected errors as CommandError."""
     settings = request_of(context).settings()
     given["meant"] = ImportSelection(*(given.pop(name) for name in ("cutoff_ms", "limit", "rewrites")))
     verified = not given.pop("unverified")

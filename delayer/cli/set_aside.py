@@ -102,7 +102,6 @@ def _list(context: click.Context, /, source: SetAsideQueue, *, limit: int | None
 
 
 def _change(context: click.Context, /, source: SetAsideQueue, verb: str, *, everything: bool, **given: Any) -> None:
-    """Retry or drop messages of one of the queues."""
     edits_given = [given.pop(name) for name in ("delay_ms", "headers", "dropped") if name in given]
     wanted = Selection(**{name: given.pop(name) for name in Selection._fields if name in given})
     if everything == (wanted != ANY):
@@ -134,7 +133,6 @@ _MENDING: Final = joined(
 
 
 def _group(source: SetAsideQueue) -> click.Group:
-    """Build the verbs of one queue."""
     limit = click.option(
         "--limit",
         type=click.IntRange(1, MAX_LISTED),

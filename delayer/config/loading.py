@@ -125,7 +125,6 @@ def _read_named_files(merged: MergedSettings, directory: str, sealed: list[str] 
 
 
 def _problem(merged: MergedSettings, error: Mapping[str, Any]) -> Problem:
-    """Turn an error of pydantic into a Problem."""
     loc: tuple[str | int, ...] = error["loc"]
     key = tuple(str(part) for part in loc)
     source, dotted = merged.origin(key), _dotted(loc)

@@ -117,7 +117,6 @@ class Sessions:
 
     @property
     def can_open(self) -> bool:
-        """Whether a token is configured."""
         return self.token() is not None
 
     def open(self, said: str, who: str) -> str | None:
@@ -134,7 +133,6 @@ class Sessions:
         self._sessions.pop(_key(request), None)
 
     def session(self, request: Request) -> BrowserSession | None:
-        """Return a request's session, if valid."""
         key = _key(request)
         found = self._sessions.get(key)
         if found is None:
@@ -155,7 +153,6 @@ class Sessions:
         return found is not None
 
     def take_notice(self, request: Request) -> Notice | None:
-        """Return the notice for this page, once."""
         found = self.session(request)
         if found is None or found.notice is None:
             return None

@@ -54,7 +54,6 @@ class Actions:
     turns: asyncio.Semaphore
 
     async def answer(self, request: Request, *, change: ChangeHandler) -> Response:
-        """Answer a request for one of the changes below."""
         answers, sessions = self.pages.answers, self.pages.sessions
         who = sessions.who(request)
         if who is None:
@@ -139,7 +138,6 @@ class Actions:
         return await self._ask(request, verb, form, facts, count=len(ids))
 
     async def _ask_about_all(self, request: Request, form: Form, search: Search, change: StoredChange) -> Response:
-        """Confirm before changing all messages of a filter."""
         counted = await change.count()
         if by_program(request):
             return JSONResponse({**counted.as_dict(), "confirmed": False})

@@ -94,7 +94,6 @@ class Pages:
         )
 
     async def failed(self, request: Request, error: Exception) -> Response:
-        """Answer a request that failed."""
         status, text = 400 if isinstance(error, FieldError) else 503, str(error)
         if isinstance(error, HTTPException):
             status, text = error.status_code, error.detail
@@ -126,7 +125,6 @@ class Pages:
         )
 
     async def part(self, _request: Request) -> Response:
-        """Refresh the live part of the overview."""
         return render.html("parts_overview.html", **await self._live())
 
     async def _live(self) -> dict[str, Any]:
