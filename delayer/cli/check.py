@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import chain
 from typing import Final
 
 import click
@@ -23,8 +24,8 @@ from delayer.cli.options import as_json, request_of
 from delayer.cli.output import in_groups, note, print_json, print_table, quoted, some
 from delayer.config.model import Settings
 from delayer.config.texts import duration_text, is_loopback
-from delayer.config.topology import cascade_of, queues_at_work, topology_of, uses_cascade, without_effect
-from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade
+from delayer.config.topology import cascade_of, queues_at_work, takeovers_of, topology_of, uses_cascade, without_effect
+from delayer.core.cascade import MAX_SECONDS
 from delayer.core.clocks import FOLLOW_TIME, ClockOffset, differences
 from delayer.core.errors import StoreLost
 from delayer.core.topology import Binding
@@ -236,32 +237,18 @@ _COPIES: Final = "nothing if it is yours; an earlier intake queue gets a copy of
 
 async def _rights(report: CheckReport, admin: Admin, settings: Settings) -> None:
     """Check that this user may bind, publish and consume as the daemon does. (_topology checks what it declares.)"""
-    sources = [route.from_ for route in settings.routes]
-    # Publishing and binding to an exchange need the same right.
-    publishes = [Binding(source, to, "exchange", "") for source in sources[:1] for to in _targets(settings)]
-    lacking = [str(one) for one in topology_of(settings).bindings if not await admin.may_bind(one)]
-    lacking = [f"bind {one}" for one in lacking]
+    others, sources = takeovers_of(settings), [route.from_ for route in settings.routes]
+    # Publishing and binding to an exchange need the same right. Nothing can be bound to the default exchange.
+    targets = dict.fromkeys([*(route.to for route in settings.routes), *(other.delivery for other in others)])
+    publishes = [Binding(source, to, "exchange", "") for source in sources[:1] for to in targets if to]
+    due = [settings.native.due_queue] if uses_cascade(settings) else []
+    consumed = [settings.intake.queue, *due, *chain(*others.values())]
+    lacking = [f"bind {one}" for one in topology_of(settings).bindings if not await admin.may_bind(one)]
     if not lacking:  # Otherwise the right to read the source may be what is missing.
         lacking += [f"publish to exchange {quoted(b.destination)}" for b in publishes if not await admin.may_bind(b)]
-    lacking += [f"consume queue {quoted(name)}" for name in _consumed(settings) if not await admin.may_consume(name)]
+    lacking += [f"consume queue {quoted(name)}" for name in consumed if not await admin.may_consume(name)]
     if lacking:
         report.add("rights", "off", f"this user may not {some(lacking)}", GIVE_RIGHTS)
-
-
-def _targets(settings: Settings) -> list[str]:
-    """The exchanges that the daemon publishes to; without the default exchange, to which nothing can be bound."""
-    taken_over = [Cascade(table.cascade, owner=table.prefix).delivery for table in settings.takeovers]
-    return [name for name in dict.fromkeys([*(route.to for route in settings.routes), *taken_over]) if name]
-
-
-def _consumed(settings: Settings) -> list[str]:
-    levels = [
-        Cascade(table.cascade, owner=table.prefix).level(level)
-        for table in settings.takeovers
-        for level in range(table.levels_from, LEVELS)
-    ]
-    due = [settings.native.due_queue] if uses_cascade(settings) else []
-    return [settings.intake.queue, *due, *levels]
 
 
 async def _management(report: CheckReport, admin: Admin, settings: Settings) -> None:
@@ -335,11 +322,10 @@ async def _different(admin: Admin, one: TopologyFinding) -> tuple[str, str]:
 
 async def _taken_over(report: CheckReport, admin: Admin, settings: Settings) -> None:
     """Check the cascades of other systems, whose owners declare missing parts."""
-    for table in settings.takeovers:
-        cascade = Cascade(table.cascade, owner=table.prefix)
+    for cascade, queues in takeovers_of(settings).items():
         of = f"{cascade.owner} {cascade.kind}".lstrip()
         try:
-            depths = await admin.depths(cascade.level(level) for level in range(table.levels_from, LEVELS))
+            depths = await admin.depths(queues)
             missing = [f"queue {name}" for name, depth in depths.items() if depth is None]
             missing += [] if await admin.exchange_exists(cascade.delivery) else [f"exchange {cascade.delivery}"]
         except BrokerRefused as refused:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from delayer.config.model import DestinationTable, Settings
-from delayer.core.cascade import Cascade, due_topology, intake_topology, parking_queue
+from delayer.core.cascade import LEVELS, Cascade, due_topology, intake_topology, parking_queue
 from delayer.core.delay_headers import OWN_SOURCES
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
 
@@ -43,12 +43,15 @@ def own_names(settings: Settings) -> tuple[frozenset[bytes], frozenset[bytes]]:
     return frozenset(map(str.encode, queues_at_work(settings))), frozenset(map(str.encode, exchanges))
 
 
+def takeovers_of(settings: Settings) -> dict[Cascade, list[str]]:
+    """The cascades of other systems, each with the queues that the daemon empties."""
+    cascades = ((Cascade(table.cascade, owner=table.prefix), table.levels_from) for table in settings.takeovers)
+    return {cascade: [cascade.level(level) for level in range(first, LEVELS)] for cascade, first in cascades}
+
+
 def _cascades(settings: Settings) -> dict[Cascade, str]:
     """The cascades that a daemon may fill or empty, and the configuration key that names each."""
-    cascades = {cascade_of(settings): "native.prefix"}
-    for table in settings.takeovers:
-        cascades.setdefault(Cascade(table.cascade, owner=table.prefix), "takeover.cascade")
-    return cascades
+    return dict.fromkeys(takeovers_of(settings), "takeover.cascade") | {cascade_of(settings): "native.prefix"}
 
 
 def queues_at_work(settings: Settings) -> dict[str, str]:
