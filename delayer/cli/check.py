@@ -106,7 +106,7 @@ def _configuration(report: CheckReport, settings: Settings) -> None:
             found = f"listening on {http.listen}: anyone who can reach this address can read messages without a token"
             report.add("http", "note", found, "leave `open` out, or put a proxy with TLS and a login before it")
         elif not (http.token or http.token_file):
-            found = f"listening on {http.listen} without a token: nobody can read the page"
+            found = f"listening on {http.listen} without a token, so the page cannot be read"
             report.add("http", "note", found, "set http.token_file, or listen on 127.0.0.1 (docs/http.md)")
     for route in settings.routes:
         if route.max_rate and route.late_action == "hold":
@@ -229,7 +229,7 @@ async def _broker(report: CheckReport, admin: Admin, settings: Settings) -> None
 
 GIVE_RIGHTS: Final = "give the daemon's user the rights that docs/security.md lists, or run this with the daemon's URL"
 DECLARED: Final = (
-    "the daemon declares it at its start or reload, and within a minute if it was lost meanwhile; `delayer topology "
+    "the daemon declares it at its start or reload, and within a minute after a loss; `delayer topology "
     'apply` does too, or says why it cannot. If it is lost again: docs/operations.md, "What the broker loses"'
 )
 _COPIES: Final = "nothing if it is yours; an earlier intake queue gets a copy of every message: unbind it, and empty it"
@@ -381,7 +381,7 @@ async def _set_aside(report: CheckReport, admin: Admin, settings: Settings) -> N
         if uses_cascade(settings):
             raise
     advice = {
-        refused: "`delayer refused list` has the reasons; mend their publisher, then `delayer refused retry` or `drop`",
+        refused: "`delayer refused list` has the reasons; fix their publisher, then `delayer refused retry` or `drop`",
         strays: "`delayer strays list` has the reasons; `delayer strays retry` puts them back on their way",
     }
     for name, depth in depths.items():

@@ -43,7 +43,7 @@ def import_failures() -> Iterator[None]:
     except state_machine.SourceLost as error:
         raise OutOfReach(
             f"the source is out of reach: {error}. Next: correct that, and run the same again; "
-            "an import that had begun goes on where it stopped."
+            "an import that had begun resumes where it stopped."
         ) from error
     except state_machine.BadSource as error:
         raise Misused(f"{error}.") from error
@@ -231,7 +231,7 @@ def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
     try:
         report = _with(context, make, given, go)
     except KeyboardInterrupt:
-        note("Interrupted. Next: the same command, which goes on where it stopped; or `abort` in place of `run`.")
+        note("Interrupted. Next: the same command, which resumes where it stopped; or `abort` in place of `run`.")
         raise
     tell_report(report, json)
     context.exit(ExitCode.DONE if report.clean else ExitCode.FOUND)

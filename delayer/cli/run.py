@@ -24,7 +24,7 @@ def run(request: Request) -> None:
       delayer run
       delayer --config /etc/delayer/delayer.toml run
       delayer --mode native run
-      delayer --set http.listen= run           without health, metrics and page: beside another daemon
+      delayer --set http.listen= run           without health, metrics and page: for a second daemon
     """
     # The import takes most of a second. During it, an order to stop ends the process, and an order to reload waits.
     for order in (signal.SIGTERM, signal.SIGINT):

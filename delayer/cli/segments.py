@@ -44,7 +44,7 @@ def _end(context: click.Context, broken: Sequence[str], lost: Sequence[str], kep
         note(f"{kept}: {reason}.")
     if lost:
         raise OutOfReach(
-            f"{parts}: {lost[0].rstrip('.')}. Next: run `{context.command_path}` again; it goes on where this one "
+            f"{parts}: {lost[0].rstrip('.')}. Next: run `{context.command_path}` again; it resumes where this one "
             "stopped."
         )
     if broken:

@@ -124,7 +124,7 @@ _SELECTING: Final = joined(
     click.option("--route", "exchange", metavar="EXCHANGE", help="The `from` exchange of their route."),
 )
 """The options of a Selection."""
-_MENDING: Final = joined(
+_EDITING: Final = joined(
     click.option("--delay", "delay_ms", callback=duration, metavar="DURATION", help="Set x-delay, in place of others."),
     click.option("--set-header", "headers", multiple=True, callback=headers_of, metavar="NAME[:TYPE]=VALUE",
                  help="Set a header, as `delayer send --header` does. May be repeated."),
@@ -146,7 +146,7 @@ def _group(source: SetAsideQueue) -> click.Group:
             source.example,
             as_json(limit(click.pass_context(partial(_list, source=source)))),
         ),
-        "retry": (source.retry, f"{source.example} --dry-run", _MENDING(retry) if source is REFUSED else retry),
+        "retry": (source.retry, f"{source.example} --dry-run", _EDITING(retry) if source is REFUSED else retry),
         "drop": (
             f"Drop {source.noun} for good.",
             "--all --yes",

@@ -330,7 +330,7 @@ def mistakes(url: str, environ: Mapping[str, str]) -> list[tuple[str, str]]:
         if given.get(name) and (why := _unreadable(Path(given[name]))):
             found.append((f"{name} to be a file that can be read", f"{show(given[name])}: {why}"))
     if mode in _VERIFIED and not (given.get("sslrootcert") or environ.get("PGSSLROOTCERT")) and _unreadable(_OWN_ROOT):
-        found.append((f"sslrootcert, who signed the server's certificate, beside sslmode={mode}", "none"))
+        found.append((f"sslrootcert, who signed the server's certificate, with sslmode={mode}", "none"))
     return found
 
 

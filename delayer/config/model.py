@@ -84,7 +84,7 @@ class BrokerTable(UrlTable):
     @classmethod
     def _key_needs_certificate(cls, key_file: str | None, info: ValidationInfo) -> str | None:
         if key_file and info.data.get("cert_file", "") is None:
-            raise Expected("cert_file beside key_file")
+            raise Expected("cert_file with key_file")
         return key_file
 
 
@@ -152,28 +152,28 @@ class RouteTable(Table):
     def _alone(cls, retry: RetryTable | None, info: ValidationInfo) -> RetryTable | None:
         others = {*cls.model_fields} - {"from_", "delay_from", "late_limit_ms", "late_action", "max_rate", "retry"}
         if retry is not None and (found := [name for name in sorted(others) if info.data.get(name)]):
-            raise Expected(f"no {found[0].removesuffix('_ms')} beside it: dead letters go back to their queue")
+            raise Expected(f"no {found[0].removesuffix('_ms')} with it: dead letters go back to their queue")
         return retry
 
     @field_validator("to")
     @classmethod
     def _not_in_a_circle(cls, to: str, info: ValidationInfo) -> str:
         if to and to == info.data.get("from_"):
-            raise Expected("an exchange other than the route's own from: due messages would come in again for ever")
+            raise Expected("an exchange other than the route's own from: due messages would come in again forever")
         return to
 
     @field_validator("require_delay")
     @classmethod
     def _no_default(cls, require: bool, info: ValidationInfo) -> bool:
         if require and info.data.get("default_delay_ms"):
-            raise Expected("no default_delay beside it: the route refuses the messages that would get one")
+            raise Expected("no default_delay with it: the route refuses the messages that would get one")
         return require
 
     @field_validator("late_action")
     @classmethod
     def _late_needs_limit(cls, action: str, info: ValidationInfo) -> str:
         if action == "hold" and info.data.get("late_limit_ms", 0) is None:
-            raise Expected('late_limit beside late_action = "hold": how late is too late')
+            raise Expected('late_limit with late_action = "hold": how late is too late')
         return action
 
 
@@ -193,7 +193,7 @@ class TakeoverTable(Table):
         try:
             Cascade(info.data.get("cascade", "celery"), owner=prefix)
         except ValueError:
-            raise Expected('none, or beside cascade = "celery" a short one of letters, digits and -_.:') from None
+            raise Expected('none, or with cascade = "celery" a short one of letters, digits and -_.:') from None
         return prefix
 
 

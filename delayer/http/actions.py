@@ -113,7 +113,7 @@ class Actions:
 
     async def set_aside(self, request: Request, who: str, form: Form, *, name: SetAsideName) -> ChangeResult | Response:
         """Drop or retry refused messages or strays by their ids, with fixes to the headers of refused messages."""
-        forms.known(form, ("verb", "id", *_ANSWERS, *(forms.MENDS if name == "refused" else ())))
+        forms.known(form, ("verb", "id", *_ANSWERS, *(forms.RETRY_FIELDS if name == "refused" else ())))
         verb, ids, inside = forms.verb(form, "retry", "drop"), forms.ids(form), self.pages.answers.inside
         request.state.back = f"/{name}"
         if _needs_question(request, verb, form):

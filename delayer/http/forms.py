@@ -211,13 +211,13 @@ def new_due(form: Mapping[str, Sequence[str]], now_ms: int) -> NewDue:
     return NewDue(instant(at, now_ms, "Due at")) if at else NewDue(None, later(by))
 
 
-MENDS: Final = ("delay", "set_header", "drop_header")
+RETRY_FIELDS: Final = ("delay", "set_header", "drop_header")
 """The fields that fix refused messages. The header fields may be repeated."""
 
 
 def read_retry_edits(form: Mapping[str, Sequence[str]], unread: Mapping[bytes, str]) -> RetryEdits:
     """Read the edits of a retry. Empty fields change nothing. ``unread``: see RetryEdits.of. Raises FieldError."""
-    given = {name: [text for one in form.get(name, ()) if (text := one.strip())] for name in MENDS}
+    given = {name: [text for one in form.get(name, ()) if (text := one.strip())] for name in RETRY_FIELDS}
     once(["delay" for _ in given["delay"]])
     delay_ms = _understood("Delay", given["delay"][0], duration_ms) if given["delay"] else None
     try:

@@ -384,7 +384,7 @@ def test_an_interrupted_import_names_the_next_step(tmp_path: Path) -> None:
         url = f"postgresql://127.0.0.1:{store.getsockname()[1]}/d"
         done = call("--store-url", url, "import", "jsonl", "run", str(tmp_path / "backlog.jsonl"), "--yes")
     assert done.exit_code == 130
-    assert "the same command, which goes on where it stopped" in done.stderr
+    assert "the same command, which resumes where it stopped" in done.stderr
     assert "Traceback" not in done.output
 
 

@@ -29,7 +29,7 @@ def _no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("ssl_min_protocol_version=1.2", "ssl_min_protocol_version to be TLSv1, ", '"1.2"'),
         ("sslmode=require&sslrootcert=/no/such", "sslrootcert to be a file", '"/no/such": No such file or directory'),
         ("sslmode=prefer&sslcert=/no/such", "sslcert to be a file", '"/no/such": No such file or directory'),
-        ("sslmode=verify-full", "sslrootcert, who signed the server's certificate, beside sslmode=verify-full", "none"),
+        ("sslmode=verify-full", "sslrootcert, who signed the server's certificate, with sslmode=verify-full", "none"),
         ("sslmode", "a URL with name=value pairs, joined by &, behind its ?", "something else (not shown)"),
     ],
 )
