@@ -112,7 +112,7 @@ def audit(
     )
     if html is not None and not html.parent.is_dir():
         raise Misused(f"--html {html}: there is no directory {html.parent}")
-    audited = _deep(options, master, conf) if deep else _quick(options)
+    audited = _run(options, master, conf, deep=deep)
     for remark in audited.remarks:
         note(remark)
     tell(audited.report, as_json=as_json)
@@ -128,14 +128,12 @@ def audit(
     context.exit(ExitCode.FOUND if audited.report.violations else code)
 
 
-def _quick(options: Options) -> Audited:
-    from delayer.audit import quick  # noqa: PLC0415
+def _run(options: Options, master: str | None, conf: dict[str, str], *, deep: bool) -> Audited:
+    if not deep:
+        from delayer.audit import quick  # noqa: PLC0415
 
-    with progress("reading"):
-        return quick.run(options)
-
-
-def _deep(options: Options, master: str | None, conf: dict[str, str]) -> Audited:
+        with progress("reading"):
+            return quick.run(options)
     from delayer.audit import job, spark, tasks  # noqa: PLC0415
 
     spark.check_machine()

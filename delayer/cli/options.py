@@ -197,15 +197,15 @@ stored_change_options = joined(names_argument, filter_options, change_options)
 """:data:`change_options`, and the ids and filters of messages in the store."""
 
 
-def _conf(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
-    return dict(pair(text, "KEY=VALUE") for text in given)
-
-
 master_option = click.option(
     "--master", metavar="URL", help="Spark's master, such as spark://host:7077. [default: all cores of this machine]"
 )
 conf_option = click.option(
-    "--conf", multiple=True, callback=_conf, metavar="KEY=VALUE", help="Set one of Spark's settings."
+    "--conf",
+    multiple=True,
+    callback=lambda _context, _option, given: dict(pair(text, "KEY=VALUE") for text in given),
+    metavar="KEY=VALUE",
+    help="Set one of Spark's settings.",
 )
 
 

@@ -126,20 +126,15 @@ def in_groups(rows: Iterable[T], kind: Callable[[T], Hashable]) -> list[tuple[T,
     return found
 
 
-def intake_queues(settings: Settings) -> tuple[str, str]:
-    """Name the queues of every mode."""
-    return settings.intake.queue, settings.refused.queue
-
-
 def print_queues(settings: Settings, seen: CascadeDepths, *, used: bool, every_level: bool) -> None:
     """Print the depths of the cascade and of the queues around it. ``used``: whether new delays use the cascade.
     ``every_level``: include empty levels."""
-    intake = intake_queues(settings)
+    of_every_mode = (settings.intake.queue, settings.refused.queue)
 
     def depth(name: str, messages: int | None) -> str:
         if messages is not None:
             return str(messages)
-        if not used and name not in intake:
+        if not used and name not in of_every_mode:
             return "not used in store mode"
         return "hidden from this user" if name in seen.hidden else "missing"
 

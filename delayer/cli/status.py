@@ -18,16 +18,7 @@ from delayer.broker.cascade_depths import CascadeDepths, cascade_depths
 from delayer.broker.errors import BrokerRefused
 from delayer.cli.errors import STORE_RUNS, ExitCode, broker_advice
 from delayer.cli.options import as_json, request_of
-from delayer.cli.output import (
-    intake_queues,
-    json_of_lane,
-    note,
-    print_json,
-    print_lanes,
-    print_queues,
-    print_table,
-    when,
-)
+from delayer.cli.output import json_of_lane, note, print_json, print_lanes, print_queues, print_table, when
 from delayer.config.model import Settings
 from delayer.config.texts import is_loopback, names_of, service_of
 from delayer.config.topology import cascade_of, uses_cascade
@@ -232,8 +223,8 @@ async def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False)
 def next_steps(settings: Settings, seen: CascadeDepths, held: int) -> list[str]:
     """Advise the operator on missing queues, and on ``held`` and other messages set aside. Pure."""
     used, strays = uses_cascade(settings), cascade_of(settings).strays
-    needed = {name: depth for name, depth in seen.queues.items() if used or name in intake_queues(settings)}
-    missing = [name for name, depth in needed.items() if depth is None and name not in seen.hidden]
+    needed = {settings.intake.queue, settings.refused.queue} | (seen.queues.keys() if used else set())
+    missing = [name for name, depth in seen.queues.items() if depth is None and name in needed - {*seen.hidden}]
     steps = [f"Missing on the broker: {', '.join(missing)}. Next: start the daemon, or `delayer topology apply`."]
     aside = {"refused": seen.queues[settings.refused.queue], "strays": seen.queues.get(strays), "held": held}
     told = [f"Next: `delayer {verb} list` says why these messages were set aside." for verb, n in aside.items() if n]
