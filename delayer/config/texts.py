@@ -77,14 +77,14 @@ _TYPES: Final[Mapping[str, Callable[[str], Scalar]]] = {
 
 def check_header(name: str, value: object) -> None:
     """Check that a message can have this header. Raises Expected."""
-    if not 0 < len(raw(name)) <= LONGEST_NAME:
-        raise Expected(f"names of 1 to {LONGEST_NAME} bytes, found {show(name)}")
+    if not 0 < (size := len(raw(name))) <= LONGEST_NAME:
+        raise Expected(f"names of 1 to {LONGEST_NAME} bytes, found {size}: {show(name)}")
     if not isinstance(value, str | int | float):
         raise Expected(f"a string, a number, true or false for {show(name)}")
     if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
         raise Expected(f"a finite float of 32 bits for {show(name)}, found {value}")
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        raise Expected(f"an integer of 64 bits for {show(name)}")
+        raise Expected(f"an integer of 64 bits for {show(name)}, found {show(value)}")
 
 
 def typed_header(text: str) -> tuple[str, Scalar]:

@@ -271,7 +271,7 @@ async def test_a_retry_mends_headers_and_says_how_many_came_back(applied: Run, v
         told = applied("refused", "retry", "id:delayer.in-0", "--delay", "5s", expect=1, DELAYER_ROUTE=routes)
         assert "id:delayer.in-0 stays refused: its route" in told.stderr
         assert why in told.stderr
-    for header, why in ((f"n:int={1 << 63}", "a value of type int"), ("n" * 129 + "=", "128 bytes, found 129")):
+    for header, why in ((f"n:int={1 << 63}", "an integer of 64 bits"), ("n" * 129 + "=", "128 bytes, found 129")):
         assert why in applied("refused", "retry", "id:delayer.in-0", "--set-header", header, expect=2).stderr
     one = json.loads(applied("audit-log", "--json").stdout)[-1]
     assert json.loads(one["asked"])["mended"] == {"delay_ms": 10_000, "headers": {"tries": 3}, "dropped": ["who"]}
