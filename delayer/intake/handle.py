@@ -24,7 +24,6 @@ from delayer.core.cascade import MAX_SECONDS
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import DELAY, DelayRequest, is_mark, whole_seconds_until
 from delayer.core.delay_sources import CONSULTED, COPY_HEADERS, routing_keys_of
-from delayer.core.errors import Rejected
 from delayer.core.faultpoint import reach
 from delayer.core.hold import too_late
 from delayer.core.loop_watch import LoopWatch
@@ -39,7 +38,7 @@ from delayer.format.release import note_failure, released_properties
 from delayer.intake import replies
 from delayer.intake.consume import Handler
 from delayer.intake.ports import Backlog, IntakeSettings
-from delayer.intake.settle import KEPT_BYTES, Dispatch, Objection, Publication, Session, to_refused
+from delayer.intake.settle import KEPT_BYTES, Dispatch, Objection, Publication, Session, halved, to_refused
 
 log = structlog.get_logger(__name__)
 
@@ -359,39 +358,24 @@ class IntakeHandler(KeepingHandler):
     async def _apply(self, batch: Sequence[Classified], *, keyed: bool) -> None:
         """Apply a batch. If a batch with keys fails, no other begins in this session, because the broker redelivers it
         and later batches must follow it."""
-        cancelled, refused = await self._apply_or_refuse(batch)
-        if not keyed:
-            return
-        to_answer = {at: cancel for at, cancel in cancels_to_answer(batch).items() if at not in refused}
-        if to_answer:  # In a separate task, so that an unconfirmed reply does not delay a batch.
-            self._session.start(self._reply(to_answer, cancelled), punctual=True)
-        self._applying_keys = False
-        if self._gathered:
-            self.flush()
+        await halved(batch, self._write, lambda one, reason: self._dispatch.refuse(one[0], reason, self._session.acks))
+        if keyed:
+            self._applying_keys = False
+            if self._gathered:
+                self.flush()
 
-    async def _apply_or_refuse(self, batch: Sequence[Classified]) -> tuple[frozenset[int], frozenset[int]]:
-        """Apply a batch in one transaction, and accept its deliveries. If the database rejects an operation, apply each
-        half separately, in order, down to that delivery, and refuse it. Returns the positions of the cancels that
-        found a message, and of the refused deliveries."""
+    async def _write(self, batch: Sequence[Classified]) -> None:
+        """Apply a batch in one transaction, accept its deliveries, and answer its cancels."""
         operations = operations_of(batch)
         began = perf_counter()
-        try:
-            applied = await self._backlog.apply(operations)
-        except Rejected as error:
-            reason = str(error)
-        else:
-            self._counters.took("park", perf_counter() - began)
-            self._counters.batch("park", len(operations))
-            self._counters.add("parked", [one.route for one in operations if isinstance(one, Parcel)])
-            self._session.acks.accept(delivery.tag for delivery, _, _ in batch)
-            return applied.cancelled, frozenset()
-        if len(batch) == 1:
-            await self._dispatch.refuse(batch[0][0], reason, self._session.acks)
-            return frozenset(), frozenset([0])
-        middle = len(batch) // 2
-        cancelled, refused = await self._apply_or_refuse(batch[:middle])
-        cancelled_later, refused_later = await self._apply_or_refuse(batch[middle:])
-        return cancelled | {at + middle for at in cancelled_later}, refused | {at + middle for at in refused_later}
+        applied = await self._backlog.apply(operations)
+        self._counters.took("park", perf_counter() - began)
+        self._counters.batch("park", len(operations))
+        self._counters.add("parked", [one.route for one in operations if isinstance(one, Parcel)])
+        self._session.acks.accept(delivery.tag for delivery, _, _ in batch)
+        if to_answer := cancels_to_answer(batch):
+            # In a separate task, so that an unconfirmed reply does not delay a batch.
+            self._session.start(self._reply(to_answer, applied.cancelled), punctual=True)
 
     async def _reply(self, to_answer: Mapping[int, replies.CancelToAnswer], cancelled: frozenset[int]) -> None:
         """Answer cancels, except into delayer's own queues."""

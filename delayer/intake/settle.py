@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from time import monotonic, perf_counter
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import structlog
 
@@ -35,6 +35,7 @@ from delayer.intake.ports import Backlog, IntakeSettings, Subscription
 from delayer.retry import LOSSES, raise_first, take_failures
 
 log = structlog.get_logger(__name__)
+T = TypeVar("T")
 
 KEPT_BYTES: Final = 16 << 20
 """A session reads no batch while it keeps this many bytes. It keeps large messages, and those not due yet."""
@@ -296,6 +297,22 @@ class Objection(NamedTuple):
         return self.hold.after(self.earlier and self.earlier.hold)
 
 
+async def halved(
+    items: Sequence[T], write: Callable[[Sequence[T]], Awaitable[None]], refuse: Callable[[T, str], Awaitable[None]]
+) -> None:
+    """Write items in one transaction. If the database rejects it, write each half separately, in order, down to the
+    item at fault, and refuse that one with the reason. Raises the other errors of ``write`` and ``refuse``."""
+    try:
+        return await write(items)
+    except Rejected as error:
+        reason = str(error)
+    if len(items) == 1:
+        return await refuse(items[0], reason)
+    middle = len(items) // 2
+    await halved(items[:middle], write, refuse)
+    await halved(items[middle:], write, refuse)
+
+
 def to_refused(
     delivery: Delivery, reason: str, names: Endpoints, token: bytes, properties: Properties | None = None
 ) -> Publication:
@@ -412,18 +429,11 @@ class Dispatch:
         return stuck
 
     async def _hold_in_store(self, objections: Sequence[Objection], acks: AckTracker) -> None:
-        """If the database rejects a message, hold each half separately, down to that message, and refuse it."""
-        try:
-            await self._backlog.hold([(one.parcel, one.whole_hold) for one in objections])
-        except Rejected as error:
-            rejected, middle = str(error), len(objections) // 2
-        else:
-            return self._accept_held(objections, acks)
-        if middle:
-            await self._hold_in_store(objections[:middle], acks)
-            await self._hold_in_store(objections[middle:], acks)
-        else:
-            await self.refuse(objections[0].delivery, rejected, acks)
+        async def hold(some: Sequence[Objection]) -> None:
+            await self._backlog.hold([(one.parcel, one.whole_hold) for one in some])
+            self._accept_held(some, acks)
+
+        await halved(objections, hold, lambda one, reason: self.refuse(one.delivery, reason, acks))
 
     async def _hold_in_broker(self, objections: Sequence[Objection], acks: AckTracker) -> None:
         batch = self._build_retries(objections)

@@ -18,7 +18,6 @@ from delayer.amqp.properties import decoded, parsed
 from delayer.amqp.values import Delivery
 from delayer.core.cascade import Cascade
 from delayer.core.counters import Counters
-from delayer.core.errors import Rejected
 from delayer.core.heartbeat import Heartbeat
 from delayer.core.hold import unfit
 from delayer.core.levels import LEVEL_HEADERS, due_at_level
@@ -26,7 +25,7 @@ from delayer.core.message import Parcel, Target
 from delayer.intake.consume import Handler, Intake, QueueConsumer
 from delayer.intake.handle import parcel
 from delayer.intake.ports import Backlog, Clock, Consumer
-from delayer.intake.settle import AckTracker
+from delayer.intake.settle import AckTracker, halved
 
 log = structlog.get_logger(__name__)
 
@@ -90,22 +89,16 @@ class LevelTakeover(Handler):
             due_ms = due_at_level(self._cascade, self._level, delivery.routing_key, headers, now_ms)
             # With its digits, because the bindings of that cascade begin with "#.".
             parcels.append(parcel(delivery, due_ms, Target(self._cascade.delivery.encode(), delivery.routing_key)))
-        await self._park(parcels)
+        await halved(parcels, self._park, self._hold)
         acks.accept(delivery.tag for delivery in batch)
 
     async def _park(self, parcels: Sequence[Parcel]) -> None:
-        """Park messages. If the database rejects one, park each half separately, down to that message, and hold it,
-        because RabbitMQ drops a message that returns to its level too often. Raises StoreLost."""
-        try:
-            await self._backlog.apply(parcels)
-        except Rejected as rejected:
-            if len(parcels) == 1:
-                await self._backlog.hold([(parcels[0], unfit(str(rejected)))])
-            else:
-                await self._park(parcels[: len(parcels) // 2])
-                await self._park(parcels[len(parcels) // 2 :])
-        else:
-            self._counters.add("parked", [one.route for one in parcels])
+        await self._backlog.apply(parcels)
+        self._counters.add("parked", [one.route for one in parcels])
+
+    async def _hold(self, rejected: Parcel, reason: str) -> None:
+        """Hold a message, because RabbitMQ drops one that returns to its level too often."""
+        await self._backlog.hold([(rejected, unfit(reason))])
 
     def _is_too_often(self, delivery: Delivery, headers: dict[bytes, object]) -> bool:
         if not (delivery.redelivered and self._cascade.counts_deliveries):
