@@ -66,6 +66,7 @@ class Removal:
     left: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass
 class Remover:
     """One removal of a topology; see :meth:`Admin.remove`.
 
@@ -73,75 +74,73 @@ class Remover:
     removes each exchange before the last count of its queue.
     """
 
-    def __init__(self, admin: Admin, topology: Topology, *, force: bool) -> None:
-        self._admin = admin
-        self._ask = admin.connection.ask
-        self._topology = topology
-        self._force = force
-        self._result = Removal()
+    admin: Admin
+    topology: Topology
+    force: bool
+    result: Removal = field(default_factory=Removal)
 
     async def run(self) -> Removal:
-        exchanges = [one for one in self._topology.exchanges if self._ours(f"exchange {one.name}", one.shared)]
-        queues = dict.fromkeys(one.name for one in self._topology.queues if self._ours(f"queue {one.name}", one.shared))
-        if not self._force and (reasons := await self._reasons_against(list(queues))):
-            self._result.left |= reasons
-            return self._result
+        exchanges = [one for one in self.topology.exchanges if self._ours(f"exchange {one.name}", one.shared)]
+        queues = dict.fromkeys(one.name for one in self.topology.queues if self._ours(f"queue {one.name}", one.shared))
+        if not self.force and (reasons := await self._reasons_against(list(queues))):
+            self.result.left |= reasons
+            return self.result
         for exchange in exchanges:
             await self._remove_exchange(exchange)
             if exchange.name in queues and not await self._remove_queue(exchange.name):
-                return self._result
+                return self.result
             queues.pop(exchange.name, None)
-        if not self._force and (reasons := await self._delayed_in(queues)):
+        if not self.force and (reasons := await self._delayed_in(queues)):
             # A publisher may have sent them until the exchanges were removed.
-            self._result.left |= reasons
-            return self._result
+            self.result.left |= reasons
+            return self.result
         for queue in queues:
             if not await self._remove_queue(queue):
-                return self._result
-        return self._result
+                return self.result
+        return self.result
 
     def _ours(self, what: str, shared: bool) -> bool:
         if shared:
-            self._result.left[what] = "shared with another system"
+            self.result.left[what] = "shared with another system"
         return not shared
 
     async def _reasons_against(self, queues: list[str]) -> dict[str, str]:
-        states = {name: await self._admin.state(name, doubtful=self._force) for name in queues}
+        states = {name: await self.admin.state(name, doubtful=self.force) for name in queues}
         reasons = {name: _reason(state) for name, state in states.items() if state is not None}
         found = {f"queue {name}": reason for name, reason in reasons.items() if reason}
         return found or await self._delayed_in(reasons)
 
     async def _delayed_in(self, queues: Collection[str]) -> dict[str, str]:
-        delayed = await self._admin.delayed(queues)
+        delayed = await self.admin.delayed(queues)
         return {f"queue {name}": reason for name, count in delayed.items() if (reason := delayed_reason(count))}
 
     async def _remove_exchange(self, exchange: Exchange) -> None:
-        if isinstance(await self._ask(check_exchange(exchange.name)), ChannelClosed):
+        if isinstance(await self.admin.connection.ask(check_exchange(exchange.name)), ChannelClosed):
             return
-        for binding in self._topology.bindings:
+        for binding in self.topology.bindings:
             if binding.source == exchange.name:
                 await self._unbind(binding)
-        answer = await self._ask(ExchangeDelete(exchange=exchange.name, if_unused=not self._force))
+        answer = await self.admin.connection.ask(ExchangeDelete(exchange=exchange.name, if_unused=not self.force))
         if isinstance(answer, ChannelClosed):
-            self._result.left[f"exchange {exchange.name}"] = str(answer)
+            self.result.left[f"exchange {exchange.name}"] = str(answer)
         else:
-            self._result.removed.append(f"exchange {exchange.name}")
+            self.result.removed.append(f"exchange {exchange.name}")
 
     async def _unbind(self, binding: Binding) -> None:
         """Remove a binding. If its destination is gone, the binding is gone too."""
-        _accepted(await self._ask(_unbinding(binding)))
+        _accepted(await self.admin.connection.ask(_unbinding(binding)))
 
     async def _remove_queue(self, name: str) -> bool:
         """Remove a queue. Returns False if it has new messages, and so stays."""
-        state = await self._admin.state(name, doubtful=self._force)
+        state = await self.admin.state(name, doubtful=self.force)
         if state is None:
             return True
-        if not self._force and (reason := _reason(state)):
-            self._result.left[f"queue {name}"] = reason
+        if not self.force and (reason := _reason(state)):
+            self.result.left[f"queue {name}"] = reason
             return False
         # Also deletes the queue's messages, because quorum queues do not have "if empty".
-        _accepted(await self._ask(QueueDelete(queue=name)))
-        self._result.removed.append(f"queue {name}")
+        _accepted(await self.admin.connection.ask(QueueDelete(queue=name)))
+        self.result.removed.append(f"queue {name}")
         return True
 
 
@@ -155,12 +154,12 @@ def _reason(state: QueueState) -> str:
     return f"has {state.consumers} consumers" if state.consumers else ""
 
 
+@dataclass
 class Admin:
     """One connection to one vhost. Every method may raise BrokerUnreachable and BrokerRefused."""
 
-    def __init__(self, connection: AdminConnection, management: Management | None) -> None:
-        self.connection = connection
-        self._management = management
+    connection: AdminConnection
+    management: Management | None
 
     @classmethod
     async def connect(
@@ -183,14 +182,14 @@ class Admin:
     @property
     def clock(self) -> ClockOffset | None:
         """The broker's clock by the last answer of the management API, if any."""
-        return None if self._management is None else self._management.clock
+        return None if self.management is None else self.management.clock
 
     async def verify(self, topology: Topology) -> list[TopologyFinding]:
         """Compare the broker with the topology, without changes. They match if no finding has severity "error".
 
         Declares each part passively, then actively. A part deleted in the microseconds between is created again.
         """
-        return await Verifier(self.connection, topology, self._management).findings()
+        return await Verifier(self.connection, topology, self.management).findings()
 
     async def depths(self, queues: Iterable[str]) -> dict[str, int | None]:
         """Return the number of messages ready in each queue; None if it is missing, or exclusive to another
@@ -223,8 +222,8 @@ class Admin:
         """
         if not queues or self.connection.version < DELAYS_FROM:
             return dict.fromkeys(queues, 0)
-        await asyncio.sleep(COUNTS_AGE if fresh and self._management is not None else 0)
-        return await delayed_in(queues, self._management)
+        await asyncio.sleep(COUNTS_AGE if fresh and self.management is not None else 0)
+        return await delayed_in(queues, self.management)
 
     async def may_consume(self, queue: str) -> bool:
         """Whether this user may read the queue; True if it is missing. Reads no message: the broker checks the
@@ -249,15 +248,15 @@ class Admin:
         kinds = ("mem_alarm", "disk_free_alarm")
         shape = [{"name": str, **dict.fromkeys(kinds, bool | None)}]
         path = f"nodes?columns=name,{','.join(kinds)}"
-        rows = [] if self._management is None else await self._management.get(path, shape)
+        rows = [] if self.management is None else await self.management.get(path, shape)
         return [f"{kind} on {name}" for name, *on in rows for kind, is_on in zip(kinds, on, strict=True) if is_on]
 
     async def sources_of(self, queue: str) -> set[str]:
         """The exchanges that ``queue`` is bound to; empty without a management API, or without the queue."""
-        if self._management is None or not await self.queue_exists(queue):
+        if self.management is None or not await self.queue_exists(queue):
             return set()
-        path = f"queues/{self._management.vhost}/{quote(queue, safe='')}/bindings"
-        return {binding.source for binding, _ in await self._management.bindings(path)}
+        path = f"queues/{self.management.vhost}/{quote(queue, safe='')}/bindings"
+        return {binding.source for binding, _ in await self.management.bindings(path)}
 
     async def queue_exists(self, name: str) -> bool:
         answer = await self.connection.ask(check_queue(name))
@@ -275,7 +274,7 @@ class Admin:
         below stay; call this again when the message has left. The broker does not count unacknowledged messages or
         those in a dead-letter worker, so stop the daemon first.
         """
-        return await Remover(self, topology, force=force).run()
+        return await Remover(self, topology, force).run()
 
 
 def _accepted(answer: object) -> bool:

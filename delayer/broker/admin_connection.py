@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import aio_pika
@@ -33,14 +34,14 @@ ALARM = "free memory or disk on the broker's nodes (`rabbitmq-diagnostics alarms
 _UNEXPLAINED = (driver.ProbableAuthenticationError, driver.AuthenticationError, driver.InvalidFrameError)
 
 
+@dataclass
 class AdminConnection:
     """One connection. ``patience``: timeout of each call in seconds, long enough for a new quorum queue's election."""
 
-    def __init__(self, connection: AbstractConnection, where: str, patience: float) -> None:
-        self.where = where
-        self._connection = connection
-        self.patience = patience
-        self._channel: AbstractChannel | None = None
+    _connection: AbstractConnection
+    where: str
+    patience: float
+    _channel: AbstractChannel | None = field(default=None, init=False)
 
     @classmethod
     async def open(cls, urls: str, *, name: str, patience: float) -> AdminConnection:

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Final
 
 import structlog
@@ -148,6 +149,7 @@ class AdaptivePrefetch:
         return True
 
 
+@dataclass(eq=False)
 class AmqpConsumer:
     """Satisfies intake.ports.Consumer. Each queue has its own connection, because pausing one must not pause another.
     Consumers that share a connection share its ``flow_control``; otherwise each subscription has its own.
@@ -156,34 +158,23 @@ class AmqpConsumer:
     next one reads more or less ahead. ``one_active``: whether the queue has a single active consumer.
     """
 
-    def __init__(
-        self,
-        reconnecting: ReconnectingConnection,
-        *,
-        batch_bytes: int = BATCH_BYTES,
-        adaptive_prefetch: AdaptivePrefetch | None = None,
-        flow_control: FlowControl | None = None,
-        one_active: bool = False,
-    ) -> None:
-        self._reconnecting = reconnecting
-        self._flow_control = flow_control
-        self.batch_bytes = batch_bytes
-        self.adaptive_prefetch = adaptive_prefetch
-        self.one_active = one_active
-        self._subscription: AmqpSubscription | None = None
+    reconnecting: ReconnectingConnection
+    batch_bytes: int = BATCH_BYTES
+    adaptive_prefetch: AdaptivePrefetch | None = None
+    flow_control: FlowControl | None = None
+    one_active: bool = False
+    _subscription: AmqpSubscription | None = field(default=None, init=False)
 
     @property
     def active(self) -> bool:
         return self._subscription is not None and self._subscription.active
 
     async def subscribe(self, queue: str, prefetch: int) -> AmqpSubscription:
-        flow_control = self._flow_control or FlowControl()
+        flow_control = self.flow_control or FlowControl()
         with flow_control.reading_on(OPEN_ROOMS):
-            connection = await self._reconnecting.connection(ANSWER_SECONDS)
+            connection = await self.reconnecting.connection(ANSWER_SECONDS)
             channel = await connection.channel()
-            subscription = AmqpSubscription(
-                self, connection, channel, flow_control, queue=queue, wanted_prefetch=prefetch
-            )
+            subscription = AmqpSubscription(self, connection, channel, flow_control, queue, prefetch)
             try:
                 await channel.qos(subscription.prefetch)
                 await subscription.begin()
@@ -195,33 +186,25 @@ class AmqpConsumer:
             return subscription
 
 
+@dataclass(eq=False)
 class AmqpSubscription:
     """Satisfies intake.ports.Subscription."""
 
-    def __init__(
-        self,
-        consumer: AmqpConsumer,
-        connection: Connection,
-        channel: Channel,
-        flow_control: FlowControl,
-        *,
-        queue: str,
-        wanted_prefetch: int,
-    ) -> None:
-        self._connection = connection
-        self._channel = channel
-        self._flow_control = flow_control
-        self._queue = queue
-        self._wanted_prefetch = wanted_prefetch
-        self._batch_bytes = consumer.batch_bytes
-        self._adaptive_prefetch = adaptive = consumer.adaptive_prefetch
-        self._one_active = consumer.one_active
-        self.prefetch = wanted_prefetch if adaptive is None else adaptive.prefetch(wanted_prefetch)
+    consumer: AmqpConsumer
+    connection: Connection
+    channel: Channel
+    flow_control: FlowControl
+    queue: str
+    wanted_prefetch: int
+
+    def __post_init__(self) -> None:
+        adaptive = self.consumer.adaptive_prefetch
+        self.prefetch = self.wanted_prefetch if adaptive is None else adaptive.prefetch(self.wanted_prefetch)
         self.overrun = False
         """Set when the deliveries were too large for too long, or are smaller now."""
         self.is_settled = False
         """After the close: whether the broker has all acknowledgements."""
-        self.active = not self._one_active
+        self.active = not self.consumer.one_active
         """Whether the broker delivers to this consumer. AMQP does not announce which consumer is active. So this is
         known only for the queue's first consumer, and after a delivery."""
         self._consumer_tag: str | None = None
@@ -234,17 +217,17 @@ class AmqpSubscription:
         self._batch_limit = 0  # The size of the batch that a caller waits for.
         self._last_batch_at = asyncio.get_running_loop().time()
         # The end of the channel also wakes a waiting next_batch.
-        channel.closed.add_done_callback(lambda _: self._arrived.set())
+        self.channel.closed.add_done_callback(lambda _: self._arrived.set())
 
     async def begin(self) -> None:
         """Start the consumer. Raises BrokerLost."""
-        if self._one_active:
+        if self.consumer.one_active:
             # A quorum queue counts only its active consumer, so the count is meaningless once we consume.
-            seen = await self._channel.call(check_queue(self._queue), QueueMethods.DeclareOk)
+            seen = await self.channel.call(check_queue(self.queue), QueueMethods.DeclareOk)
             self.active = not seen.consumer_count
             if not self.active:
-                log.info("standing by", queue=self._queue)
-        self._consumer_tag = await self._channel.consume(self._queue, self._on_delivery, self._on_cancelled)
+                log.info("standing by", queue=self.queue)
+        self._consumer_tag = await self.channel.consume(self.queue, self._on_delivery, self._on_cancelled)
 
     async def next_batch(self, limit: int, gather: float) -> list[Delivery]:
         if not self._buffer:
@@ -268,16 +251,16 @@ class AmqpSubscription:
 
     @property
     def behind(self) -> bool:
-        return bool(self._buffer) or self._flow_control.is_behind(self)
+        return bool(self._buffer) or self.flow_control.is_behind(self)
 
     @property
     def lost(self) -> bool:
         """Whether no more deliveries arrive, and the last acknowledgements may not have reached the broker."""
-        return self._cancelled or self._channel.closed.done()
+        return self._cancelled or self.channel.closed.done()
 
     def ack(self, tag: int, *, multiple: bool) -> None:
-        if not self._channel.closed.done():
-            self._channel.ack(tag, multiple=multiple)
+        if not self.channel.closed.done():
+            self.channel.ack(tag, multiple=multiple)
 
     async def close(self, seconds: float = ANSWER_SECONDS) -> None:
         """Close the consumer and its channel. The broker has ``seconds`` to close the consumer.
@@ -295,9 +278,9 @@ class AmqpSubscription:
         which stands by, because its start also goes through the queue's log.
         """
         await self.cancel(seconds)
-        if self.is_settled and not self._one_active and self._connection.version >= NACKS_UNCOUNTED:
-            self._channel.nack(0, multiple=True)
-        await self._channel.close()
+        if self.is_settled and not self.consumer.one_active and self.connection.version >= NACKS_UNCOUNTED:
+            self.channel.nack(0, multiple=True)
+        await self.channel.close()
 
     async def cancel(self, seconds: float = ANSWER_SECONDS) -> None:
         """Close the consumer but not its channel: messages stop arriving, and none returns yet."""
@@ -306,22 +289,22 @@ class AmqpSubscription:
         if tag is None or self.lost:
             return
         try:
-            with self._flow_control.reading_on(CLOSE_ROOMS):
+            with self.flow_control.reading_on(CLOSE_ROOMS):
                 async with asyncio.timeout(seconds):
-                    if self._one_active:
-                        await self._channel.consume(self._queue, self._on_delivery, self._on_cancelled)
+                    if self.consumer.one_active:
+                        await self.channel.consume(self.queue, self._on_delivery, self._on_cancelled)
                     else:
-                        await self._channel.cancel(tag)
-            self.is_settled = not self._channel.closed.done()
+                        await self.channel.cancel(tag)
+            self.is_settled = not self.channel.closed.done()
         except (BrokerLost, TimeoutError) as lost:
             # The broker may deliver the last acknowledged messages again, as after any loss.
-            log.warning("consumer not ended in order", queue=self._queue, reason=str(lost) or "no answer in time")
+            log.warning("consumer not ended in order", queue=self.queue, reason=str(lost) or "no answer in time")
 
     def stop(self) -> None:
         """Also drops the buffer."""
         self._stopped = True
         self._buffer.clear()
-        self._flow_control.clear_buffered(self, self._bytes)
+        self.flow_control.clear_buffered(self, self._bytes)
         self._bytes = 0
 
     def _on_delivery(self, delivery: Delivery) -> None:
@@ -329,52 +312,52 @@ class AmqpSubscription:
             return  # The delivery returns to its queue when the channel closes.
         if not self.active:
             self.active = True
-            log.info("standby took over", queue=self._queue)
+            log.info("standby took over", queue=self.queue)
         size = len(delivery.body) + len(delivery.properties)
         self._buffer.append(delivery)
         self._bytes += size
         if self._is_full():
             self._filled.set()
-        self._flow_control.add_buffered(self, self._connection, size)
+        self.flow_control.add_buffered(self, self.connection, size)
         self._arrived.set()
 
     def end_if_stalled(self, seconds: float) -> None:
         """Stop the subscription, if it can begin again: its deliveries filled the buffer for ``seconds``. They return
         to their queue when the channel closes, and the next subscription reads less ahead."""
-        if self._adaptive_prefetch is None or not self._buffer:
+        if self.consumer.adaptive_prefetch is None or not self._buffer:
             return
-        self._adaptive_prefetch.record_overflow(len(self._buffer))
-        log.warning("deliveries given back", queue=self._queue, seconds=seconds, read_ahead=len(self._buffer))
+        self.consumer.adaptive_prefetch.record_overflow(len(self._buffer))
+        log.warning("deliveries given back", queue=self.queue, seconds=seconds, read_ahead=len(self._buffer))
         self.overrun = True
         self.stop()
         self._arrived.set()
 
     def _on_cancelled(self) -> None:
-        log.warning("consumer cancelled by the broker", queue=self._queue)
+        log.warning("consumer cancelled by the broker", queue=self.queue)
         self._cancelled = True
         self._arrived.set()
 
     def _is_full(self) -> bool:
         """Whether the buffer has a whole batch."""
-        return len(self._buffer) >= self._batch_limit or self._bytes >= self._batch_bytes
+        return len(self._buffer) >= self._batch_limit or self._bytes >= self.consumer.batch_bytes
 
     def _raise_if_lost(self) -> None:
         """Raise BrokerLost after a loss. The broker redelivers the buffered messages."""
         if self._cancelled:
-            raise ConsumerCancelled(f"the broker cancelled the consumer of queue {self._queue!r}")
-        if self._channel.closed.done():
-            raise BrokerLost(f"consumer of queue {self._queue!r}: {self._channel.closed.result()}")
+            raise ConsumerCancelled(f"the broker cancelled the consumer of queue {self.queue!r}")
+        if self.channel.closed.done():
+            raise BrokerLost(f"consumer of queue {self.queue!r}: {self.channel.closed.result()}")
 
     def _pop_batch(self, limit: int) -> list[Delivery]:
         batch: list[Delivery] = []
         size = 0
-        while self._buffer and len(batch) < limit and size < self._batch_bytes:
+        while self._buffer and len(batch) < limit and size < self.consumer.batch_bytes:
             delivery = self._buffer.popleft()
             size += len(delivery.body) + len(delivery.properties)
             batch.append(delivery)
         self._bytes -= size
-        adaptive = self._adaptive_prefetch
-        if adaptive is not None and adaptive.record_batch(len(batch), size, self._wanted_prefetch):
+        adaptive = self.consumer.adaptive_prefetch
+        if adaptive is not None and adaptive.record_batch(len(batch), size, self.wanted_prefetch):
             self.overrun = True
-        self._flow_control.remove_buffered(size)
+        self.flow_control.remove_buffered(size)
         return batch

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Final, Self, TypeVar
 
 from pamqp.base import Frame
@@ -109,16 +110,16 @@ PROBE_LATE_MS: Final = 10_000
 ignores the time delivers the message immediately, so this timeout costs nothing there."""
 
 
+@dataclass
 class PipelinedAdmin:
     """One connection; see :func:`pipelined_admin`. Every method may raise BrokerLost.
 
     ``async with`` closes its channel, on a connection that also has other users.
     """
 
-    def __init__(self, connection: Connection, patience: float) -> None:
-        self.connection = connection
-        self._patience = patience
-        self._channel: Channel | None = None
+    connection: Connection
+    patience: float
+    _channel: Channel | None = field(default=None, init=False)
 
     async def __aenter__(self) -> Self:
         return self
@@ -192,7 +193,7 @@ class PipelinedAdmin:
         def empty(found: dict[str, int | ChannelClosed]) -> list[str]:
             return [name for name, messages in found.items() if messages == 0]
 
-        return await counted(self._patience, look, self._ask_line, empty)
+        return await counted(self.patience, look, self._ask_line, empty)
 
     async def _ask_line(self) -> None:
         await self._ask([LINE])
@@ -232,7 +233,7 @@ class PipelinedAdmin:
         due_ms = _now_ms() + PROBE_MS
         properties = encode_headers(entry(OPT_TIME, int64(due_ms)))
         message = Outgoing(exchange.encode(), queue.encode(), properties, b"", b"")
-        await channel.publish([message], timeout=self._patience)
+        await channel.publish([message], timeout=self.patience)
         try:
             async with asyncio.timeout((due_ms + PROBE_LATE_MS - _now_ms()) / 1000):
                 return await came_ms - due_ms
@@ -264,10 +265,10 @@ class PipelinedAdmin:
 
     async def _answer(self, question: Awaitable[T]) -> T:
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self.patience):
                 return await question
         except TimeoutError as late:
-            raise BrokerUnreachable(f"no answer within {self._patience:g} s") from late
+            raise BrokerUnreachable(f"no answer within {self.patience:g} s") from late
 
 
 async def slow(began: float, ask_line: Callable[[], Awaitable[object]]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -55,30 +56,30 @@ async def bindings_from(management: Management, exchange: str) -> list[tuple[Bin
     return await management.bindings(f"exchanges/{management.vhost}/{quote(exchange, safe='')}/bindings/source")
 
 
+@dataclass
 class Verifier:
     """One comparison of a broker with a topology."""
 
-    def __init__(self, connection: AdminConnection, topology: Topology, management: Management | None) -> None:
-        self._connection = connection
-        self._topology = topology
-        self._management = management
+    connection: AdminConnection
+    topology: Topology
+    management: Management | None
 
     async def findings(self) -> list[TopologyFinding]:
         """Return all differences, and all parts that could not be checked. Raises BrokerUnreachable.
 
         A missing permission or a silent management API is a finding of severity "unknown".
         """
-        things: tuple[Exchange | Queue, ...] = (*self._topology.exchanges, *self._topology.queues)
+        things: tuple[Exchange | Queue, ...] = (*self.topology.exchanges, *self.topology.queues)
         compared = [await self._part_finding(one) for one in things]
         found = [finding for finding in compared if finding is not None]
         missing = {finding.name for finding in found if finding.state == "missing"}
-        if self._management is not None:
+        if self.management is not None:
             try:
-                seen = await self._binding_findings(self._management, missing) + await self._policy_findings(
-                    self._management
+                seen = await self._binding_findings(self.management, missing) + await self._policy_findings(
+                    self.management
                 )
-                seen += await self._down_findings(self._management)
-                return found + seen + await self._copy_findings(self._management)
+                seen += await self._down_findings(self.management)
+                return found + seen + await self._copy_findings(self.management)
             except (BrokerRefused, BrokerUnreachable) as error:
                 found.append(self._unseen(f"{error}"))
         else:
@@ -96,19 +97,19 @@ class Verifier:
 
     async def _ask(self, wanted: Exchange | Queue) -> ChannelClosed | None:
         """Declare passively first, because an active declaration would create a missing part."""
-        answer = await self._connection.ask(check(wanted))
+        answer = await self.connection.ask(check(wanted))
         if not isinstance(answer, ChannelClosed):
-            answer = await self._connection.ask(declaration(wanted))
+            answer = await self.connection.ask(declaration(wanted))
         return answer if isinstance(answer, ChannelClosed) else None
 
     async def _binding_findings(self, management: Management, missing: set[str]) -> list[TopologyFinding]:
         """Findings about bindings, from the management API."""
-        wanted: dict[str, list[Binding]] = {exchange.name: [] for exchange in self._topology.exchanges}
-        for binding in self._topology.bindings:
+        wanted: dict[str, list[Binding]] = {exchange.name: [] for exchange in self.topology.exchanges}
+        for binding in self.topology.bindings:
             wanted.setdefault(binding.source, []).append(binding)
         sources = [source for source in wanted if source not in missing]
         every = await asyncio.gather(*(bindings_from(management, source) for source in sources))
-        exchanges = {exchange.name: exchange for exchange in self._topology.exchanges}
+        exchanges = {exchange.name: exchange for exchange in self.topology.exchanges}
         return [
             finding
             for source, rows in zip(sources, every, strict=True)
@@ -121,20 +122,20 @@ class Verifier:
         policies = await policies_of(management)
         return [
             TopologyFinding("policy", queue.name, expected, f"{policy.name!r} with {risky}")
-            for queue in self._topology.queues
+            for queue in self.topology.queues
             for policy in policies_in_force(policies, queue)
             if (risky := {key: value for key, value in policy.definition.items() if key in RISKY_POLICY_KEYS})
         ]
 
     async def _down_findings(self, management: Management) -> list[TopologyFinding]:
         """Findings about queues whose process has ended. In RabbitMQ 4.4 a single message can cause that."""
-        if self._connection.version < DELAYS_FROM:
+        if self.connection.version < DELAYS_FROM:
             return []
         path = f"health/checks/quorum-queues-without-elected-leaders/vhost/{management.vhost}/pattern/.*"
         _, down = await management.get(path, {"status": str, "queues": [{"name": str}]}, 503)
         return [
             TopologyFinding("queue", one.name, "running", "down: it gives and takes nothing", state="down")
-            for one in self._topology.queues
+            for one in self.topology.queues
             if (one.name,) in down
         ]
 
@@ -143,7 +144,7 @@ class Verifier:
         shape = [{"name": str, "node": str | None, "members": [str], "slave_nodes": [str]}]
         rows = await management.get(f"queues/{management.vhost}?columns=name,node,members,slave_nodes", shape)
         copies = {name: members or [node, *more] for name, node, members, more in rows}
-        alone = [one for one in self._topology.queues if not one.shared and len(copies.get(one.name, "ab")) == 1]
+        alone = [one for one in self.topology.queues if not one.shared and len(copies.get(one.name, "ab")) == 1]
         if not alone:
             return []
         try:
@@ -155,7 +156,7 @@ class Verifier:
         return [TopologyFinding("queue", one.name, expected, found, state="alone") for one in alone if nodes > 1]
 
     def _unseen(self, reason: str) -> TopologyFinding:
-        expected = f"{len(self._topology.bindings)} bindings, and no policy that drops messages"
+        expected = f"{len(self.topology.bindings)} bindings, and no policy that drops messages"
         found = f"bindings, policies and the copies of queues cannot be seen: {reason}"
         return TopologyFinding("binding", "*", expected, found, "unknown")
 

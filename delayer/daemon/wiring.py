@@ -31,7 +31,7 @@ from delayer.daemon.systemd import Notifier, Watchdog, condition
 from delayer.intake.consume import Handler, Intake, QueueConsumer
 from delayer.intake.handle import DueHandler, IntakeHandler
 from delayer.intake.settle import Dispatch
-from delayer.intake.takeover import LevelTakeover
+from delayer.intake.takeover import LevelTakeover, intake_of
 from delayer.release.loop import LaneRelease, ReleaseService
 from delayer.release.ports import Lane
 from delayer.release.restore import SegmentRestorer
@@ -106,7 +106,7 @@ class Daemon:
             "intake", settings.intake.queue, IntakeHandler(self.live, self._dispatch, self.store, self.counters)
         )
         self._due: QueueConsumer | None = None
-        self._levels: list[LevelTakeover] = []
+        self._levels: list[QueueConsumer] = []
         self._probing = asyncio.Lock()
         self._probed_connects: int | None = None
         self._no_delays = ""
@@ -124,7 +124,7 @@ class Daemon:
         self.services.add("intake", self._intake.run)
         self._levels = self._takeovers()
         for part in self._levels:
-            self.services.add(part.queue, part.run)
+            self.services.add(part.intake.queue, part.run)
         self.services.add("drift", self._watch_broker)
         self.services.add("watchdog", self.watchdog.feed)
         self.services.add("readiness", self._announce)
@@ -175,7 +175,7 @@ class Daemon:
 
     def unsettled(self) -> dict[str, float]:
         """The stuck queues: for how many seconds nothing read from them has been settled."""
-        consumers = self._consumers | {level.queue: level.consumer for level in self._levels}
+        consumers = self._consumers | {level.intake.queue: level for level in self._levels}
         return {queue: stuck for queue, one in consumers.items() if (stuck := one.unsettled.stuck_seconds)}
 
     @property
@@ -297,7 +297,7 @@ class Daemon:
         """Changes when a connection to the broker is open again, or the store is usable again."""
         return sum(one["connects"] for one in self.connections.as_dict().values()), self.store.usable
 
-    def _takeovers(self) -> list[LevelTakeover]:
+    def _takeovers(self) -> list[QueueConsumer]:
         """Build a takeover for each level, longest first. They share a dedicated connection and 16 MiB of prefetch. A
         batch is at most 1 MiB, because each of about twenty levels may have two parks open at once."""
         cascades = [(Cascade(one.cascade, owner=one.prefix), one.levels_from) for one in self.settings.takeovers]
@@ -305,20 +305,17 @@ class Daemon:
         all_bytes = 16 << 20
         flow_control = FlowControl(all_bytes)
         return [
-            LevelTakeover(
-                cascade,
-                level,
-                consumer=AmqpConsumer(
+            QueueConsumer(
+                intake_of(cascade.level(level)),
+                AmqpConsumer(
                     self.connections["takeover"],
                     batch_bytes=1 << 20,
                     flow_control=flow_control,
                     adaptive_prefetch=AdaptivePrefetch(all_bytes // len(levels)),
                 ),
-                backlog=self.store,
+                LevelTakeover(cascade, level, self.store, self.live, self.counters),
                 prepare=lambda: self.store.wait_usable(STORE_WAIT),
-                clock=self.live,
                 heartbeat=self.watchdog,
-                counters=self.counters,
                 reached=self._reached,
             )
             for cascade, level in levels

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
@@ -95,44 +95,37 @@ class _Pace:
         return now - self._since > self._seconds
 
 
+@dataclass(eq=False)
 class QueueConsumer:
-    """Consumes one queue until ``stopping`` is set."""
+    """Consumes one queue. ``prepare`` runs before each session. ``reached`` changes when the broker or the store is
+    reachable again, which ends a pause after a loss."""
 
-    def __init__(
-        self,
-        intake: Intake,
-        consumer: Consumer,
-        handler: Handler,
-        *,
-        prepare: Callable[[], Awaitable[None]],
-        heartbeat: Heartbeat,
-        reached: Callable[[], object] = lambda: None,
-    ) -> None:
-        """``reached`` changes when the broker or the store is reachable again, which ends a pause after a loss."""
-        self._intake = intake
-        self._consumer = consumer
-        self._handler = handler
-        self._prepare = prepare
-        self._reached = reached
-        self._beat = partial(heartbeat.beat, intake.queue)
-        self._forget = partial(heartbeat.forget, intake.queue)
-        self.consuming = asyncio.Event()
-        self.unsettled = Unsettled()
+    intake: Intake
+    consumer: Consumer
+    handler: Handler
+    prepare: Callable[[], Awaitable[None]]
+    heartbeat: Heartbeat
+    reached: Callable[[], object] = lambda: None
+    consuming: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    unsettled: Unsettled = field(default_factory=Unsettled, init=False)
+
+    def _beat(self) -> None:
+        self.heartbeat.beat(self.intake.queue)
 
     @property
     def active(self) -> bool:
         """Whether the broker delivers the queue's messages to this process, as far as known. Otherwise it stands by."""
-        return self.consuming.is_set() and self._consumer.active
+        return self.consuming.is_set() and self.consumer.active
 
     async def run(self, stopping: asyncio.Event, pause: Pause = pause) -> None:
         """Consume. After a loss, sleep for a ``pause`` and begin again. Returns when ``stopping`` is set."""
         retry, throttle = Backoff(self._beat, stopping, pause=pause), LogThrottle()
-        while not (stopping.is_set() or self._handler.is_over):
-            interrupted, reached = False, self._reached()
+        while not (stopping.is_set() or self.handler.is_over):
+            interrupted, reached = False, self.reached()
             try:
-                await self._prepare()
-                subscription = await self._consumer.subscribe(self._intake.queue, self._intake.prefetch)
-                log.info("consuming", queue=self._intake.queue, prefetch=subscription.prefetch)
+                await self.prepare()
+                subscription = await self.consumer.subscribe(self.intake.queue, self.intake.prefetch)
+                log.info("consuming", queue=self.intake.queue, prefetch=subscription.prefetch)
                 self.consuming.set()
                 await self._consume(subscription, stopping, retry)
             except LOSSES as lost:
@@ -143,26 +136,24 @@ class QueueConsumer:
                 if throttle.should_log(str(lost), asyncio.get_running_loop().time()):
                     step = {"next_step": lost.advice} if lost.advice else {}
                     cause = type(lost).__name__
-                    log.warning(
-                        "consuming interrupted", queue=self._intake.queue, cause=cause, reason=str(lost), **step
-                    )
+                    log.warning("consuming interrupted", queue=self.intake.queue, cause=cause, reason=str(lost), **step)
                 interrupted = True
             finally:
                 self.consuming.clear()
             if interrupted:
                 await retry.pause(partial(self._is_reached_again, reached))
-        self._forget()
+        self.heartbeat.forget(self.intake.queue)
 
     def _is_reached_again(self, before: object) -> bool:
-        return self._reached() != before
+        return self.reached() != before
 
     async def _consume(self, subscription: Subscription, stopping: asyncio.Event, retry: Backoff) -> None:
-        session = Session(subscription, self._beat, self._intake.in_flight, self.unsettled)
-        self._handler.begin(session)
+        session = Session(subscription, self._beat, self.intake.in_flight, self.unsettled)
+        self.handler.begin(session)
         try:
             await self._read(subscription, session, stopping, retry)
             subscription.stop()
-            self._handler.flush()
+            self.handler.flush()
             await session.wait_until_idle()
         except asyncio.CancelledError:
             # The stop took too long. Deliveries in flight return to the queue, as after a crash.
@@ -174,15 +165,15 @@ class QueueConsumer:
                 session.cancel(only_punctual=True)
             elif isinstance(lost, NotTaken) or not isinstance(lost, BrokerLost):
                 # The broker is reachable. A message that is stuck must not hold up the rest.
-                self._handler.flush()
-                await session.wait_while(lambda: self._handler.is_waiting)
+                self.handler.flush()
+                await session.wait_while(lambda: self.handler.is_waiting)
             # Some messages wait for room, for example in a full refused queue. The rest need not wait longer.
             if isinstance(lost, NotTaken) and session.acks.has_accepted:
                 retry.succeeded()
             raise
         finally:
             # Stop reading, and settle the deliveries in flight. Each handler has its own deadlines.
-            self._handler.end()
+            self.handler.end()
             try:
                 await session.finish()
             finally:
@@ -194,20 +185,20 @@ class QueueConsumer:
     ) -> None:
         """Pass batches to the handler until the subscription should end. Raises its loss, or the work's first
         failure."""
-        pace = _Pace(subscription, self._intake.give_back_after)
-        while not (stopping.is_set() or subscription.overrun or self._handler.is_over):
+        pace = _Pace(subscription, self.intake.give_back_after)
+        while not (stopping.is_set() or subscription.overrun or self.handler.is_over):
             self._beat()
             if pace.is_too_slow():
-                log.warning("deliveries given back", queue=self._intake.queue, seconds=self._intake.give_back_after)
+                log.warning("deliveries given back", queue=self.intake.queue, seconds=self.intake.give_back_after)
                 return
-            batch = await subscription.next_batch(self._intake.batch, self._intake.gather)
+            batch = await subscription.next_batch(self.intake.batch, self.intake.gather)
             if has_read := bool(batch):
                 pace.last_tag = batch[-1].tag
                 reach("intake.read")
                 session.acks.add(batch)
-                self._handler.handle(batch)
+                self.handler.handle(batch)
                 del batch  # Free it before the next one, which may take long to arrive.
-            await session.wait_for_room(lambda: self._handler.is_full)
+            await session.wait_for_room(lambda: self.handler.is_full)
             if session.has_succeeded or not (has_read or session.is_busy):
                 session.has_succeeded = False
                 session.note_progress()

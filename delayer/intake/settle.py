@@ -11,6 +11,7 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic, perf_counter
 from typing import Final, NamedTuple, TypeVar
@@ -322,26 +323,17 @@ def to_refused(
     return Publication(delivery, outgoing, refusal=reason)
 
 
+@dataclass
 class Dispatch:
-    """Settles deliveries by publishing or holding their messages."""
+    """Settles deliveries by publishing or holding their messages. ``pause_ms(attempts, number)``: the pause before a
+    retry; ``number`` selects the jitter."""
 
-    def __init__(
-        self,
-        publisher: Publisher,
-        backlog: Backlog,
-        live: IntakeSettings,
-        counters: Counters,
-        *,
-        new_id: Callable[[], bytes] = new_id,
-        pause_ms: Callable[[int, int], int] = pause_ms,
-    ) -> None:
-        """``pause_ms(attempts, number)``: the pause before a retry; ``number`` selects the jitter."""
-        self.publisher = publisher
-        self.new_id = new_id
-        self._backlog = backlog
-        self._live = live
-        self._counters = counters
-        self._pause_ms = pause_ms
+    publisher: Publisher
+    backlog: Backlog
+    live: IntakeSettings
+    counters: Counters
+    new_id: Callable[[], bytes] = new_id
+    pause_ms: Callable[[int, int], int] = pause_ms
 
     async def publish(self, publications: Sequence[Publication], acks: AckTracker, due_ms: Sequence[int] = ()) -> None:
         """Publish in batches of the size that the publisher recommends, and accept or hold each delivery.
@@ -360,7 +352,7 @@ class Dispatch:
     async def hold(self, objections: Sequence[Objection], acks: AckTracker) -> None:
         """Hold messages, and accept the deliveries of the held ones. Raises BrokerLost, StoreLost; NotTaken if the
         cascade or the strays queue does not take one."""
-        if objections and self._live.holds_in_store:
+        if objections and self.live.holds_in_store:
             await self._hold_in_store(objections, acks)
         elif objections:
             for portion in self._portions(len(objections)):
@@ -369,7 +361,7 @@ class Dispatch:
     async def refuse(self, delivery: Delivery, rejected: str, acks: AckTracker) -> None:
         """Refuse a delivery that the store's database rejects for the reason ``rejected``."""
         reason = f"the database of the store rejects it: {rejected}"
-        await self.publish([to_refused(delivery, reason, self._live.names(), self.new_id())], acks)
+        await self.publish([to_refused(delivery, reason, self.live.names(), self.new_id())], acks)
 
     def _portions(self, count: int) -> Iterator[slice]:
         """The publisher may change its recommended size after each portion."""
@@ -382,7 +374,7 @@ class Dispatch:
     async def _publish(self, publications: Sequence[Publication], acks: AckTracker, due_ms: Sequence[int]) -> list[str]:
         """Publish one batch. Returns the destinations that did not take a message although they must."""
         began = perf_counter()
-        schedule = Pace(due_ms, self._live.now_lower_ms)
+        schedule = Pace(due_ms, self.live.now_lower_ms)
         try:
             outgoing = [publication.outgoing for publication in publications]
             outcomes = await self.publisher.publish(outgoing, schedule if due_ms else None)
@@ -392,8 +384,8 @@ class Dispatch:
             raise
         reach("intake.confirmed")
         if not due_ms:
-            self._counters.took("publish", perf_counter() - began)
-        self._counters.batch("publish", len(publications))
+            self.counters.took("publish", perf_counter() - began)
+        self.counters.batch("publish", len(publications))
         return await self._settle(publications, outcomes, schedule, acks)
 
     async def _settle(
@@ -402,7 +394,7 @@ class Dispatch:
         through: list[Publication] = []
         objections: list[Objection] = []
         stuck: list[str] = []
-        now_ms = self._live.now_lower_ms()
+        now_ms = self.live.now_lower_ms()
         for publication, outcome in zip(publications, outcomes, strict=True):
             if isinstance(outcome, Confirmed):
                 through.append(publication)
@@ -413,8 +405,8 @@ class Dispatch:
                 exchange = publication.outgoing.exchange.decode("utf-8", "replace")
                 stuck.append(f"exchange {exchange!r}: {outcome.text}")
         acks.accept(publication.delivery.tag for publication in through)
-        self._counters.settled([one.counted for one in publications], outcomes, schedule, now_ms)
-        self._counters.sent(one.parcel.target for one in through if one.parcel is not None)
+        self.counters.settled([one.counted for one in publications], outcomes, schedule, now_ms)
+        self.counters.sent(one.parcel.target for one in through if one.parcel is not None)
         refused = [one for one in through if one.refusal]
         for one, more in first_of_each(refused, lambda one: one.delivery.exchange) if refused else ():
             log.warning(
@@ -430,7 +422,7 @@ class Dispatch:
 
     async def _hold_in_store(self, objections: Sequence[Objection], acks: AckTracker) -> None:
         async def hold(some: Sequence[Objection]) -> None:
-            await self._backlog.hold([(one.parcel, one.whole_hold) for one in some])
+            await self.backlog.hold([(one.parcel, one.whole_hold) for one in some])
             self._accept_held(some, acks)
 
         await halved(objections, hold, lambda one, reason: self.refuse(one.delivery, reason, acks))
@@ -455,14 +447,14 @@ class Dispatch:
 
     def _build_retries(self, objections: Sequence[Objection]) -> list[Outgoing]:
         """Build the envelopes that wait in the cascade for another attempt, or in the strays queue for an operator."""
-        now_ms, names = self._live.now_lower_ms(), self._live.names()
+        now_ms, names = self.live.now_lower_ms(), self.live.names()
         batch: list[Outgoing] = []
         for one in objections:
             token, attempts, hold = one.parcel.token or self.new_id(), one.attempts + 1, one.whole_hold
             if hold.for_a_person or attempts >= MAX_ATTEMPTS:
                 batch.append(to_strays(one.parcel, token, HoldNote(hold, attempts, None), names))
                 continue
-            retry_ms = now_ms + self._pause_ms(attempts, int.from_bytes(token[-8:], "big"))
+            retry_ms = now_ms + self.pause_ms(attempts, int.from_bytes(token[-8:], "big"))
             note, seconds = HoldNote(hold, attempts, retry_ms), whole_seconds_until(retry_ms, now_ms)
             batch.append(into_broker(one.parcel, token, retry_ms, seconds, names, held=note))
         return batch
@@ -470,4 +462,4 @@ class Dispatch:
     def _accept_held(self, objections: Sequence[Objection], acks: AckTracker) -> None:
         """Accept and report messages that the store or the broker holds, so that no later failure repeats them."""
         acks.accept(one.delivery.tag for one in objections)
-        report_held([(one.parcel.token, one.parcel, one.hold, one.attempts) for one in objections], self._counters)
+        report_held([(one.parcel.token, one.parcel, one.hold, one.attempts) for one in objections], self.counters)

@@ -8,8 +8,8 @@ daemon does not consume the levels. A message that keeps returning ends the cons
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import structlog
@@ -18,13 +18,12 @@ from delayer.amqp.properties import decoded, parsed
 from delayer.amqp.values import Delivery
 from delayer.core.cascade import Cascade
 from delayer.core.counters import Counters
-from delayer.core.heartbeat import Heartbeat
 from delayer.core.hold import unfit
 from delayer.core.levels import LEVEL_HEADERS, due_at_level
 from delayer.core.message import Parcel, Target
-from delayer.intake.consume import Handler, Intake, QueueConsumer
+from delayer.intake.consume import Handler, Intake
 from delayer.intake.handle import parcel
-from delayer.intake.ports import Backlog, Clock, Consumer
+from delayer.intake.ports import Backlog, Clock
 from delayer.intake.settle import AckTracker, halved
 
 log = structlog.get_logger(__name__)
@@ -41,72 +40,59 @@ _DELIVERIES: Final = b"x-delivery-count"
 _WANTED: Final = LEVEL_HEADERS | {_DELIVERIES}
 
 
+def intake_of(level_queue: str) -> Intake:
+    """How a level's queue is read."""
+    return Intake(level_queue, PREFETCH, GIVE_BACK_AFTER, batch=PREFETCH, gather=GATHER, in_flight=IN_FLIGHT)
+
+
+@dataclass(eq=False)
 class LevelTakeover(Handler):
-    """Consumes the queue of one level while the daemon runs, and waits if that queue is missing."""
+    """Handles the deliveries of one level, until one of them has been delivered too often."""
 
-    def __init__(
-        self,
-        cascade: Cascade,
-        level: int,
-        *,
-        consumer: Consumer,
-        backlog: Backlog,
-        prepare: Callable[[], Awaitable[None]],
-        clock: Clock,
-        heartbeat: Heartbeat,
-        counters: Counters,
-        reached: Callable[[], object] = lambda: None,
-    ) -> None:
-        """``prepare`` returns when the store is usable, and raises StoreLost if it is not. ``reached``: see
-        QueueConsumer."""
-        self._cascade = cascade
-        self._level = level
-        self._backlog = backlog
-        self._clock = clock
-        self._counters = counters
-        self.queue = cascade.level(level)
-        intake = Intake(
-            self.queue, PREFETCH, give_back_after=GIVE_BACK_AFTER, batch=PREFETCH, gather=GATHER, in_flight=IN_FLIGHT
-        )
-        self.consumer = QueueConsumer(intake, consumer, self, prepare=prepare, heartbeat=heartbeat, reached=reached)
-
-    async def run(self, stopping: asyncio.Event) -> None:
-        """Run until ``stopping`` is set, or a message of this level has been delivered too often."""
-        await self.consumer.run(stopping)
+    cascade: Cascade
+    level: int
+    backlog: Backlog
+    clock: Clock
+    counters: Counters
 
     def handle(self, batch: Sequence[Delivery]) -> None:
         self._session.start(self._park_batch(batch, self._session.acks))
 
     async def _park_batch(self, batch: Sequence[Delivery], acks: AckTracker) -> None:
         """Park a batch, and accept it. Raises StoreLost."""
-        now_ms = self._clock.now_upper_ms()
+        now_ms = self.clock.now_upper_ms()
         parcels = []
         for delivery in batch:
             headers = decoded(parsed(delivery.properties), _WANTED)
             if self._is_too_often(delivery, headers):
                 acks.forget_kept(one.tag for one in batch)
                 return  # The batch returns to its queue, and the daemon stops consuming the level.
-            due_ms = due_at_level(self._cascade, self._level, delivery.routing_key, headers, now_ms)
+            due_ms = due_at_level(self.cascade, self.level, delivery.routing_key, headers, now_ms)
             # With its digits, because the bindings of that cascade begin with "#.".
-            parcels.append(parcel(delivery, due_ms, Target(self._cascade.delivery.encode(), delivery.routing_key)))
+            parcels.append(parcel(delivery, due_ms, Target(self.cascade.delivery.encode(), delivery.routing_key)))
         await halved(parcels, self._park, self._hold)
         acks.accept(delivery.tag for delivery in batch)
 
     async def _park(self, parcels: Sequence[Parcel]) -> None:
-        await self._backlog.apply(parcels)
-        self._counters.add("parked", [one.route for one in parcels])
+        await self.backlog.apply(parcels)
+        self.counters.add("parked", [one.route for one in parcels])
 
     async def _hold(self, rejected: Parcel, reason: str) -> None:
         """Hold a message, because RabbitMQ drops one that returns to its level too often."""
-        await self._backlog.hold([(rejected, unfit(reason))])
+        await self.backlog.hold([(rejected, unfit(reason))])
 
     def _is_too_often(self, delivery: Delivery, headers: dict[bytes, object]) -> bool:
-        if not (delivery.redelivered and self._cascade.counts_deliveries):
+        if not (delivery.redelivered and self.cascade.counts_deliveries):
             return False  # The count is another queue's, and a shovel or client passed the headers on.
         deliveries = headers.get(_DELIVERIES)
         if not isinstance(deliveries, int) or deliveries < MOST_DELIVERIES:
             return False
         if not self.is_over:
-            log.error("takeover stopped", queue=self.queue, deliveries=deliveries, next_step="delayer check; restart")
+            log.error(
+                "takeover stopped",
+                queue=self.cascade.level(self.level),
+                deliveries=deliveries,
+                next_step="delayer check; restart",
+            )
         self.is_over = True
         return True

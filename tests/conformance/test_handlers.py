@@ -25,7 +25,7 @@ from delayer.intake.handle import KEEP_MS, DueHandler, IntakeHandler
 from delayer.intake.settle import Dispatch, Session
 from delayer.intake.takeover import LevelTakeover
 from delayer.retry import LOSSES
-from tests.support.fakes import Carrier, Heartbeat, HostLive, host_ms, ids
+from tests.support.fakes import Carrier, HostLive, host_ms, ids
 from tests.support.memory_broker import MemoryBroker, MemoryConsumer, MemoryLink, MemoryPublisher
 from tests.support.memory_store import MemoryBacklog, MemoryStore
 
@@ -116,13 +116,7 @@ def intake(mode: Mode, *, has_store: bool = True) -> Callable[[Scene], Handler]:
 
 
 def takeover(it: Scene) -> Handler:
-    async def ready() -> None:
-        """There is a store."""
-
-    return LevelTakeover(
-        Cascade("nservicebus-v2"), 11, consumer=MemoryConsumer(it.consuming), backlog=it.backlog, prepare=ready,
-        clock=it.live, heartbeat=Heartbeat(), counters=it.counters,
-    )  # fmt: skip
+    return LevelTakeover(Cascade("nservicebus-v2"), 11, it.backlog, it.live, it.counters)
 
 
 HANDLERS: dict[str, Callable[[Scene], Handler]] = {

@@ -13,7 +13,8 @@ from delayer.core.counters import Counters
 from delayer.core.errors import StoreLost
 from delayer.core.message import Parcel
 from delayer.core.nservicebus import DELAY_IN_SECONDS, TIME_SENT
-from delayer.intake.takeover import MOST_DELIVERIES, LevelTakeover
+from delayer.intake.consume import QueueConsumer
+from delayer.intake.takeover import MOST_DELIVERIES, LevelTakeover, intake_of
 from tests.support.fakes import NOW, Heartbeat, ScriptedConsumer, ScriptedLive, ScriptedSubscription, delivery
 from tests.support.memory_store import MemoryBacklog, MemoryStore
 from tests.support.raw import wire_instant
@@ -45,9 +46,10 @@ class Scene:
         self.heartbeat = Heartbeat()
         self.counters = Counters()
         self.ready = 0
-        self.takeover = LevelTakeover(
-            Cascade(cascade), LEVEL, consumer=ScriptedConsumer(*subscriptions), backlog=self.backlog,
-            prepare=self._prepare, clock=ScriptedLive(), heartbeat=self.heartbeat, counters=self.counters,
+        handler = LevelTakeover(Cascade(cascade), LEVEL, self.backlog, ScriptedLive(), self.counters)
+        self.takeover = QueueConsumer(
+            intake_of(Cascade(cascade).level(LEVEL)), ScriptedConsumer(*subscriptions), handler, self._prepare,
+            self.heartbeat,
         )  # fmt: skip
 
     async def _prepare(self) -> None:
