@@ -10,6 +10,7 @@ import asyncio
 import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pamqp import commands, frame
@@ -69,16 +70,15 @@ class Receiver(Protocol):
     def on_returned(self, returned: ReturnedMessage) -> None: ...
 
 
+@dataclass(slots=True)
 class _Content:
     """A delivery or return with incomplete content. Pieces of large bodies are joined once."""
 
-    __slots__ = ("complete", "missing", "pieces", "properties")
-
-    def __init__(self, complete: Callable[[bytes, bytes], None]) -> None:
-        self.complete = complete  # Called with properties and body.
-        self.properties: bytes | None = None
-        self.missing = 0
-        self.pieces: list[bytes] = []
+    complete: Callable[[bytes, bytes], None]
+    """Called with properties and body."""
+    properties: bytes | None = None
+    missing: int = 0
+    pieces: list[bytes] = field(default_factory=list)
 
 
 class Parser:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
 from itertools import pairwise
@@ -254,17 +255,15 @@ class Field(NamedTuple):
         return value_at(self.buffer, self.start - 1, self.end)
 
 
+@dataclass(slots=True, eq=False)
 class Properties:
     """Properties with the bounds of their values in ``raw``. The header table is only parsed on access. ``places`` maps
     the name of each present property to its place: the encoded value, length included, starts at that entry of
     ``bounds`` and ends at the next."""
 
-    __slots__ = ("bounds", "places", "raw")
-
-    def __init__(self, raw: bytes, places: Mapping[str, int], bounds: list[int]) -> None:
-        self.raw = raw
-        self.places = places
-        self.bounds = bounds
+    raw: bytes
+    places: Mapping[str, int]
+    bounds: list[int]
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:

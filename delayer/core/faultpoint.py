@@ -12,39 +12,18 @@ import os
 import signal
 from collections.abc import Callable
 
-POINTS = frozenset(
-    {
-        "intake.read",  # The deliveries are read; nothing is published or parked.
-        "intake.kept",  # Messages that are due soon are in memory; they are not acknowledged.
-        "publish.begun",  # Some messages of a batch are written; the rest are not due yet.
-        "publish.written",  # The frames are in the transport's buffer; there is no confirm yet.
-        "intake.confirmed",  # The cascade, destination or refused queue confirmed; the delivery is not acknowledged.
-        "intake.acked",  # The acknowledgement is in the transport's buffer.
-        "park.copied",  # COPY is done; the transaction is open.
-        "park.committed",  # The rows are committed; the delivery is not acknowledged.
-        "release.claimed",  # The rows are deleted in an open transaction; nothing is published.
-        "release.published",  # All publishes are confirmed; the transaction is open.
-        "release.committed",  # The transaction is committed.
-        "compact.locked",  # The rows of a window are locked; nothing is written.
-        "compact.written",  # The segment is inserted, the rows still exist, and the transaction is open.
-        "compact.verified",  # The segment was read back and compared.
-        "compact.deleted",  # The rows are deleted and counted; the transaction is open.
-        "compact.committed",  # The transaction is committed.
-        "restore.locked",  # A segment is locked; nothing is written.
-        "restore.copied",  # The segment's rows are written; the transaction is open.
-        "restore.deleted",  # The segment is deleted and counted; the transaction is open.
-        "restore.committed",  # The transaction is committed.
-        "import.begun",  # The run is recorded; its source is unchanged.
-        "import.staged",  # The source is staged; the store does not record this yet.
-        "import.taken",  # A batch is read from the source; nothing of it is parked.
-        "import.committed",  # A batch and its progress are committed; the source still has the batch.
-        "import.removed",  # The source has removed the batch.
-        "import.emptied",  # The source is empty and cleaned up; the store does not record this yet.
-        "drain.taken",  # The rows are deleted in an open transaction; nothing is published.
-        "drain.published",  # The cascade confirmed the messages; the transaction is open.
-        "drain.committed",  # The transaction is committed.
-    }
-)
+_BY_WORK = """
+    intake.read intake.kept intake.confirmed intake.acked
+    publish.begun publish.written
+    park.copied park.committed
+    release.claimed release.published release.committed
+    compact.locked compact.written compact.verified compact.deleted compact.committed
+    restore.locked restore.copied restore.deleted restore.committed
+    import.begun import.staged import.taken import.committed import.removed import.emptied
+    drain.taken drain.published drain.committed
+"""
+POINTS = frozenset(_BY_WORK.split())
+"""Each is named for the step that is done when it is reached: the next one has not begun."""
 
 
 def _parse(text: str) -> tuple[str, int, signal.Signals] | None:

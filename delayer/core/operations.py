@@ -100,12 +100,8 @@ def fold(operations: Sequence[Operation]) -> Fold:
                 left.met.add(at)
         else:
             waiting[operation.key] = None
-            if not _is_in(operation.key, left.groups):  # Else nothing waits there any more.
+            if not any(map(operation.key.startswith, left.groups)):  # Else nothing waits there any more.
                 left.open[operation.key] = at
     left.keys.update(waiting)
     left.kept = [parcel for parcel in kept if parcel is not None]
     return left
-
-
-def _is_in(key: bytes, groups: Sequence[KeyGroup]) -> bool:
-    return any(key.startswith(group) for group in groups)

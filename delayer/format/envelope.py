@@ -136,7 +136,15 @@ def envelope_properties(
     if rest_ms:
         headers += entry(_REST, int64(rest_ms))
     if held is not None:
-        headers += _hold_headers(held)
+        headers += (
+            entry(_HOLD_KIND, long_string(held.hold.kind.encode()))
+            + entry(_TEXT, long_string(header_text(held.hold.text, HOLD_TEXT)))
+            + entry(_MAY_BE_DELIVERED, b"t%c" % held.hold.may_be_delivered)
+            + entry(_ISOLATED, b"t%c" % held.hold.isolated)
+            + entry(_ATTEMPTS, int64(held.attempts))
+        )
+        if held.retry_ms is not None:
+            headers += entry(_RETRY, int64(held.retry_ms))
     return encode_headers(headers + more)
 
 
@@ -172,18 +180,6 @@ def read_envelope(properties: Properties, body: bytes, max_properties: int) -> E
     rest_ms = int.from_bytes(content(_REST, 8), "big", signed=True) if _REST in found else 0
     held = _read_hold_note(found) if _HOLD_KIND in found else None
     return Envelope(content(ID, ID_BYTES), parcel, held, min(max(rest_ms, 0), 999))
-
-
-def _hold_headers(held: HoldNote) -> bytes:
-    hold = held.hold
-    note = (
-        entry(_HOLD_KIND, long_string(hold.kind.encode()))
-        + entry(_TEXT, long_string(header_text(hold.text, HOLD_TEXT)))
-        + entry(_MAY_BE_DELIVERED, b"t%c" % hold.may_be_delivered)
-        + entry(_ISOLATED, b"t%c" % hold.isolated)
-        + entry(_ATTEMPTS, int64(held.attempts))
-    )
-    return note if held.retry_ms is None else note + entry(_RETRY, int64(held.retry_ms))
 
 
 def _read_hold_note(found: Mapping[bytes, Any]) -> HoldNote | None:

@@ -7,11 +7,9 @@ import asyncio
 import pytest
 from pamqp import commands
 
-from delayer.amqp import handshake
 from delayer.amqp.address import Address
-from delayer.amqp.connection import Connection
+from delayer.amqp.connection import Connection, ConnectionLimits, agree, tune_ok
 from delayer.amqp.errors import AccessRefused, ConnectionLost, ProtocolError
-from delayer.amqp.handshake import ConnectionLimits
 from tests.unit.amqp.scripted import say_goodbye, scripted
 
 
@@ -140,10 +138,10 @@ def test_some_close_codes_object_to_a_message(loss: ConnectionLost, objects: boo
     ],
 )  # fmt: skip
 def test_limits(offered: tuple[int, int, int], ours: float, agreed: tuple[int, int, float]) -> None:
-    limits = handshake.agree(commands.Connection.Tune(*offered), ours)
+    limits = agree(commands.Connection.Tune(*offered), ours)
     assert limits == agreed
 
 
 def test_a_heartbeat_is_rounded_up_to_a_whole_second() -> None:
-    assert handshake.tune_ok(ConnectionLimits(1, 4096, 0.2)).heartbeat == 1
-    assert handshake.tune_ok(ConnectionLimits(1, 4096, 0.0)).heartbeat == 0
+    assert tune_ok(ConnectionLimits(1, 4096, 0.2)).heartbeat == 1
+    assert tune_ok(ConnectionLimits(1, 4096, 0.0)).heartbeat == 0
