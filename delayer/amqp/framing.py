@@ -20,6 +20,8 @@ from pamqp.exceptions import UnmarshalingException
 from delayer.amqp.errors import ChannelClosed, ConnectionLost, ProtocolError, ReplyCode, again
 from delayer.amqp.values import Delivery, Outgoing
 
+_Method = TypeVar("_Method", bound=Frame)
+
 PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 METHOD, HEADER, BODY, HEARTBEAT = 1, 2, 3, 8
 FRAME_END = 0xCE
@@ -294,15 +296,13 @@ def nack(channel: int, tag: int, *, multiple: bool, requeue: bool) -> bytes:
     return _SETTLE.pack(METHOD, channel, 13, BASIC_NACK, tag, bits, FRAME_END)
 
 
-class UncheckedMethod:
-    """Skips pamqp's check of names, which accepts only those that AMQP 0-9-1 allows. RabbitMQ accepts any 255 bytes of
-    UTF-8, and users need them, so leave the check to the broker."""
-
-    def validate(self) -> None:
-        return
+def unchecked(method: type[_Method]) -> type[_Method]:
+    """The method without pamqp's check of names, which accepts only those that AMQP 0-9-1 allows. RabbitMQ accepts any
+    255 bytes of UTF-8, and users need them, so leave the check to the broker."""
+    return type(method.__name__, (method,), {"validate": lambda _: None})
 
 
-class Consume(UncheckedMethod, commands.Basic.Consume): ...
+Consume = unchecked(commands.Basic.Consume)
 
 
 def header_limit(frame_max: int) -> int:
@@ -356,16 +356,13 @@ def fail(future: asyncio.Future[Any], loss: ChannelClosed | ConnectionLost) -> N
         future.set_exception(again(loss))
 
 
-_Reply = TypeVar("_Reply", bound=Frame)
-
-
 class Replies:
     """The replies that calls wait for. The broker answers in order."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[type[Frame], asyncio.Future[Frame]]] = deque()
 
-    async def next(self, kind: type[_Reply]) -> _Reply:
+    async def next(self, kind: type[_Method]) -> _Method:
         """Wait for the reply to the request just written. Raises the loss of :meth:`fail`."""
         future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         self._waiting.append((kind, future))

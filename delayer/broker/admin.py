@@ -14,11 +14,12 @@ from urllib.parse import quote
 from uuid import uuid4
 
 from aiormq.exceptions import ChannelClosed, ChannelLockedResource, ChannelNotFoundEntity
+from pamqp.base import Frame
 from pamqp.commands import Basic as BasicMethods
 from pamqp.commands import Exchange as ExchangeMethods
 from pamqp.commands import Queue as QueueMethods
 
-from delayer.amqp.framing import UncheckedMethod
+from delayer.amqp.framing import unchecked
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused, TopologyFinding
 from delayer.broker.management_api import Management, delayed_in, delayed_reason
@@ -36,17 +37,12 @@ from delayer.core.clocks import ClockOffset
 from delayer.core.readable import COUNTS_AGE
 from delayer.core.topology import Binding, Exchange, Topology
 
-
-class ExchangeDelete(UncheckedMethod, ExchangeMethods.Delete): ...
-
-
-class ExchangeUnbind(UncheckedMethod, ExchangeMethods.Unbind): ...
+ExchangeDelete = unchecked(ExchangeMethods.Delete)
+ExchangeUnbind = unchecked(ExchangeMethods.Unbind)
+QueueUnbind = unchecked(QueueMethods.Unbind)
 
 
-class QueueUnbind(UncheckedMethod, QueueMethods.Unbind): ...
-
-
-def _unbinding(binding: Binding) -> QueueUnbind | ExchangeUnbind:
+def _unbinding(binding: Binding) -> Frame:
     source, key, destination = binding.source, binding.key, binding.destination
     if binding.destination_kind == "queue":
         return QueueUnbind(queue=destination, exchange=source, routing_key=key)

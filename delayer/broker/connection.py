@@ -186,21 +186,17 @@ class ReconnectingConnection:
 
         async def attempt(address: Address) -> Connection:
             try:
-                return await self._open_accepted(address)
+                connection = await self._open_checked(address, self._name, self._timeout)
             except BrokerLost as lost:
                 failed[address] = lost
                 raise
+            self._address = address
+            return connection
 
         connection = await first_success(addresses, attempt, self._address)
         for address, lost in failed.items():  # Another one hides it, but not forever.
             if (advice := _advice(lost)) and self._throttle.is_new(f"{address}: {lost}"):
                 log.error("broker refused", broker=str(address), reason=str(lost), next_step=advice)
-        return connection
-
-    async def _open_accepted(self, address: Address) -> Connection:
-        """Raises BrokerLost."""
-        connection = await self._open_checked(address, self._name, timeout=self._timeout)
-        self._address = address
         return connection
 
     async def _open_checked(self, address: Address, name: str, timeout: float = CONNECT_SECONDS) -> Connection:

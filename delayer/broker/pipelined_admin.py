@@ -22,7 +22,7 @@ from delayer.amqp.address import Address
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import AccessRefused, ChannelClosed, ReplyCode
-from delayer.amqp.framing import UncheckedMethod
+from delayer.amqp.framing import unchecked
 from delayer.amqp.properties import encode_headers, entry, int64
 from delayer.amqp.values import Delivery, Outgoing
 from delayer.broker.addresses import CONNECT_SECONDS, addresses_of, connect, first_success
@@ -31,22 +31,11 @@ from delayer.core.delay_headers import OPT_TIME
 from delayer.core.marks import ID
 from delayer.core.topology import Binding, Exchange, Queue, Topology, TopologyPart, arguments
 
-
-class ExchangeDeclare(UncheckedMethod, ExchangeMethods.Declare): ...
-
-
-class ExchangeBind(UncheckedMethod, ExchangeMethods.Bind): ...
-
-
-class QueueDeclare(UncheckedMethod, QueueMethods.Declare): ...
-
-
-class QueueDelete(UncheckedMethod, QueueMethods.Delete): ...
-
-
-class QueueBind(UncheckedMethod, QueueMethods.Bind): ...
-
-
+ExchangeDeclare = unchecked(ExchangeMethods.Declare)
+ExchangeBind = unchecked(ExchangeMethods.Bind)
+QueueDeclare = unchecked(QueueMethods.Declare)
+QueueDelete = unchecked(QueueMethods.Delete)
+QueueBind = unchecked(QueueMethods.Bind)
 _ANSWERS: Final[dict[type[Frame], type[Frame]]] = {
     ExchangeDeclare: ExchangeMethods.DeclareOk,
     ExchangeBind: ExchangeMethods.BindOk,
@@ -79,11 +68,11 @@ def check(part: Exchange | Queue) -> Frame:
     return check_queue(part.name) if isinstance(part, Queue) else check_exchange(part.name)
 
 
-def check_exchange(name: str) -> ExchangeDeclare:
+def check_exchange(name: str) -> ExchangeMethods.Declare:
     return ExchangeDeclare(exchange=name, passive=True)
 
 
-def check_queue(name: str) -> QueueDeclare:
+def check_queue(name: str) -> QueueMethods.Declare:
     return QueueDeclare(queue=name, passive=True)
 
 

@@ -87,20 +87,17 @@ class Verifier:
         return found
 
     async def _part_finding(self, wanted: Exchange | Queue) -> TopologyFinding | None:
+        """Declare passively first, because an active declaration would create a missing part."""
         try:
-            answer = await self._ask(wanted)
+            answer = await self.connection.ask(check(wanted))
+            if not isinstance(answer, ChannelClosed):
+                answer = await self.connection.ask(declaration(wanted))
         except BrokerRefused as error:
             return TopologyFinding(wanted.kind, wanted.name, str(wanted), str(error), "unknown")
         if isinstance(answer, ChannelNotFoundEntity):
             return TopologyFinding(wanted.kind, wanted.name, str(wanted), "nothing", state="missing")
-        return TopologyFinding(wanted.kind, wanted.name, str(wanted), str(answer)) if answer is not None else None
-
-    async def _ask(self, wanted: Exchange | Queue) -> ChannelClosed | None:
-        """Declare passively first, because an active declaration would create a missing part."""
-        answer = await self.connection.ask(check(wanted))
-        if not isinstance(answer, ChannelClosed):
-            answer = await self.connection.ask(declaration(wanted))
-        return answer if isinstance(answer, ChannelClosed) else None
+        is_different = isinstance(answer, ChannelClosed)
+        return TopologyFinding(wanted.kind, wanted.name, str(wanted), str(answer)) if is_different else None
 
     async def _binding_findings(self, management: Management, missing: set[str]) -> list[TopologyFinding]:
         """Findings about bindings, from the management API."""

@@ -8,7 +8,7 @@ soon in memory. It accepts a delivery after the store's commit or the broker's c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from time import monotonic, perf_counter
@@ -35,9 +35,9 @@ from delayer.format.envelope import Endpoints, Envelope, InvalidEnvelope, into_b
 from delayer.format.headers import ROOM
 from delayer.format.reading import message_id
 from delayer.format.release import note_failure, released_properties
-from delayer.intake import replies
 from delayer.intake.consume import Handler
 from delayer.intake.ports import Backlog, IntakeSettings
+from delayer.intake.replies import build_reply, send_replies
 from delayer.intake.settle import KEPT_BYTES, Dispatch, Objection, Publication, Session, halved, to_refused
 
 log = structlog.get_logger(__name__)
@@ -164,15 +164,19 @@ def operations_of(batch: Sequence[Classified]) -> list[Operation]:
     ]
 
 
-def cancels_to_answer(batch: Sequence[Classified]) -> dict[int, replies.CancelToAnswer]:
-    """Return the cancels with a ``reply_to``, by their place in the batch."""
+def replies_to(
+    batch: Sequence[Classified], cancelled: frozenset[int], own_queues: frozenset[bytes], new_id: Callable[[], bytes]
+) -> list[Outgoing]:
+    """Build the replies to the cancels with a ``reply_to``, except into delayer's own queues. ``cancelled``: the places
+    in the batch of those that met a message."""
     # NServiceBus always sets reply_to, and does not expect an answer when it cancels a saga's timeouts.
-    return {
-        at: cancel
+    return [
+        reply
         for at, (_, properties, plan) in enumerate(batch)
         if isinstance(plan, Cancel) and properties is not None and not isinstance(plan.key, KeyGroup)
-        if (cancel := replies.read_reply_request(properties, plan.key)) is not None
-    }
+        if (reply := build_reply(properties, plan.key, new_id(), cancelled=at in cancelled)) is not None
+        if reply.routing_key not in own_queues
+    ]
 
 
 def has_key(one: Classified) -> bool:
@@ -373,19 +377,9 @@ class IntakeHandler(KeepingHandler):
         self._counters.batch("park", len(operations))
         self._counters.add("parked", [one.route for one in operations if isinstance(one, Parcel)])
         self._session.acks.accept(delivery.tag for delivery, _, _ in batch)
-        if to_answer := cancels_to_answer(batch):
+        if answers := replies_to(batch, applied.cancelled, self._live.policy().own_queues, self._new_id):
             # In a separate task, so that an unconfirmed reply does not delay a batch.
-            self._session.start(self._reply(to_answer, applied.cancelled), punctual=True)
-
-    async def _reply(self, to_answer: Mapping[int, replies.CancelToAnswer], cancelled: frozenset[int]) -> None:
-        """Answer cancels, except into delayer's own queues."""
-        ours = self._live.policy().own_queues
-        answers = [
-            replies.build_reply(cancel, self._new_id(), cancelled=at in cancelled)
-            for at, cancel in to_answer.items()
-            if cancel.reply_to not in ours
-        ]
-        await replies.send_replies(self._dispatch.publisher, answers)
+            self._session.start(send_replies(self._dispatch.publisher, answers), punctual=True)
 
 
 def _cut(gathered: list[Classified]) -> tuple[list[Classified], list[Classified]]:

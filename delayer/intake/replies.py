@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import structlog
 
@@ -27,41 +27,25 @@ OUTCOME: Final = b"x-delayer-outcome"
 KEY: Final = b"x-delayer-key"
 
 
-class CancelToAnswer(NamedTuple):
-    """A cancel with a ``reply_to``."""
-
-    key: bytes
-    reply_to: bytes
-    correlation_id: bytes | None
-
-
-def read_reply_request(properties: Properties, key: bytes) -> CancelToAnswer | None:
-    """Read where a cancel wants its reply. None without a ``reply_to``, or if it is a direct one, which is not a
-    queue."""
+def build_reply(properties: Properties, key: bytes, token: bytes, *, cancelled: bool) -> Outgoing | None:
+    """Build the reply to a cancel, which goes directly to its queue. None without a ``reply_to``, or if it is a direct
+    one, which is not a queue."""
     reply_to = properties.short("reply_to")
     if not reply_to or is_direct_reply(b"", reply_to):
         return None
-    correlation_id = properties.short("correlation_id") or properties.short("message_id")
-    return CancelToAnswer(key, reply_to, correlation_id)
-
-
-def build_reply(cancel: CancelToAnswer, token: bytes, *, cancelled: bool) -> Outgoing:
-    """Build the reply, which goes directly to its queue."""
     outcome = "cancelled" if cancelled else "too late"
     headers = entry(ID, long_string(token)) + entry(OUTCOME, long_string(outcome.encode()))
-    raw = encode_headers(headers + entry(KEY, long_string(cancel.key)))
+    raw = encode_headers(headers + entry(KEY, long_string(key)))
     shorts = {"content_type": b"application/json"}
-    if cancel.correlation_id is not None:
-        shorts["correlation_id"] = cancel.correlation_id
+    if correlation_id := properties.short("correlation_id") or properties.short("message_id"):
+        shorts["correlation_id"] = correlation_id
     raw = changed(Properties.parse(raw), {name: bytes((len(value),)) + value for name, value in shorts.items()})
-    body = json.dumps({"outcome": outcome, "key": as_text(cancel.key)}).encode()
-    return Outgoing(b"", cancel.reply_to, raw, body, token)
+    body = json.dumps({"outcome": outcome, "key": as_text(key)}).encode()
+    return Outgoing(b"", reply_to, raw, body, token)
 
 
 async def send_replies(publisher: Publisher, answers: Sequence[Outgoing]) -> None:
     """Publish replies. Logs unconfirmed replies, and does not retry them."""
-    if not answers:
-        return
     failed, reason = len(answers), "the broker takes no publishes"
     if publisher.ready:
         try:

@@ -34,9 +34,9 @@ from delayer.intake.handle import (
     Classified,
     IntakeHandler,
     batch_plan,
-    cancels_to_answer,
     classify,
     operations_of,
+    replies_to,
 )
 from delayer.intake.settle import Dispatch, Session
 from tests.support.fakes import NOW, ScriptedLive, ScriptedPublisher, ScriptedSubscription, delivery, ids
@@ -127,7 +127,9 @@ def test_clearing_a_saga_cancels_its_timeouts_and_is_not_answered() -> None:
     assert isinstance(second.key, KeyGroup)
     assert first.key is not None
     assert first.key.startswith(second.key)
-    assert not cancels_to_answer(batch), "an NServiceBus endpoint expects no answer at its address"
+    assert not replies_to(batch, frozenset(), frozenset(), ids()), (
+        "an NServiceBus endpoint expects no answer at its address"
+    )
 
 
 def test_a_due_message_is_published_as_released() -> None:
@@ -245,9 +247,9 @@ def cancel(tag: int, key: bytes, reply_to: bytes = b"answers", *, correlation: b
 def test_a_reply_has_the_correlation_id_or_message_id_of_its_cancel() -> None:
     for correlation, known in ((b"c-1", b"c-1"), (b"", b"m-7")):
         delivery = cancel(7, b"caf\xc3\xa9", correlation=correlation)
-        ask = replies.read_reply_request(Properties.parse(delivery.properties), b"caf\xc3\xa9")
-        assert ask is not None
-        answer = replies.build_reply(ask, b"t", cancelled=False)
+        key = b"caf\xc3\xa9"
+        answer = replies.build_reply(Properties.parse(delivery.properties), key, b"t", cancelled=False)
+        assert answer is not None
         said = Properties.parse(answer.properties)
         assert (answer.exchange, answer.routing_key, answer.token) == (b"", b"answers", b"t")
         assert said.short("correlation_id") == known
@@ -260,7 +262,8 @@ def test_a_reply_has_the_correlation_id_or_message_id_of_its_cancel() -> None:
 
 @pytest.mark.parametrize("reply_to", [b"", b"amq.rabbitmq.reply-to.g2EF.k"], ids=["none", "a direct one"])
 def test_no_reply_without_a_queue_for_it(reply_to: bytes) -> None:
-    assert replies.read_reply_request(Properties.parse(cancel(1, b"k", reply_to).properties), b"k") is None
+    asks = Properties.parse(cancel(1, b"k", reply_to).properties)
+    assert replies.build_reply(asks, b"k", b"t", cancelled=True) is None
 
 
 @pytest.mark.parametrize("failure", [returned(312, "NO_ROUTE"), BrokerLost("gone"), None])
