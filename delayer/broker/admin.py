@@ -6,31 +6,31 @@ Parts that another system owns (``shared``) are never removed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import NamedTuple, Self
+from typing import Self
 from urllib.parse import quote
 from uuid import uuid4
 
-from aiormq.exceptions import ChannelClosed, ChannelLockedResource, ChannelNotFoundEntity
 from pamqp.base import Frame
 from pamqp.commands import Basic as BasicMethods
 from pamqp.commands import Exchange as ExchangeMethods
 from pamqp.commands import Queue as QueueMethods
 
+from delayer.amqp.errors import ChannelClosed, ReplyCode
 from delayer.amqp.framing import unchecked
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused, TopologyFinding
 from delayer.broker.management_api import Management, delayed_in, delayed_reason
 from delayer.broker.pipelined_admin import (
     DELAYS_FROM,
-    LINE,
     PATIENCE,
+    Questions,
     QueueDelete,
+    QueueState,
+    accepted,
     check_exchange,
     check_queue,
-    counted,
 )
 from delayer.broker.verify import Verifier
 from delayer.core.clocks import ClockOffset
@@ -47,11 +47,6 @@ def _unbinding(binding: Binding) -> Frame:
     if binding.destination_kind == "queue":
         return QueueUnbind(queue=destination, exchange=source, routing_key=key)
     return ExchangeUnbind(destination=destination, source=source, routing_key=key)
-
-
-class QueueState(NamedTuple):
-    messages: int  # Messages ready for delivery.
-    consumers: int
 
 
 @dataclass(slots=True)
@@ -115,16 +110,14 @@ class Remover:
             return
         for binding in self.topology.bindings:
             if binding.source == exchange.name:
-                await self._unbind(binding)
+                accepted(
+                    await self.admin.connection.ask(_unbinding(binding))
+                )  # If its destination is gone, the binding is gone too.
         answer = await self.admin.connection.ask(ExchangeDelete(exchange=exchange.name, if_unused=not self.force))
         if isinstance(answer, ChannelClosed):
-            self.result.left[f"exchange {exchange.name}"] = str(answer)
+            self.result.left[f"exchange {exchange.name}"] = answer.text
         else:
             self.result.removed.append(f"exchange {exchange.name}")
-
-    async def _unbind(self, binding: Binding) -> None:
-        """Remove a binding. If its destination is gone, the binding is gone too."""
-        _accepted(await self.admin.connection.ask(_unbinding(binding)))
 
     async def _remove_queue(self, name: str) -> bool:
         """Remove a queue. Returns False if it has new messages, and so stays."""
@@ -135,13 +128,9 @@ class Remover:
             self.result.left[f"queue {name}"] = reason
             return False
         # Also deletes the queue's messages, because quorum queues do not have "if empty".
-        _accepted(await self.admin.connection.ask(QueueDelete(queue=name)))
+        accepted(await self.admin.connection.ask(QueueDelete(queue=name)))
         self.result.removed.append(f"queue {name}")
         return True
-
-
-def _is_empty(state: QueueState | None) -> bool:
-    return state is not None and not state.messages
 
 
 def _reason(state: QueueState) -> str:
@@ -151,7 +140,7 @@ def _reason(state: QueueState) -> str:
 
 
 @dataclass
-class Admin:
+class Admin(Questions):
     """One connection to one vhost. Every method may raise BrokerUnreachable and BrokerRefused."""
 
     connection: AdminConnection
@@ -194,21 +183,12 @@ class Admin:
         return {name: state.messages if state else None for name, state in states.items()}
 
     async def state(self, queue: str, *, doubtful: bool = False) -> QueueState | None:
-        """Messages and consumers of a queue; None as in :meth:`depths`. It is asked again while its leader is slow;
-        ``doubtful``: not, so that 0 may mean any number."""
+        """Messages and consumers of a queue; None as in :meth:`depths`. ``doubtful``: see :meth:`states`."""
+        state = (await self.states([queue], self.connection.patience, doubtful=doubtful))[queue]
+        return state if isinstance(state, QueueState) else None
 
-        async def look() -> QueueState | None:
-            answer = await self.connection.ask(check_queue(queue))
-            if not isinstance(answer, QueueMethods.DeclareOk):
-                return None
-            return QueueState(answer.message_count or 0, answer.consumer_count or 0)
-
-        if doubtful:
-            return await look()
-        ask_line = partial(self.connection.ask, LINE)
-        return await counted(
-            self.connection.patience, look, ask_line, lambda state: [queue] if _is_empty(state) else []
-        )
+    async def ask(self, questions: Sequence[Frame]) -> list[Frame | ChannelClosed]:
+        return [await self.connection.ask(one) for one in questions]
 
     async def delayed(self, queues: Collection[str], *, fresh: bool = True) -> dict[str, int | None]:
         """Count the messages of each queue that the broker itself delays, which AMQP does not report. None if unknown,
@@ -256,10 +236,7 @@ class Admin:
 
     async def queue_exists(self, name: str) -> bool:
         answer = await self.connection.ask(check_queue(name))
-        return isinstance(answer, ChannelLockedResource) or _accepted(answer)
-
-    async def exchange_exists(self, name: str) -> bool:
-        return not name or _accepted(await self.connection.ask(check_exchange(name)))
+        return (isinstance(answer, ChannelClosed) and answer.code == ReplyCode.RESOURCE_LOCKED) or accepted(answer)
 
     async def remove(self, topology: Topology, *, force: bool = False) -> Removal:
         """Remove our parts in the order of the topology: a cascade from its top, each exchange before its queue. So a
@@ -271,10 +248,3 @@ class Admin:
         those in a dead-letter worker, so stop the daemon first.
         """
         return await Remover(self, topology, force).run()
-
-
-def _accepted(answer: object) -> bool:
-    """Whether the broker accepted; False if the part is missing. Raises BrokerRefused for any other refusal."""
-    if isinstance(answer, ChannelClosed) and not isinstance(answer, ChannelNotFoundEntity):
-        raise BrokerRefused(str(answer)) from answer
-    return not isinstance(answer, ChannelNotFoundEntity)

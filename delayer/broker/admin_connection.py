@@ -16,13 +16,13 @@ import aio_pika
 import aio_pika.connection
 from aio_pika.abc import AbstractChannel, AbstractConnection
 from aiormq import exceptions as driver
+from aiormq.channel import EXCEPTION_MAPPING
 from aiormq.channel import Channel as Wire
-from aiormq.exceptions import ChannelAccessRefused, ChannelClosed
 from pamqp.base import Frame
 
 from delayer.amqp.address import Address
 from delayer.amqp.connection import server_version
-from delayer.amqp.errors import NOT_ALLOWED, PERMISSION
+from delayer.amqp.errors import NOT_ALLOWED, PERMISSION, ChannelClosed
 from delayer.broker.addresses import CONNECT_SECONDS, addresses_of, first_success
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.pipelined_admin import open_connection
@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 ALARM = "free memory or disk on the broker's nodes (`rabbitmq-diagnostics alarms`)"
 
+_CODES = {kind: code for code, kind in EXCEPTION_MAPPING.items()}
 _UNEXPLAINED = (driver.ProbableAuthenticationError, driver.AuthenticationError, driver.InvalidFrameError)
 
 
@@ -78,8 +79,8 @@ class AdminConnection:
     async def call(self, method: Callable[[Wire], Awaitable[T]]) -> T:
         """Run one method of the driver's channel.
 
-        Raises ChannelClosed (the broker's answer: not found, precondition failed, or locked), BrokerRefused if a
-        permission is missing, BrokerUnreachable.
+        Raises the driver's ChannelClosed (the broker's answer: not found, precondition failed, or locked),
+        BrokerRefused if a permission is missing, BrokerUnreachable.
         """
         with translate_errors(self.where):
             try:
@@ -90,15 +91,17 @@ class AdminConnection:
                     raise
                 text = f"{self.where}: a resource alarm (memory, disk): the broker blocks publishers"
                 raise BrokerUnreachable(text, advice=ALARM) from error
-            except ChannelAccessRefused as error:
+            except driver.ChannelAccessRefused as error:
                 raise BrokerRefused(f"{self.where}: {_text(error)}", PERMISSION) from error
 
-    async def ask(self, method: Frame) -> Frame | ChannelClosed | None:
+    async def ask(self, method: Frame) -> Frame | ChannelClosed:
         """Return the broker's answer to one method, even if it is a refusal. Raises as :meth:`call`."""
         try:
-            return await self.call(lambda channel: channel.rpc(method))
-        except ChannelClosed as error:
-            return error
+            answer = await self.call(lambda channel: channel.rpc(method))
+        except driver.ChannelClosed as error:
+            return ChannelClosed(_CODES.get(type(error), 0), str(error))
+        assert answer is not None, method  # Every method here has an answer.
+        return answer
 
     async def _blocked(self) -> bool:
         """Whether the broker said that it takes no publishes of this connection."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Final, Self, TypeVar
+from typing import Final, NamedTuple, Self, TypeVar
 
 from pamqp.base import Frame
 from pamqp.commands import Basic as BasicMethods
@@ -99,8 +100,72 @@ PROBE_LATE_MS: Final = 10_000
 ignores the time delivers the message immediately, so this timeout costs nothing there."""
 
 
+class QueueState(NamedTuple):
+    messages: int  # Messages ready for delivery.
+    consumers: int
+
+
+class Questions(ABC):
+    """What each administration asks the broker. Every method may raise BrokerLost."""
+
+    @abstractmethod
+    async def ask(self, questions: Sequence[Frame]) -> list[Frame | ChannelClosed]:
+        """Return the answers in order, including refusals."""
+
+    async def states(
+        self, queues: Iterable[str], patience: float, *, doubtful: bool = False
+    ) -> dict[str, QueueState | ChannelClosed]:
+        """Return the state of each queue, or the broker's refusal. It is asked again while queues seem empty because a
+        leader is slow, or was slow a moment ago: until the broker has elected another leader, it counts 0 at once.
+        ``doubtful``: not, so that 0 may mean any number. Raises BrokerUnreachable after ``patience`` seconds."""
+        names, empty = list(queues), [""]
+        ends, sure_from = time.monotonic() + patience, 0.0
+        while (began := time.monotonic()) < ends:
+            answers = await self.ask([check_queue(name) for name in names])
+            found = dict(zip(names, map(_state, answers), strict=True))
+            empty = [name for name, state in found.items() if isinstance(state, QueueState) and not state.messages]
+            if doubtful or not empty:
+                return found
+            if await self._was_slow(began):
+                sure_from = time.monotonic() + ELECTION_SECONDS
+            elif began >= sure_from:
+                return found
+            else:
+                await asyncio.sleep(LEADER_SECONDS)
+        which = f"queue {empty[0]!r}" if len(empty) == 1 else f"one of the queues {', '.join(map(repr, empty))}"
+        text = f"{which} did not answer within {LEADER_SECONDS * 1000:.0f} ms, so its messages are not known"
+        raise BrokerUnreachable(text, advice="see which broker node hangs: `rabbitmq-queues quorum_status QUEUE`")
+
+    async def _was_slow(self, began: float) -> bool:
+        """Whether an answer to a question of the time ``began`` took so long that a 0 in it may be no count. The answer
+        to LINE shows whether the line is slow or the leader."""
+        if (took := time.monotonic() - began) < LEADER_SECONDS:
+            return False
+        began = time.monotonic()
+        await self.ask([LINE])
+        return took - (time.monotonic() - began) >= LEADER_SECONDS - JITTER_SECONDS
+
+    async def exchange_exists(self, name: str) -> bool:
+        """Whether the exchange exists. Raises BrokerRefused if this user may not see it."""
+        return not name or accepted(*await self.ask([check_exchange(name)]))
+
+
+def _state(answer: Frame | ChannelClosed) -> QueueState | ChannelClosed:
+    if isinstance(answer, ChannelClosed):
+        return answer
+    assert isinstance(answer, QueueMethods.DeclareOk)
+    return QueueState(answer.message_count or 0, answer.consumer_count or 0)
+
+
+def accepted(answer: Frame | ChannelClosed) -> bool:
+    """Whether the broker accepted; False if the part is missing. Raises BrokerRefused for any other refusal."""
+    if isinstance(answer, ChannelClosed) and answer.code != ReplyCode.NOT_FOUND:
+        raise BrokerRefused(answer.text, answer.advice) from answer
+    return not isinstance(answer, ChannelClosed)
+
+
 @dataclass
-class PipelinedAdmin:
+class PipelinedAdmin(Questions):
     """One connection; see :func:`pipelined_admin`. Every method may raise BrokerLost.
 
     ``async with`` closes its channel, on a connection that also has other users.
@@ -135,7 +200,7 @@ class PipelinedAdmin:
 
     async def _different(self, parts: Sequence[TopologyPart]) -> list[TopologyFinding]:
         found: dict[TopologyPart, TopologyFinding] = {}
-        for part, answer in zip(parts, await self._ask([declaration(one) for one in parts]), strict=True):
+        for part, answer in zip(parts, await self.ask([declaration(one) for one in parts]), strict=True):
             if isinstance(answer, ChannelClosed):
                 name = part.source if isinstance(part, Binding) else part.name
                 if answer.code not in (ReplyCode.PRECONDITION_FAILED, ReplyCode.RESOURCE_LOCKED):
@@ -150,7 +215,7 @@ class PipelinedAdmin:
 
     async def missing(self, parts: Sequence[Exchange | Queue]) -> list[Exchange | Queue]:
         """Return the parts that do not exist, without parts that this user may not see."""
-        answers = await self._ask([check(one) for one in parts])
+        answers = await self.ask([check(one) for one in parts])
         return [
             part
             for part, answer in zip(parts, answers, strict=True)
@@ -160,32 +225,14 @@ class PipelinedAdmin:
     async def exists(self, queue: str) -> bool:
         """Whether the queue exists and no other connection owns it. RabbitMQ 4.3 shows a queue only to users with the
         configure permission; for others it counts as missing."""
-        [answer] = await self._ask([check_queue(queue)])
-        return not isinstance(answer, ChannelClosed)
-
-    async def exchange_exists(self, exchange: str) -> bool:
-        """Whether the exchange exists. Raises BrokerRefused if this user may not see it."""
-        [answer] = await self._ask([check_exchange(exchange)])
-        if isinstance(answer, ChannelClosed) and answer.code != ReplyCode.NOT_FOUND:
-            raise BrokerRefused(f"exchange {exchange!r}: {answer.text}", answer.advice) from answer
+        [answer] = await self.ask([check_queue(queue)])
         return not isinstance(answer, ChannelClosed)
 
     async def depths(self, queues: Iterable[str]) -> dict[str, int | ChannelClosed]:
         """Messages ready in each queue, or the broker's refusal. Raises BrokerUnreachable if a queue's leader stays
         slow."""
-        names = list(queues)
-
-        async def look() -> dict[str, int | ChannelClosed]:
-            answers = await self._ask([check_queue(name) for name in names])
-            return dict(zip(names, map(_ready, answers), strict=True))
-
-        def empty(found: dict[str, int | ChannelClosed]) -> list[str]:
-            return [name for name, messages in found.items() if messages == 0]
-
-        return await counted(self.patience, look, self._ask_line, empty)
-
-    async def _ask_line(self) -> None:
-        await self._ask([LINE])
+        states = await self.states(queues, self.patience)
+        return {name: state.messages if isinstance(state, QueueState) else state for name, state in states.items()}
 
     async def why_no_delays(self, exchange: str, name: str) -> str:
         """Return why the broker cannot delay messages for us, or "" if a message delayed by 0.5 s returned on time.
@@ -198,7 +245,7 @@ class PipelinedAdmin:
         try:
             await self.declare(Topology((), (probe,), (Binding(exchange, probe.name, "queue", probe.name),)))
             late_ms = await self._probed(exchange, probe.name)
-            await self._ask([QueueDelete(queue=probe.name)])
+            await self.ask([QueueDelete(queue=probe.name)])
         except BrokerRefused as refused:
             return str(refused)
         except ChannelClosed as closed:
@@ -229,9 +276,9 @@ class PipelinedAdmin:
         except TimeoutError:
             return None
 
-    async def _ask(self, questions: Sequence[Frame]) -> list[Frame | ChannelClosed]:
-        """Return the answers in order, including refusals. A refusal closes the channel, and later requests go over a
-        new one. So after a refusal send one request, then two, then four, because most would be sent in vain."""
+    async def ask(self, questions: Sequence[Frame]) -> list[Frame | ChannelClosed]:
+        # A refusal closes the channel, and later requests go over a new one. So after a refusal send one request, then
+        # two, then four, because most would be sent in vain.
         answers: list[Frame | ChannelClosed] = []
         at_once = MOST_AT_ONCE
         while len(answers) < len(questions):
@@ -258,50 +305,6 @@ class PipelinedAdmin:
                 return await question
         except TimeoutError as late:
             raise BrokerUnreachable(f"no answer within {self.patience:g} s") from late
-
-
-async def slow(began: float, ask_line: Callable[[], Awaitable[object]]) -> bool:
-    """Whether an answer to a question of the time ``began`` took so long that a 0 in it may be no count. ``ask_line``
-    waits for the answer to LINE, which shows whether the line is slow or the leader."""
-    if (took := time.monotonic() - began) < LEADER_SECONDS:
-        return False
-    began = time.monotonic()
-    await ask_line()
-    return took - (time.monotonic() - began) >= LEADER_SECONDS - JITTER_SECONDS
-
-
-async def counted(
-    patience: float,
-    look: Callable[[], Awaitable[T]],
-    ask_line: Callable[[], Awaitable[object]],
-    empty: Callable[[T], Sequence[str]],
-) -> T:
-    """Return the answer of ``look``. Repeat it while queues seem ``empty`` because a leader is slow, or was slow a
-    moment ago: until the broker has elected another leader, it counts 0 at once. Raises BrokerUnreachable."""
-    began = time.monotonic()
-    ends, sure_from = began + patience, began
-    doubtful: Sequence[str] = ()
-    while began < ends:
-        found = await look()
-        if not (doubtful := empty(found)):
-            return found
-        if await slow(began, ask_line):
-            sure_from = time.monotonic() + ELECTION_SECONDS
-        elif began >= sure_from:
-            return found
-        else:
-            await asyncio.sleep(LEADER_SECONDS)
-        began = time.monotonic()
-    which = f"queue {doubtful[0]!r}" if len(doubtful) == 1 else f"one of the queues {', '.join(map(repr, doubtful))}"
-    text = f"{which} did not answer within {LEADER_SECONDS * 1000:.0f} ms, so its messages are not known"
-    raise BrokerUnreachable(text, advice="see which broker node hangs: `rabbitmq-queues quorum_status QUEUE`")
-
-
-def _ready(answer: Frame | ChannelClosed) -> int | ChannelClosed:
-    if isinstance(answer, ChannelClosed):
-        return answer
-    assert isinstance(answer, QueueMethods.DeclareOk)
-    return answer.message_count or 0
 
 
 def _now_ms() -> int:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from aiormq.exceptions import ChannelClosed, ChannelNotFoundEntity
-
+from delayer.amqp.errors import ChannelClosed, ReplyCode
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding, TopologySeverity
 from delayer.broker.management_api import Management
@@ -94,10 +93,11 @@ class Verifier:
                 answer = await self.connection.ask(declaration(wanted))
         except BrokerRefused as error:
             return TopologyFinding(wanted.kind, wanted.name, str(wanted), str(error), "unknown")
-        if isinstance(answer, ChannelNotFoundEntity):
+        if not isinstance(answer, ChannelClosed):
+            return None
+        if answer.code == ReplyCode.NOT_FOUND:
             return TopologyFinding(wanted.kind, wanted.name, str(wanted), "nothing", state="missing")
-        is_different = isinstance(answer, ChannelClosed)
-        return TopologyFinding(wanted.kind, wanted.name, str(wanted), str(answer)) if is_different else None
+        return TopologyFinding(wanted.kind, wanted.name, str(wanted), answer.text)
 
     async def _binding_findings(self, management: Management, missing: set[str]) -> list[TopologyFinding]:
         """Findings about bindings, from the management API."""

@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import pytest
+from pamqp import commands
+from pamqp.base import Frame
 
+from delayer.amqp.errors import ChannelClosed
 from delayer.broker import pipelined_admin
 from delayer.broker.errors import BrokerUnreachable
-from delayer.broker.pipelined_admin import counted
+from delayer.broker.pipelined_admin import Questions, QueueState
 
 LONG = 60.0
+
+
+class Scripted(Questions):
+    """Gives these counts, each slowly or not. The last answers are repeated."""
+
+    def __init__(self, counts: list[int], slow: list[bool]) -> None:
+        self.counts, self.slow = counts, slow
+
+    async def ask(self, _: object) -> list[Frame | ChannelClosed]:
+        count = self.counts.pop(0) if len(self.counts) > 1 else self.counts[0]
+        return [commands.Queue.DeclareOk("q", count, 0)]
+
+    async def _was_slow(self, _: float) -> bool:
+        return self.slow.pop(0) if len(self.slow) > 1 else self.slow[0]
 
 
 async def ask(
     monkeypatch: pytest.MonkeyPatch, counts: list[int], slow: list[bool], *, election: float, patience: float = LONG
 ) -> int:
-    """Count a queue that gives these counts, each slowly or not. The last answers are repeated."""
-
-    async def look() -> int:
-        return counts.pop(0) if len(counts) > 1 else counts[0]
-
-    async def is_slow(*_: object) -> bool:
-        return slow.pop(0) if len(slow) > 1 else slow[0]
-
-    async def ask_line() -> None: ...
-
-    monkeypatch.setattr(pipelined_admin, "slow", is_slow)
+    """Count the messages of a queue."""
     monkeypatch.setattr(pipelined_admin, "ELECTION_SECONDS", election)
     monkeypatch.setattr(pipelined_admin, "LEADER_SECONDS", 0.001)
-    return await counted(patience, look, ask_line, lambda found: [] if found else ["q"])
+    [state] = (await Scripted(counts, slow).states(["q"], patience)).values()
+    assert isinstance(state, QueueState)
+    return state.messages
 
 
 async def test_a_quick_0_counts(monkeypatch: pytest.MonkeyPatch) -> None:
