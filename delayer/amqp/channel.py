@@ -304,7 +304,8 @@ class Channel:
             return []
         self._check_fits(batch)
         answers: asyncio.Future[list[Answer]] = asyncio.get_running_loop().create_future()
-        answers.add_done_callback(_retrieve)  # A call cancelled while it writes never awaits this future.
+        # A call cancelled while it writes never awaits this future, so retrieve a failure for asyncio.
+        answers.add_done_callback(lambda one: one.cancelled() or one.exception())
         waiting = Batch([outgoing.token for outgoing in batch], answers)
         try:
             await self._write_batch(batch, waiting, pace, timeout, reach)
@@ -460,9 +461,3 @@ def _clump_seconds(due_ms: int, now_ms: float) -> float:
     """Seconds until this message's clump is written: the clumps of all channels are due together, every CLUMP_MS.
     Rounds up to whole milliseconds, because uvloop rounds, and would not sleep at all for less than half of one."""
     return math.ceil(due_ms + -due_ms % CLUMP_MS - now_ms) / 1000
-
-
-def _retrieve(answers: asyncio.Future[list[Answer]]) -> None:
-    """Retrieve a failure, so that asyncio does not report it as never retrieved."""
-    if not answers.cancelled():
-        answers.exception()

@@ -69,12 +69,8 @@ class AdminConnection:
     @property
     def version(self) -> tuple[int, ...]:
         """The broker's version, such as (4, 3, 6); empty if the broker does not send it."""
-        return server_version(self._properties)
-
-    @property
-    def _properties(self) -> object:
         transport = self._connection.transport
-        return None if transport is None else transport.connection.server_properties
+        return server_version(None if transport is None else transport.connection.server_properties)
 
     async def call(self, method: Callable[[Wire], Awaitable[T]]) -> T:
         """Run one method of the driver's channel.

@@ -26,20 +26,16 @@ class Verdict(Enum):
     """The result for the messages of one destination if they were due now."""
 
     ROUTED = "routed"
-    ALTERNATE = "alternate"
-    """Only an alternate exchange accepts them. They might reach another queue than intended, or none."""
-    MISSING = "missing"
-    """The exchange does not exist, or at the default exchange the queue. They would be held."""
-    UNROUTABLE = "unroutable"
-    """The exchange exists, but does not route them to a queue. They would be held."""
-    CLOSED = "closed"
-    """The exchange is internal and does not accept publishes. They would be held."""
+    ALTERNATE = "alternate"  # Only an alternate exchange accepts them. They might reach another queue, or none.
+    MISSING = "missing"  # The exchange does not exist, or at the default exchange the queue.
+    UNROUTABLE = "unroutable"  # The exchange exists, but does not route them to a queue.
+    CLOSED = "closed"  # The exchange is internal and does not accept publishes.
     UNKNOWN = "not known"
     NOT_ASKED = "not asked"
 
     @property
     def bad(self) -> bool:
-        """Whether the messages would not be delivered."""
+        """Whether the messages would be held."""
         return self in (Verdict.MISSING, Verdict.UNROUTABLE, Verdict.CLOSED)
 
 

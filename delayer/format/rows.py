@@ -40,20 +40,8 @@ def checksum(exchange: bytes, routing_key: bytes, properties: bytes, body: bytes
 def stored_row(parcel: Parcel, lane: int) -> StoredRow:
     """The values of :data:`COLUMNS` for ``parcel``."""
     due_ms, route, exchange, routing_key, target, properties, body, key, _ = parcel
-    return (
-        due_ms,
-        checksum(exchange, routing_key, properties, body),
-        lane,
-        FORMAT,
-        route,
-        exchange,
-        routing_key,
-        target.exchange,
-        target.routing_key,
-        properties,
-        body,
-        key,
-    )
+    crc = checksum(exchange, routing_key, properties, body)
+    return due_ms, crc, lane, FORMAT, route, exchange, routing_key, *target, properties, body, key
 
 
 def moved_row(due: Due, lane: int) -> StoredRow:

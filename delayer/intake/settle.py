@@ -138,12 +138,12 @@ STUCK_SECONDS: Final = 30.0
 """After this time the intake counts as stuck. A batch takes at most ten seconds while broker and store are well."""
 
 
+@dataclass
 class Unsettled:
     """Outlives sessions: after a loss the broker delivers the same messages again, and they may get stuck again."""
 
-    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        self._clock = clock
-        self._since: float | None = None
+    _clock: Callable[[], float] = monotonic
+    _since: float | None = None
 
     def begin(self) -> None:
         """Work begins."""
