@@ -9,6 +9,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple, Self, TypeVar, cast
 
@@ -89,21 +90,20 @@ def tune_ok(limits: ConnectionLimits) -> commands.Connection.TuneOk:
     return commands.Connection.TuneOk(limits.channel_max, limits.frame_max, math.ceil(limits.heartbeat))
 
 
+@dataclass(eq=False)
 class HeartbeatTimer:
     """Sends a heartbeat if nothing was written for half of ``heartbeat`` seconds. Calls ``lost`` once if nothing was
     read for twice ``heartbeat``. The connection sets ``reading``, ``read_at`` and ``written_at`` (loop time)."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, write: Callable[[bytes], None], lost: Callable[[str], None]
-    ) -> None:
-        self._loop = loop
-        self._write = write
-        self._lost = lost
-        self._heartbeat = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-        self._overdue = False
-        self.read_at = self.written_at = loop.time()
-        self.reading = True
+    _loop: asyncio.AbstractEventLoop
+    _write: Callable[[bytes], None]
+    _lost: Callable[[str], None]
+    reading: bool = True
+    read_at: float = 0.0
+    written_at: float = 0.0
+    _heartbeat: float = 0.0
+    _timer: asyncio.TimerHandle | None = None
+    _overdue: bool = False
 
     def start(self, heartbeat: float) -> None:
         """Start sending and checking; 0 means no heartbeats."""

@@ -157,11 +157,10 @@ async def check_targets(
 ) -> RouteVerdicts:
     """Query the broker about at most ``most`` targets, for at most ``seconds``. If it is unreachable or refuses, the
     verdict is "not asked" or "not known", with a remark. Raises ValueError for an invalid URL."""
-    waiting = _soonest_first(targets)
-    checked = waiting[:most]
-    inquiry = _Inquiry(Management.beside(broker_url, management_url, timeout=PATIENCE))
-    if len(waiting) > most:
-        inquiry.remarks.append(f"checked only the {most:,} soonest of {len(waiting):,} destinations")
+    inquiry = _Inquiry(_unasked(targets), Management.beside(broker_url, management_url, timeout=PATIENCE))
+    checked = list(inquiry.verdicts)[:most]
+    if len(inquiry.verdicts) > most:
+        inquiry.remarks.append(f"checked only the {most:,} soonest of {len(inquiry.verdicts):,} destinations")
     if inquiry.management is None and any(one.exchange for one in checked):
         inquiry.remarks.append("no broker.management_url is configured, so the routing of these keys is unknown")
     try:
@@ -171,26 +170,25 @@ async def check_targets(
         inquiry.remarks.append(f"the time limit of {seconds:g} s ended before all destinations were checked")
     except (BrokerUnreachable, BrokerRefused) as error:
         inquiry.remarks.append(f"the broker could not be asked: {error}")
-    unasked = RouteVerdict(Verdict.NOT_ASKED)
-    return RouteVerdicts(tuple((one, inquiry.verdicts.get(one, unasked)) for one in waiting), tuple(inquiry.remarks))
+    return RouteVerdicts(tuple(inquiry.verdicts.items()), tuple(inquiry.remarks))
 
 
 def skip_targets(targets: Iterable[CheckedTarget], reason: str) -> RouteVerdicts:
     """Return verdicts without querying the broker, for this reason."""
-    unasked = RouteVerdict(Verdict.NOT_ASKED)
-    return RouteVerdicts(tuple((one, unasked) for one in _soonest_first(targets)), (reason,))
+    return RouteVerdicts(tuple(_unasked(targets).items()), (reason,))
 
 
-def _soonest_first(targets: Iterable[CheckedTarget]) -> list[CheckedTarget]:
-    return sorted(targets, key=lambda one: (one.first_due_ms, one.exchange, one.routing_key))
+def _unasked(targets: Iterable[CheckedTarget]) -> dict[CheckedTarget, RouteVerdict]:
+    soonest_first = sorted(targets, key=lambda one: (one.first_due_ms, one.exchange, one.routing_key))
+    return dict.fromkeys(soonest_first, RouteVerdict(Verdict.NOT_ASKED))
 
 
 @dataclass(slots=True)
 class _Inquiry:
     """The results of one check so far. ``management``: None if it is not configured, or failed."""
 
-    management: Management | None = None
-    verdicts: dict[CheckedTarget, RouteVerdict] = field(default_factory=dict)
+    verdicts: dict[CheckedTarget, RouteVerdict]
+    management: Management | None
     remarks: list[str] = field(default_factory=list)
     _places: dict[tuple[bool, bytes], RouteVerdict | None] = field(default_factory=dict)
     _exchanges: dict[str, ExchangeRoutes] = field(default_factory=dict)
