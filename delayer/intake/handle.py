@@ -26,8 +26,7 @@ from delayer.core.delay_headers import DELAY, DelayRequest, is_mark, whole_secon
 from delayer.core.delay_sources import CONSULTED, COPY_HEADERS, routing_keys_of
 from delayer.core.faultpoint import reach
 from delayer.core.hold import too_late
-from delayer.core.loop_watch import LoopWatch
-from delayer.core.marks import LAST_DUE, X_DEATH
+from delayer.core.marks import LAST_DUE, X_DEATH, LoopWatch
 from delayer.core.message import WINDOW_MS, KeyGroup, Parcel, Target
 from delayer.core.operations import Cancel, Operation
 from delayer.core.plan import AtOnce, EnterCascade, Park, Plan, Policy, Refuse, Retry, Soon, TooLate, decide

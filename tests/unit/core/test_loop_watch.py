@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from delayer.core.loop_watch import LoopWatch
+from delayer.core.marks import LoopWatch
 
 ROUTE = b"orders.in"
 
