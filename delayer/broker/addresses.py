@@ -7,6 +7,7 @@ import random
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, TypeVar
 
 from delayer import __version__
@@ -20,16 +21,9 @@ Loss = BrokerLost | BrokerRefused
 
 CONNECT_SECONDS: Final = 10.0
 """Timeout of one address, so that a hanging node does not keep a client from the next address."""
-HEARTBEAT_SECONDS: Final = 20.0
 
-
-async def connect(
-    address: Address, *, name: str, heartbeat: float = HEARTBEAT_SECONDS, timeout: float = CONNECT_SECONDS
-) -> Connection:
-    """Open a connection that the broker's operators see as delayer's. Raises BrokerLost."""
-    return await Connection.open(
-        address, name=name, product="delayer", version=__version__, heartbeat=heartbeat, timeout=timeout
-    )
+connect = partial(Connection.open, product="delayer", version=__version__, timeout=CONNECT_SECONDS)
+"""Opens a connection that the broker's operators see as delayer's. Raises BrokerLost."""
 
 
 def addresses_of(urls: str) -> list[Address]:
