@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -29,40 +29,29 @@ SHORT_LIVED: Final = 3
 """Maximum failures that shorter connections count as, so that the pause after them stays below a second."""
 
 
+@dataclass(eq=False)
 class ReconnectingConnection:
-    """A connection that is kept open from :meth:`start` to :meth:`close`."""
+    """A connection that is kept open from :meth:`start` to :meth:`close`.
 
-    def __init__(
-        self,
-        addresses: Callable[[], Sequence[Address]],
-        name: str,
-        *,
-        heartbeat: float,
-        timeout: float = CONNECT_SECONDS,
-        throttle: LogThrottle | None = None,
-        accept: Callable[[Connection], Awaitable[None]] | None = None,
-    ) -> None:
-        """``addresses``: reads the broker's addresses before each round of attempts, with the current login and
-        certificates. It may raise BrokerLost. ``throttle``: of failures to connect, shared by connections to one
-        broker, so that only one of them logs. ``accept``: raises BrokerLost if a new connection must not be used."""
-        self._accept = accept
-        self._throttle = throttle or LogThrottle()
-        self._addresses = addresses
-        self._address: Address | None = None  # The last connection's.
-        self._where = "the broker"
-        self._name = name
-        self._heartbeat = heartbeat
-        self._timeout = timeout
-        self._connection: Connection | None = None
-        self._connected = asyncio.Event()
-        self._keeper: asyncio.Task[None] | None = None
-        self._others: list[Connection] = []
-        self.connects = 0
+    ``addresses``: reads the broker's addresses before each round of attempts, with the current login and certificates.
+    It may raise BrokerLost. ``throttle``: of failures to connect, shared by connections to one broker, so that only one
+    of them logs. ``accept``: raises BrokerLost if a new connection must not be used.
+    """
 
-    @property
-    def current(self) -> Connection | None:
-        """The open connection, or None."""
-        return self._connection
+    addresses: Callable[[], Sequence[Address]]
+    name: str
+    heartbeat: float
+    timeout: float = CONNECT_SECONDS
+    throttle: LogThrottle = field(default_factory=LogThrottle)
+    accept: Callable[[Connection], Awaitable[None]] | None = None
+    connects: int = field(default=0, init=False)
+    current: Connection | None = field(default=None, init=False)
+    """The open connection."""
+    _address: Address | None = field(default=None, init=False)  # The last connection's.
+    _where: str = field(default="the broker", init=False)
+    _connected: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _keeper: asyncio.Task[None] | None = field(default=None, init=False)
+    _others: list[Connection] = field(default_factory=list, init=False)
 
     @property
     def blocked(self) -> bool:
@@ -80,13 +69,13 @@ class ReconnectingConnection:
             raise BrokerLost("the broker blocks publishers (a resource alarm)") from late
 
     def _open(self) -> list[Connection]:
-        every = (self._connection, *self._others)
+        every = (self.current, *self._others)
         return [one for one in every if one is not None and not one.closed.done()]
 
     def start(self) -> None:
         """Connect, and reconnect whenever the connection is lost."""
         if self._keeper is None:
-            self._keeper = asyncio.create_task(self._keep(), name=f"keep {self._name}")
+            self._keeper = asyncio.create_task(self._keep(), name=f"keep {self.name}")
 
     async def connection(self, timeout: float) -> Connection:
         """Return the open connection. Raises BrokerLost if there is none after ``timeout`` seconds.
@@ -95,26 +84,26 @@ class ReconnectingConnection:
         """
         if self._keeper is not None and self._keeper.done():
             self._keeper.result()
-        while self._connection is not None and self._connection.closed.done():  # noqa: ASYNC110 - the keeper clears it
+        while self.current is not None and self.current.closed.done():  # noqa: ASYNC110 - the keeper clears it
             await asyncio.sleep(0)
         try:
             await asyncio.wait_for(self._connected.wait(), timeout)
         except TimeoutError as late:
             raise BrokerLost(f"no connection to {self._where} for {timeout:g} s") from late
-        if self._connection is None:
+        if self.current is None:
             raise BrokerLost(f"the connection to {self._where} is lost")
-        return self._connection
+        return self.current
 
     async def another(self, timeout: float) -> Connection:
         """Open a second connection, which :meth:`close` or the caller closes. Raises BrokerLost.
 
         The URL may shorten ``timeout`` but not extend it, because messages wait.
         """
-        last, name = self._address, f"{self._name}, isolation"
+        last, name = self._address, f"{self.name}, isolation"
         if last is None:
             raise BrokerLost(f"no connection to {self._where} yet")
         # At the same address, with the current login.
-        now = next((one for one in self._addresses() if (one.host, one.port) == (last.host, last.port)), last)
+        now = next((one for one in self.addresses() if (one.host, one.port) == (last.host, last.port)), last)
         address = replace(now, at=last.at, timeout=timeout if now.timeout is None else min(timeout, now.timeout))
         connection = await self._open_checked(address, name)
         connection.on_alarm(partial(_alarmed, name))
@@ -141,7 +130,7 @@ class ReconnectingConnection:
         if keeper is not None:
             keeper.cancel()
             await asyncio.wait({keeper})
-        connection, self._connection = self._connection, None
+        connection, self.current = self.current, None
         self._connected.clear()
         others, self._others = self._others, []
         await asyncio.gather(*(one.close() for one in (connection, *others) if one is not None))
@@ -155,7 +144,7 @@ class ReconnectingConnection:
                 connection = await self._open_any()
             except BrokerLost as lost:
                 # Retry even a rejected password or missing vhost, because an operator may fix it in the meantime.
-                told = self._throttle.should_log(str(lost), time.monotonic())
+                told = self.throttle.should_log(str(lost), time.monotonic())
                 advice = _advice(lost)
                 if told and advice:
                     log.error("broker refused", broker=self._where, reason=str(lost), next_step=advice)
@@ -163,30 +152,30 @@ class ReconnectingConnection:
                     log.warning("broker unreachable", broker=self._where, reason=str(lost))
                 failures += 1
                 continue
-            log.info("broker connected", connection=self._name, broker=str(self._address))
+            log.info("broker connected", connection=self.name, broker=str(self._address))
             self.connects += 1
-            self._throttle.reset()
+            self.throttle.reset()
             began = time.monotonic()
-            self._connection = connection
-            connection.on_alarm(partial(_alarmed, self._name))
+            self.current = connection
+            connection.on_alarm(partial(_alarmed, self.name))
             self._connected.set()
             reason = await asyncio.shield(connection.closed)
             self._connected.clear()
-            self._connection = None
+            self.current = None
             step = {"next_step": reason.advice} if reason.advice else {}
-            log.warning("broker connection lost", connection=self._name, reason=str(reason), **step)
+            log.warning("broker connection lost", connection=self.name, reason=str(reason), **step)
             # Only failures make the pause grow, but a broker that closes each connection needs a pause too.
             failures = 0 if time.monotonic() - began > SETTLED else min(failures + 1, SHORT_LIVED)
 
     async def _open_any(self) -> Connection:
         """Raises BrokerLost."""
-        addresses = self._addresses()
+        addresses = self.addresses()
         self._where = ", ".join(map(str, addresses))
         failed: dict[Address, BrokerLost] = {}
 
         async def attempt(address: Address) -> Connection:
             try:
-                connection = await self._open_checked(address, self._name, self._timeout)
+                connection = await self._open_checked(address, self.name, self.timeout)
             except BrokerLost as lost:
                 failed[address] = lost
                 raise
@@ -195,16 +184,16 @@ class ReconnectingConnection:
 
         connection = await first_success(addresses, attempt, self._address)
         for address, lost in failed.items():  # Another one hides it, but not forever.
-            if (advice := _advice(lost)) and self._throttle.is_new(f"{address}: {lost}"):
+            if (advice := _advice(lost)) and self.throttle.is_new(f"{address}: {lost}"):
                 log.error("broker refused", broker=str(address), reason=str(lost), next_step=advice)
         return connection
 
     async def _open_checked(self, address: Address, name: str, timeout: float = CONNECT_SECONDS) -> Connection:
         """Raises BrokerLost, also if the connection must not be used."""
-        connection = await connect(address, name=name, heartbeat=self._heartbeat, timeout=timeout)
-        if self._accept is not None:
+        connection = await connect(address, name=name, heartbeat=self.heartbeat, timeout=timeout)
+        if self.accept is not None:
             try:
-                await self._accept(connection)
+                await self.accept(connection)
             except BaseException:
                 await connection.close()
                 raise
