@@ -14,14 +14,15 @@ import logging
 import queue
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from logging.handlers import QueueHandler, QueueListener
-from typing import Any, Literal, TextIO
+from typing import Any, Final, Literal, TextIO
 
 import structlog
 
-from delayer.core.backoff import WINDOW_SECONDS, LineLimit
+from delayer.core.backoff import LINES
 from delayer.core.readable import readable
 
 _DEEPEST = 6
@@ -58,26 +59,40 @@ def clean_values(_logger: object, _method: str, event: Event) -> Event:
     return event
 
 
+MOST_KINDS: Final = 100
+"""The kinds that a window counts by themselves; the rest share the place ELSEWHERE."""
+ELSEWHERE: Final = "(others)"
+WINDOW_SECONDS: Final = 10.0
+
+
 class _Limited:
     """Processor: it bounds the lines about single messages, which have an ``id`` or a ``message_id``. A line for each
-    message of a flood would block the event loop. Those left out are counted, and reported when the window ends."""
+    message of a flood would block the event loop. A window passes the first LINES of a kind: an event, and the exchange
+    or lane of its message. The rest are counted, and reported when the window ends."""
 
     def __init__(self) -> None:
-        self._limit = LineLimit()
-        self._begun = 0.0
+        self._begun = -WINDOW_SECONDS
+        self._passed: Counter[tuple[str, object]] = Counter()
+        self._left_out: Counter[tuple[str, object]] = Counter()
 
     def __call__(self, _logger: object, _method: str, event: Event) -> Event:
         if "message_id" not in event and "id" not in event:
             return event
         now = time.monotonic()
-        if self._limit.over(now):
+        if now >= self._begun + WINDOW_SECONDS:
             self.report(now)
             with suppress(RuntimeError):  # Without an event loop, the first line of the next window reports.
                 asyncio.get_running_loop().call_later(WINDOW_SECONDS, self._end, now)
-        place, more = event.get("exchange", event.get("lane")), event.pop("more", 0)
-        if self._limit.passes(event["event"], place, more):
-            return event
-        raise structlog.DropEvent
+        kind = event["event"], event.get("exchange", event.get("lane"))
+        if kind not in self._passed and len(self._passed) >= MOST_KINDS:
+            kind = event["event"], ELSEWHERE
+        passes = self._passed[kind] < LINES
+        self._passed[kind] += passes
+        # ``more``: how many lines behind this one were not even made (first_of_each).
+        self._left_out[kind] += event.pop("more", 0) + (not passes)
+        if not passes:
+            raise structlog.DropEvent
+        return event
 
     def _end(self, begun: float) -> None:
         if begun == self._begun:  # A line may have begun the next window before this timer ran.
@@ -85,9 +100,12 @@ class _Limited:
 
     def report(self, begin: float = -WINDOW_SECONDS) -> None:
         """End the window, report the lines left out, and begin one if told when."""
+        left_out, self._left_out = self._left_out, Counter()
         self._begun = begin
-        for event, place, lines in self._limit.begin(begin):
-            log.warning("log lines left out", of=event, place=place, lines=lines, seconds=WINDOW_SECONDS)
+        self._passed.clear()
+        for (event, place), lines in left_out.items():
+            if lines:
+                log.warning("log lines left out", of=event, place=place, lines=lines, seconds=WINDOW_SECONDS)
 
 
 _limited = _Limited()

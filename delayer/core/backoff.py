@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar
 
@@ -49,43 +48,7 @@ class LogThrottle:
 
 
 LINES: Final = 10
-"""The lines of one kind that are logged in one window."""
-MOST_KINDS: Final = 100
-"""The kinds that a window counts by themselves; the rest share the place ELSEWHERE."""
-ELSEWHERE: Final = "(others)"
-WINDOW_SECONDS: Final = 10.0
-
-
-class LineLimit:
-    """A limit of log lines by kind: an event, and the exchange or lane of its message. In a window of WINDOW_SECONDS it
-    passes the first LINES of a kind, and counts the rest."""
-
-    def __init__(self) -> None:
-        self._until = 0.0
-        self._passed: Counter[tuple[str, object]] = Counter()
-        self._left_out: Counter[tuple[str, object]] = Counter()
-
-    def over(self, now: float) -> bool:
-        """Whether no window is open."""
-        return now >= self._until
-
-    def passes(self, event: str, place: object, more: int = 0) -> bool:
-        """Whether to log this line. ``more``: how many lines behind it were not even made (:func:`first_of_each`)."""
-        kind = event, place
-        if kind not in self._passed and len(self._passed) >= MOST_KINDS:
-            kind = event, ELSEWHERE
-        passes = self._passed[kind] < LINES
-        self._passed[kind] += passes
-        self._left_out[kind] += more + (not passes)
-        return passes
-
-    def begin(self, now: float) -> list[tuple[str, object, int]]:
-        """Begin a window. Returns the event, the place and the number of the lines that the last one left out."""
-        left_out = [(*kind, lines) for kind, lines in self._left_out.items() if lines]
-        self._until = now + WINDOW_SECONDS
-        self._passed.clear()
-        self._left_out.clear()
-        return left_out
+"""The lines of one kind that are logged in one window (config/logs.py)."""
 
 
 def first_of_each(messages: Iterable[T], place: Callable[[T], object]) -> Iterator[tuple[T, int]]:
