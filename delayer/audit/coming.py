@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from dataclasses import replace
+from typing import Any, Final
 
 from delayer.audit import faults
 from delayer.audit.extract import Extract
@@ -24,15 +25,6 @@ WHERE id IN (SELECT segment FROM segment_message WHERE id IS NULL)
 """
 
 
-class Slot(NamedTuple):
-    """The messages due in a span from ``start_ms`` on. ``size``, ``unread``: as in findings.Bar."""
-
-    start_ms: int
-    messages: int
-    size: int
-    unread: int = 0
-
-
 def calendar(store: Extract, release_rate: float) -> Calendar:
     """Build the forecast. ``release_rate``: messages per second."""
     minutes, _ = spans(store.now_ms)
@@ -41,13 +33,15 @@ def calendar(store: Extract, release_rate: float) -> Calendar:
         MINUTE_MS: _due(store, MINUTE_MS, *minutes),
         HOUR_MS: _with_unread(_due(store, HOUR_MS, -1 << 62, 1 << 62), spread(store.rows(_UNREAD))),
     }
-    routes, more_routes = _groups(store, "route", ROUTES)
-    destinations, more = _groups(store, "to_exchange, to_key", DESTINATIONS)
-    shares = (
-        [Share(*_figures(row), route=bytes(row.route)) for row in routes],
-        [Share(*_figures(row), to_exchange=bytes(row.to_exchange), to_key=bytes(row.to_key)) for row in destinations],
+    routes, routes_more = _groups(store, ("route",), ROUTES)
+    destinations, destinations_more = _groups(store, ("to_exchange", "to_key"), DESTINATIONS)
+    return replace(
+        drawn(store.now_ms, release_rate, due),
+        routes=routes,
+        routes_more=routes_more,
+        destinations=destinations,
+        destinations_more=destinations_more,
     )
-    return drawn(store.now_ms, release_rate, due, shares, (more_routes, more))
 
 
 ROUTES, DESTINATIONS = 50, 200
@@ -60,26 +54,15 @@ def spans(now_ms: int) -> tuple[tuple[int, int], tuple[int, int]]:
     return minutes, ((now_ms - DAY_MS) // HOUR_MS * HOUR_MS, now_ms + 31 * DAY_MS)
 
 
-def drawn(
-    now_ms: int,
-    release_rate: float,
-    due: Mapping[int, list[Any]],
-    shares: tuple[Sequence[Share], Sequence[Share]],
-    more: tuple[int, int],
-) -> Calendar:
-    """Build the forecast from slots (start_ms, messages, size) by width, fullest first, including all hours.
-    ``shares``: the routes and destinations to list. ``more``: how many more of each there are."""
+def drawn(now_ms: int, release_rate: float, due: Mapping[int, list[Bar]]) -> Calendar:
+    """Build the forecast, without routes and destinations, from bars by width, fullest first, including all hours."""
     minutes, hours = spans(now_ms)
     return Calendar(
         release_rate=release_rate,
-        minutes=_bars(due[MINUTE_MS], MINUTE_MS, *minutes),
-        hours=_bars(due[HOUR_MS], HOUR_MS, *hours),
+        minutes=_within(due[MINUTE_MS], *minutes),
+        hours=_within(due[HOUR_MS], *hours),
         days=_days(due[HOUR_MS], now_ms),
         peaks=_peaks(due, release_rate),
-        routes=tuple(shares[0]),
-        routes_more=more[0],
-        destinations=tuple(shares[1]),
-        destinations_more=more[1],
     )
 
 
@@ -96,17 +79,21 @@ def spread(segments: Iterable[Any]) -> Counter[int]:
     return found
 
 
-def _with_unread(slots: Iterable[Slot], unread: Mapping[int, int]) -> list[Slot]:
-    """Add the messages of unreadable segments to ``slots``; fullest first."""
-    found = {slot.start_ms: slot for slot in slots}
+def _with_unread(hours: Iterable[Bar], unread: Mapping[int, int]) -> list[Bar]:
+    """Add the messages of unreadable segments to ``hours``; fullest first."""
+    found = {bar.start_ms: bar for bar in hours}
     for start_ms, messages in unread.items():
-        slot = found.get(start_ms, Slot(start_ms, 0, 0))
-        found[start_ms] = slot._replace(messages=slot.messages + messages, unread=messages)
-    return sorted(found.values(), key=lambda slot: (-slot.messages, slot.start_ms))
+        bar = found.get(start_ms, Bar(start_ms, HOUR_MS, 0, 0))
+        found[start_ms] = replace(bar, messages=bar.messages + messages, unread=messages)
+    return fullest_first(found.values())
 
 
-def _due(store: Extract, width: int, first: int = 0, last: int = -1) -> list[Slot]:
-    """Query the slots of ``width`` ms due from ``first`` to ``last``, and the ten fullest; fullest first."""
+def fullest_first(bars: Iterable[Bar]) -> list[Bar]:
+    return sorted(bars, key=lambda bar: (-bar.messages, bar.start_ms))
+
+
+def _due(store: Extract, width: int, first: int = 0, last: int = -1) -> list[Bar]:
+    """Query the bars of ``width`` ms due from ``first`` to ``last``, and the ten fullest; fullest first."""
     rows = store.rows(f"""
         WITH due AS (
             SELECT due_ms - pmod(due_ms, {width}) AS start_ms, count(*) AS messages, sum(size) AS size
@@ -114,28 +101,26 @@ def _due(store: Extract, width: int, first: int = 0, last: int = -1) -> list[Slo
         )
         SELECT * FROM due WHERE start_ms BETWEEN {first} AND {last}
         UNION (SELECT * FROM due ORDER BY messages DESC, start_ms LIMIT 10)""")
-    return _with_unread((Slot(*row) for row in rows), {})
+    return fullest_first(Bar(row.start_ms, width, row.messages, row.size) for row in rows)
 
 
-def _bars(rows: Iterable[Any], width: int, first: int, last: int) -> tuple[Bar, ...]:
-    shown = sorted((row for row in rows if first <= row.start_ms <= last), key=lambda row: row.start_ms)
-    return tuple(Bar(row.start_ms, width, row.messages, row.size, row.unread) for row in shown)
+def _within(bars: Iterable[Bar], first: int, last: int) -> tuple[Bar, ...]:
+    return tuple(sorted((bar for bar in bars if first <= bar.start_ms <= last), key=lambda bar: bar.start_ms))
 
 
-def _days(hours: Iterable[Any], now_ms: int) -> tuple[Bar, ...]:
+def _days(hours: Iterable[Bar], now_ms: int) -> tuple[Bar, ...]:
     """Draw a bar for each day. The bars at the edges include everything farther away."""
     first, last = ((now_ms + days * DAY_MS) // DAY_MS * DAY_MS for days in (-400, 4000))
     found: dict[int, Bar] = {}
-    for row in hours:
-        start_ms = min(max(row.start_ms // DAY_MS * DAY_MS, first), last)
-        bar = found.get(start_ms, Bar(start_ms, DAY_MS, 0, 0))
-        found[start_ms] = Bar(
-            start_ms, DAY_MS, bar.messages + row.messages, bar.size + row.size, bar.unread + row.unread
-        )
+    for hour in hours:
+        start_ms = min(max(hour.start_ms // DAY_MS * DAY_MS, first), last)
+        day = found.get(start_ms, Bar(start_ms, DAY_MS, 0, 0))
+        sums = day.messages + hour.messages, day.size + hour.size, day.unread + hour.unread
+        found[start_ms] = Bar(start_ms, DAY_MS, *sums)
     return tuple(found[start_ms] for start_ms in sorted(found))
 
 
-def _peaks(rows: Mapping[int, list[Any]], rate: float) -> tuple[Peak, ...]:
+def _peaks(rows: Mapping[int, list[Bar]], rate: float) -> tuple[Peak, ...]:
     """Pick the ten fullest seconds, minutes and hours, sorted by how far their release exceeds their width. A minute
     needs over twice the messages of each listed second in it; otherwise each peak would appear three times."""
     found: list[Peak] = []
@@ -148,20 +133,17 @@ def _peaks(rows: Mapping[int, list[Any]], rate: float) -> tuple[Peak, ...]:
     return tuple(found)
 
 
-def _groups(store: Extract, by: str, limit: int) -> tuple[list[Any], int]:
+def _groups(store: Extract, names: Sequence[str], limit: int) -> tuple[tuple[Share, ...], int]:
     """Return the ``limit`` largest groups of waiting messages, and the number of other groups."""
-    of = f"FROM messages WHERE kind <> '{HELD}'"
+    by, of = ", ".join(names), f"FROM messages WHERE kind <> '{HELD}'"
     rows = store.rows(f"""
-        SELECT {by}, count(*) AS messages, sum(size) AS size, min(due_ms) AS first_due_ms, max(due_ms) AS last_due_ms
+        SELECT count(*) AS messages, sum(size), min(due_ms), max(due_ms), {by}
         {of} GROUP BY {by} ORDER BY messages DESC, {by} LIMIT {limit}""")
+    shares = tuple(Share(*row[:4], **dict[str, Any]((name, bytes(row[name])) for name in names)) for row in rows)
     if len(rows) < limit:
-        return rows, 0
+        return shares, 0
     [[groups]] = store.rows(f"SELECT count(DISTINCT {by}) {of}")
-    return rows, groups - limit
-
-
-def _figures(row: Any) -> tuple[int, int, int, int]:
-    return row.messages, row.size, row.first_due_ms, row.last_due_ms
+    return shares, groups - limit
 
 
 def targets(store: Extract, limit: int) -> list[CheckedTarget]:

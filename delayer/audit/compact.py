@@ -232,11 +232,6 @@ def run(spark: SparkSession, url: str, planned: CompactionPlan, rows: int, say: 
     return finish(url, planned, packed, time.monotonic() - began, partial(say, "giving room back"))
 
 
-def nothing(url: str, planned: CompactionPlan) -> CompactionResult:
-    """Finish a job with an empty plan, because an earlier job may have died before shrinking. Raises StoreLost."""
-    return finish(url, planned, (), 0.0, lambda _done, _of: None)
-
-
 def finish(
     url: str, planned: CompactionPlan, packed: Sequence[PackedWindow], seconds: float, say: Callable[[int, int], None]
 ) -> CompactionResult:

@@ -164,12 +164,13 @@ def _forecast(
     now_ms: int, rate: float, due: Mapping[int, Mapping[int, int]], mean: float, destinations: list[Share]
 ) -> Calendar:
     """Build the forecast from ``due``: message counts by width and start. ``mean``: bytes per message."""
-    slots = {}
-    for width in sorted(due):
-        fullest = sorted(due[width].items(), key=lambda slot: (-slot[1], slot[0]))
-        slots[width] = [Bar(start_ms, width, messages, round(messages * mean)) for start_ms, messages in fullest]
-    listed = destinations[: coming.DESTINATIONS]
-    return coming.drawn(now_ms, rate, slots, ((), listed), (0, len(destinations) - len(listed)))
+    bars = {
+        width: coming.fullest_first(Bar(start_ms, width, n, round(n * mean)) for start_ms, n in due[width].items())
+        for width in sorted(due)
+    }
+    listed = tuple(destinations[: coming.DESTINATIONS])
+    more = len(destinations) - len(listed)
+    return replace(coming.drawn(now_ms, rate, bars), destinations=listed, destinations_more=more)
 
 
 def _share(row: Any, scale: float) -> Share:
