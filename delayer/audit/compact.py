@@ -18,7 +18,6 @@ from asyncpg import Connection
 from delayer.audit import tasks
 from delayer.audit.errors import JobMisused
 from delayer.audit.gain import Gain, estimated
-from delayer.audit.tasks import Turns
 from delayer.core.errors import StoreLost
 from delayer.core.readable import Say
 from delayer.core.segment import SegmentBroken
@@ -73,13 +72,12 @@ async def pack_window(connection: Connection, window: CompactionWindow, rows: in
     """Pack ``window`` in order of due times. Skips rows that a restore adds behind the current position, which the job
     would otherwise repack until shortly before they are due."""
     made: list[Compacted] = []
-    ours = Turns(connection, _traffic)
     lost = broken = None
     attempts, rest = 0, window
     # A window that loses against other transactions gets five attempts.
     while attempts < 5:
         try:
-            async with ours.turn() as beside_traffic:
+            async with tasks.turn(connection, _traffic) as beside_traffic:
                 # Under load, lock 1,000 rows at a time: 10 ms of server time and 1 MB of WAL.
                 portion = 1_000 if beside_traffic else None
                 one = await compact.compact_one(connection, rest, rows=rows, fewest=fewest, portion=portion, pause=0.01)

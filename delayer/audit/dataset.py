@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import date, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 from urllib.parse import quote, unquote
 
 import pyarrow as pa
@@ -219,31 +219,18 @@ class PartitionWriter:
         self._open, self._waiting = {}, 0
 
 
-class Dataset(Protocol):
-    """A dataset that an export updates. ``root``: the directory for new files. ``former``: each partition's present
-    file, by the partition's directory, relative to ``former_root``."""
-
-    @property
-    def root(self) -> Path: ...
-    @property
-    def former_root(self) -> Path: ...
-    @property
-    def former(self) -> Mapping[str, Path]: ...
-
-    def commit(self, kept: Iterable[Path], written: Mapping[Partition, Path], gone: Iterable[Path]) -> None:
-        """Sync the ``kept`` and ``written`` files to disk, then make them visible. Raises OSError, Unfit. ``gone``:
-        files that were replaced, or whose partition is now empty."""
-
-
 class PlainDataset:
-    """A directory of Parquet files; satisfies Dataset. Created by :func:`plain`."""
+    """A directory of Parquet files. Created by :func:`plain`. ``root``: the directory for new files. ``former``: each
+    partition's present file, by the partition's directory, relative to ``former_root``."""
 
     def __init__(self, path: Path, root: Path) -> None:
         self.root, self.former_root = root, path
         self.former = {str(file.parent): file for file in _files(path)}
 
     def commit(self, kept: Iterable[Path], written: Mapping[Partition, Path], gone: Iterable[Path]) -> None:
-        """Link the kept files into the new directory, and exchange it with the former one."""
+        """Sync the ``kept`` and ``written`` files to disk, then make them visible: link the kept files into the new
+        directory, and exchange it with the former one. ``gone``: files that were replaced, or whose partition is now
+        empty. Raises OSError, Unfit."""
         for file in kept:
             (self.root / file.parent).mkdir(parents=True, exist_ok=True)
             os.link(self.former_root / file, self.root / file)

@@ -25,7 +25,7 @@ PARTITIONED_BY: Final = pa.schema({"due_day": pa.date32(), "route": pa.string()}
 
 
 class DeltaDataset:
-    """Satisfies dataset.Dataset. Created by :func:`delta`."""
+    """A table in place of a PlainDataset, with the same attributes and methods. Created by :func:`delta`."""
 
     def __init__(self, path: Path, *, bodies: bool) -> None:
         self.root = self.former_root = path

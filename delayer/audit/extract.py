@@ -106,15 +106,6 @@ _NAME: Final = "delayer-audit-"
 Watch = Callable[[str], AbstractContextManager[None]]
 """Shows the progress of a block under a name."""
 
-_SAID: Final = {
-    "message": "reading messages",
-    "segment_message": "unpacking segments",
-    "held": "reading held messages",
-    "segment": "reading segments",
-    "message_key": "reading keys",
-    "history": "reading the history",
-}
-"""What the progress calls the reading of each relation (source.RELATIONS)."""
 _SAMPLED: Final = ("message", "segment_message")
 """Relations that a sample reads only in part."""
 
@@ -210,7 +201,7 @@ def take(spark: SparkSession, url: SecretUrl, place: str, watch: Watch, *, sampl
                 continue
             share = sample if name in _SAMPLED else 1.0
             options = {"snapshot": held.id, "relation": name, "sample": str(share)}
-            with watch(_SAID[name]):
+            with watch(f"reading {name}"):
                 spark.read.format(source.NAME).options(**options).load().write.parquet(f"{place}/{name}")
             files[name] = spark.read.schema(columns).parquet(f"{place}/{name}")
     show(spark, files)

@@ -46,21 +46,13 @@ class Options:
     own_rules: tuple[AuditRuleTable, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Audited:
-    """A finished audit. ``remarks``: why some destinations have no verdict, human-readable."""
-
-    report: AuditReport
-    remarks: tuple[str, ...] = ()
-
-
 def check(options: Options) -> None:
     """Check, before a JVM starts, that the store is usable. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
     if wrong := schema.outdated(asyncio.run(setup.schema_of(options.store.reveal()))):
         raise wrong
 
 
-def run(spark: SparkSession, options: Options, say: Say) -> Audited:
+def run(spark: SparkSession, options: Options, say: Say) -> AuditReport:
     """Run one audit. Raises StoreLost, JobMisused, JobFailed."""
     began = time.monotonic()
     sessions.check_work(spark.sparkContext.master, options.work)  # spark-submit's master is unknown until now.
@@ -80,14 +72,14 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
         if threading.current_thread() is threading.main_thread():
             # With PySpark's Ctrl-C handler, asyncio could not cancel its task.
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        report, remarks = asked(report, targets, options)
-    return Audited(replace(report, seconds=round(time.monotonic() - began, 3)), remarks)
+        report = check_destinations(report, targets, options)
+    return replace(report, seconds=round(time.monotonic() - began, 3))
 
 
-def asked(
+def check_destinations(
     report: AuditReport, targets: list[CheckedTarget], options: Options, unseen: Iterable[str] = ()
-) -> tuple[AuditReport, tuple[str, ...]]:
-    """Add the broker's verdicts; also return why some are missing. ``unseen``: destinations not in ``targets``."""
+) -> AuditReport:
+    """Add the broker's verdicts, and why some are missing. ``unseen``: destinations not in ``targets``."""
     from delayer.broker import route_check  # noqa: PLC0415 - only with a broker
 
     if options.broker is None:
@@ -95,4 +87,4 @@ def asked(
     else:
         management = options.management.reveal() if options.management else None
         answers = asyncio.run(route_check.check_targets(options.broker.reveal(), management, targets))
-    return rules.with_destinations(report, answers, unseen), answers.remarks
+    return rules.with_destinations(report, answers, unseen)

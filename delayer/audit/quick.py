@@ -19,7 +19,7 @@ import asyncpg
 from delayer.audit import coming, extract, faults, job, rules
 from delayer.audit.extract import AuditedStore
 from delayer.audit.findings import PACKED, WAITING, AuditReport, Bar, Calendar, Finding, Share
-from delayer.audit.job import Audited, Options
+from delayer.audit.job import Options
 from delayer.broker.route_check import CheckedTarget
 from delayer.core.segment import FORMAT
 from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
@@ -58,12 +58,12 @@ class _Record(asyncpg.Record):  # type: ignore[misc]  # the driver has no types
         return self[name]
 
 
-def run(options: Options) -> Audited:
+def run(options: Options) -> AuditReport:
     """Run one audit. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
     began = time.monotonic()
     report, targets, unseen = asyncio.run(_judged(options))
-    report, remarks = job.asked(report, targets, options, unseen)
-    return Audited(replace(report, seconds=round(time.monotonic() - began, 3)), remarks)
+    report = job.check_destinations(report, targets, options, unseen)
+    return replace(report, seconds=round(time.monotonic() - began, 3))
 
 
 async def _judged(options: Options) -> tuple[AuditReport, list[CheckedTarget], list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final
 
 from rich.console import Console
@@ -11,10 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from delayer.audit import words
-from delayer.audit.findings import AuditReport, Bar, Finding, Past
+from delayer.audit.findings import AuditReport, Finding, Past
 from delayer.core.readable import away, counted, duration, instant, size
 
-_BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _ALWAYS: Final = ("parked", "released", "cancelled", "held", "waiting")
 """Columns of the lanes that are shown even if all their values are 0."""
 _STYLES: Final = {"good": "green", "warn": "yellow", "bad": "bold red", "": "dim"}
@@ -82,8 +81,6 @@ def _coming(report: AuditReport, console: Console) -> None:
         console.print(Text(f"{text}, last {instant(last)} ({away(last, now_ms)})"))
     if unread := words.unread(report):
         console.print(Text(f"  {unread}", "yellow"))
-    if drawn := sparkline(report.calendar.hours, now_ms):
-        console.print(Text.assemble("  next 48 hours ", (drawn, "cyan")))
     console.print()
     if peaks := words.peaks(report):
         rate = f"to drain at {report.calendar.release_rate:,.0f}/s"
@@ -93,21 +90,6 @@ def _coming(report: AuditReport, console: Console) -> None:
             drain = Text(duration(peak.drain_seconds), "yellow" if slow else "")
             table.add_row(instant(peak.start_ms), words.width(peak.width_ms), f"{peak.messages:,}", drain)
         _indented(console, table)
-
-
-def sparkline(hours: Sequence[Bar], now_ms: int) -> str:
-    """Draw the next 48 hours, one character each; empty if nothing is due in them."""
-    first = now_ms // 3_600_000
-    counts = [0] * 48
-    for bar in hours:
-        at = bar.start_ms // 3_600_000 - first
-        if 0 <= at < 48:
-            counts[at] += bar.messages
-    top = max(counts)
-    if not top:
-        return ""
-    # Round up, so that every due message shows.
-    return "".join(_BLOCKS[-(-count * (len(_BLOCKS) - 1) // top)] for count in counts)
 
 
 def _destinations(report: AuditReport, console: Console) -> None:

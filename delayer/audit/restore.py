@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from asyncpg import Connection
 
-from delayer.audit.tasks import SESSION, Turns
+from delayer.audit.tasks import SESSION, turn
 from delayer.core.readable import Say
 from delayer.core.segment import Broken, Restored
 from delayer.core.units import DAY_MS
@@ -68,9 +68,9 @@ async def run(url: str, planned: RestorePlan, say: Say) -> RestoreResult:
 
     async def work() -> None:
         async with looking(url, "restore", "delayer restore", SESSION) as connection:
-            turns = Turns(connection, Traffic())
+            traffic = Traffic()
             for entry in waiting:
-                await restore_segment(connection, turns, entry, done)
+                await restore_segment(connection, traffic, entry, done)
                 if done.lost:  # The other segments stay, and the report counts them.
                     done.lost += [done.lost[0] for _ in waiting]
                 say("restoring", done.segments + done.gone + len(done.broken), len(planned.segments))
@@ -86,10 +86,10 @@ def _hear(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         loop.default_exception_handler(context)
 
 
-async def restore_segment(connection: Connection, turns: Turns, entry: SegmentEntry, done: RestoreResult) -> None:
+async def restore_segment(connection: Connection, traffic: Traffic, entry: SegmentEntry, done: RestoreResult) -> None:
     """Restore a segment, and add the result to ``done``. Retries a transaction that lost a conflict."""
     try:
-        found = await patiently(partial(_restored, connection, turns, entry))
+        found = await patiently(partial(_restored, connection, traffic, entry))
     except DAMAGED as error:  # A damaged segment does not stop the rest.
         done.broken.append(f"segment {entry.id}: the store cannot read it, or write its rows: {describe(error)}")
     except DRIVER_ERRORS as error:
@@ -105,12 +105,13 @@ async def restore_segment(connection: Connection, turns: Turns, entry: SegmentEn
                 done.messages += found.messages
 
 
-async def _restored(connection: Connection, turns: Turns, entry: SegmentEntry) -> Restored | Broken | None:
+async def _restored(connection: Connection, traffic: Traffic, entry: SegmentEntry) -> Restored | Broken | None:
     """Restore a segment at once or, under load, in small portions with pauses; no turn if it is due soon."""
     from delayer.store.segments import restore  # noqa: PLC0415 - pyarrow
 
     # This machine's clock is exact enough here.
-    async with turns.turn(hurried=entry.first_due_ms < time.time() * 1000 + 600_000) as beside_traffic:
+    soon = entry.first_due_ms < time.time() * 1000 + 600_000
+    async with turn(connection, traffic, hurried=soon) as beside_traffic:
         days = range(entry.first_due_ms // DAY_MS, entry.last_due_ms // DAY_MS + 1)
         # Pause, because each new partition stops traffic for as long as a release takes.
         await make_missing(connection, days, 20.0, pause=0.1)

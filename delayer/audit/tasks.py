@@ -139,39 +139,26 @@ SESSION: Final[Mapping[str, str]] = {
 
 
 def step_back() -> None:
-    """Lower the priority of this process and its children. It does not slow the database, so see :class:`Turns`."""
+    """Lower the priority of this process and its children. It does not slow the database, so see :func:`turn`."""
     os.setpriority(os.PRIO_PROCESS, 0, 19)
 
 
-class Turns:
-    """Throttles the session of ``connection``. Under load, one session works at a time and rests after each piece for
-    as long as it took."""
-
-    def __init__(self, connection: Connection, seen: Traffic) -> None:
-        self._connection = connection
-        self._seen = seen
-
-    @asynccontextmanager
-    async def turn(self, *, hurried: bool = False) -> AsyncIterator[bool]:
-        """Yield whether there is traffic; if so, wait for the session's turn first, and rest after the block.
-        ``hurried``: do neither. Raises DRIVER_ERRORS."""
-        held = not hurried and await self._wait()
-        began = time.monotonic()
-        try:
-            yield held
-            if held:
-                await asyncio.sleep(min(10.0, time.monotonic() - began))
-        finally:
-            if held and not self._connection.is_closed():
-                await traffic.end_turn(self._connection)
-
-    async def _wait(self) -> bool:
-        """Wait for our turn; False if there is no traffic, so that no turns are needed."""
-        while await self._seen.look(self._connection):
-            if await traffic.take_turn(self._connection):
-                return True
+@asynccontextmanager
+async def turn(connection: Connection, seen: Traffic, *, hurried: bool = False) -> AsyncIterator[bool]:
+    """Throttle a session's piece of work, and yield whether there is traffic. Under load, one session works at a time,
+    and rests after the block for as long as it took. ``hurried``: neither wait nor rest. Raises DRIVER_ERRORS."""
+    held = False
+    while not (hurried or held) and await seen.look(connection):
+        if not (held := await traffic.take_turn(connection)):
             await asyncio.sleep(0.05)
-        return False
+    began = time.monotonic()
+    try:
+        yield held
+        if held:
+            await asyncio.sleep(min(10.0, time.monotonic() - began))
+    finally:
+        if held and not connection.is_closed():
+            await traffic.end_turn(connection)
 
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from delayer.store.admin.stats import restored_ms
 
 if TYPE_CHECKING:
     from delayer.audit.findings import AuditReport
-    from delayer.audit.job import Audited, Options
+    from delayer.audit.job import Options
 
 
 def _finite(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
@@ -112,23 +112,21 @@ def audit(
     )
     if html is not None and not html.parent.is_dir():
         raise Misused(f"--html {html}: there is no directory {html.parent}")
-    audited = _run(options, master, conf, deep=deep)
-    for remark in audited.remarks:
-        note(remark)
-    tell(audited.report, as_json=as_json)
+    report = _run(options, master, conf, deep=deep)
+    tell(report, as_json=as_json)
     code = ExitCode.DONE
     if html is not None:
         from delayer.audit import report_html  # noqa: PLC0415
 
         try:
-            report_html.write(audited.report, html)
+            report_html.write(report, html)
         except OSError as error:
             note(f"delayer: --html {html}: {error.strerror}")
             code = ExitCode.USAGE
-    context.exit(ExitCode.FOUND if audited.report.violations else code)
+    context.exit(ExitCode.FOUND if report.violations else code)
 
 
-def _run(options: Options, master: str | None, conf: dict[str, str], *, deep: bool) -> Audited:
+def _run(options: Options, master: str | None, conf: dict[str, str], *, deep: bool) -> AuditReport:
     if not deep:
         from delayer.audit import quick  # noqa: PLC0415
 

@@ -22,7 +22,8 @@ from delayer.store.admin import exporting
 from delayer.store.admin.exporting import BrokenSegments
 
 if TYPE_CHECKING:
-    from delayer.audit.dataset import Dataset, Partition
+    from delayer.audit.dataset import Partition, PlainDataset
+    from delayer.audit.delta import DeltaDataset
 
 
 @click.group(short_help="Write what waits as Parquet or Delta, for a data team.")
@@ -91,7 +92,7 @@ def _check_packages(module: str, extra: str) -> None:
         raise OutOfReach(f"the Python package {module} is missing. Next: install delayer[{extra}] (docs/install.md)")
 
 
-async def _export(url: str, target: Dataset, say: Say, *, bodies: bool) -> dict[str, Any]:
+async def _export(url: str, target: PlainDataset | DeltaDataset, say: Say, *, bodies: bool) -> dict[str, Any]:
     """Export once. Returns the messages, those that came and left since the last export, and the partitions written,
     kept and removed. Raises StoreLost, BadStoreUrl, SchemaOutdated, OSError, dataset.Unfit, dataset.DatasetNotWritten.
     """

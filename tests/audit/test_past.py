@@ -101,13 +101,13 @@ def test_without_a_history(spark: SparkSession) -> None:
 
 @pytest.mark.deadline(300)
 async def test_the_job_reads_the_history_of_the_store(spark: SparkSession, database: str) -> None:
-    assert audit(spark, database).report.past is None
+    assert audit(spark, database).past is None
     async with opened(database, history_days=2) as there, owned(there) as lanes, sql(database) as admin:
         await put(admin, [row(1, there.now_lower_ms() + DAY_MS)])
         await there.park(lanes[0], [parcel(there.now_lower_ms() + 5)], [])
         rows = await claim_when_due(lanes[0])
         await lanes[0].claimers[0].settle(rows, [], lambda: [float(due.due_ms + 7) for due in rows])
-        found = audit(spark, database).report.past
+        found = audit(spark, database).past
     assert found is not None
     assert (found.whole["released"], found.whole["p99_ms"]) == (1, 7)
     assert [one["route"] for one in found.routes] == [b"delayer.in"]

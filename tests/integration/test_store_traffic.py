@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import asyncpg
 import pytest
 
-from delayer.audit.tasks import Turns
+from delayer.audit.tasks import turn
 from delayer.release.ports import Lane
 from delayer.store.admin import traffic
 from delayer.store.admin.traffic import Traffic
@@ -63,9 +63,9 @@ class Working:
 
     async def executor(self, connection: asyncpg.Connection, meet: int) -> None:
         """Do some pieces of work; in the first one, wait until ``meet`` executors are there."""
-        ours = Turns(connection, Traffic())
+        seen = Traffic()
         for piece in range(PIECES):
-            async with ours.turn():
+            async with turn(connection, seen):
                 self.now += 1
                 self.most = max(self.most, self.now)
                 async with asyncio.timeout(20):
@@ -105,8 +105,7 @@ async def test_without_traffic_all_executors_work(database: str) -> None:
 
 async def test_work_that_fails_ends_its_turn(database: str) -> None:
     async with daemon(database), sql(database) as one, sql(database) as two:
-        ours = Turns(one, Traffic())
         with pytest.raises(asyncpg.DivisionByZeroError):
-            async with ours.turn(), one.transaction():
+            async with turn(one, Traffic()), one.transaction():
                 await one.fetchval("SELECT 1 / 0")
         assert await traffic.take_turn(two)

@@ -142,17 +142,6 @@ def test_the_history_is_on_the_console_and_on_the_page(page: str) -> None:
     assert "What was" not in "\n".join(lines(EMPTY))
 
 
-def test_the_sparkline_shows_the_next_48_hours() -> None:
-    def hour(n: int, messages: int) -> Bar:
-        return Bar(NOW_MS // HOUR * HOUR + n * HOUR, HOUR, messages, 0)
-
-    drawn = report_console.sparkline(
-        [hour(-1, 9), hour(0, 1), hour(1, 1_000_000), hour(47, 500_000), hour(48, 9)], NOW_MS
-    )
-    assert drawn == "▁█" + " " * 45 + "▄"
-    assert report_console.sparkline([hour(50, 1)], NOW_MS) == ""
-
-
 def test_a_second_with_one_message_is_no_peak_beside_thousands() -> None:
     calendar = replace(FULL.calendar, peaks=(*FULL.calendar.peaks, Peak(NOW_MS, 1000, 77, 1, 0.002)))
     report = replace(FULL, calendar=calendar)
