@@ -17,7 +17,6 @@ from asyncpg import Connection
 
 from delayer.audit import tasks
 from delayer.audit.errors import JobMisused
-from delayer.audit.gain import Gain, estimated
 from delayer.core.errors import StoreLost
 from delayer.core.readable import Say
 from delayer.core.segment import SegmentBroken
@@ -126,6 +125,21 @@ _RIGHTS: Final = "run it with a URL of the role that owns the schema (docs/secur
 
 _PATIENT: Final = {"statement_timeout": "0"}
 
+# To estimate what a compaction saves and costs, in bytes, as measured by bench/backlog.py.
+ROW_BYTES: Final = 250
+"""Bytes of a row on disk, not counting its body and properties: other columns, row header and index entry."""
+LOG_BYTES: Final = 300
+"""WAL bytes for packing or restoring a message, not counting its content as a row and its share of the segment.
+Postgres logs each page in full when it first changes after a checkpoint, so packing logs the rows."""
+SEGMENT_SHARE: Final = 1.08
+"""Bytes on disk per byte of a segment, which Postgres stores in pieces of 2 kB."""
+KEY_BYTES: Final = 70
+"""Bytes that a row of message_key grows by when its message is packed, measured with 18-byte keys."""
+KEY_LOG_BYTES: Final = 400
+"""WAL bytes for that."""
+LOG_KEPT_MS: Final = 7 * DAY_MS
+"""How long archived WAL is kept, for :attr:`Gain.pays_after_ms`."""
+
 
 class CompactionPlan(NamedTuple):
     """A job's plan. Instants are epoch milliseconds by the store's clock."""
@@ -135,6 +149,17 @@ class CompactionPlan(NamedTuple):
     windows: Sequence[CompactionWindow]
     fewest: int = 0
     """Minimum number of messages in a segment."""
+
+
+class Gain(NamedTuple):
+    """``packed_bytes``: of the segments. ``saved_bytes``: on disk, and in each backup that copies files. ``log_bytes``:
+    WAL for packing, and about as much again for restoring. ``pays_after_ms``: the delay from which a message saves more
+    bytes times days than its WAL costs, which is kept for LOG_KEPT_MS; None if segments are no smaller than rows."""
+
+    packed_bytes: int
+    saved_bytes: int
+    log_bytes: int
+    pays_after_ms: int | None
 
 
 class Numbers(NamedTuple):
@@ -219,6 +244,14 @@ async def numbers(url: str, planned: CompactionPlan, rows: int) -> Numbers:
     whole, large = (sum(one[at] for one in hours.values()) for at in (0, 4))
     gain = estimated(messages, stored_bytes, round(raw_bytes * ratio), keyed)
     return Numbers(messages, segments, whole - messages, keyed, large, raw_bytes, disk_bytes, gain)
+
+
+def estimated(messages: int, stored_bytes: int, packed_bytes: int, keyed: int = 0) -> Gain:
+    """Estimate packing ``messages`` (``keyed`` with a key) whose bodies and properties take ``stored_bytes``."""
+    saved = stored_bytes + messages * ROW_BYTES - round(packed_bytes * SEGMENT_SHARE) - keyed * KEY_BYTES
+    log = stored_bytes + packed_bytes + messages * LOG_BYTES + keyed * KEY_LOG_BYTES
+    pays = LOG_KEPT_MS * 2 * log // saved if saved > 0 else None
+    return Gain(packed_bytes, saved, log, pays)
 
 
 def run(spark: SparkSession, url: str, planned: CompactionPlan, rows: int, say: Say) -> CompactionResult:

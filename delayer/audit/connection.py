@@ -32,7 +32,6 @@ _SHARED: Final = (
     " channel_binding"
 )
 _KNOWN: Final = frozenset(_SHARED.split())
-_OTHERWISE: Final = {"database": "dbname"}
 
 
 def libpq_url(store_url: str, application: str) -> str:
@@ -47,19 +46,14 @@ def libpq_url(store_url: str, application: str) -> str:
     }
     settings = []
     for given, value in parse_qsl(query, keep_blank_values=True):
-        key = _OTHERWISE.get(given, given)
+        key = "dbname" if given == "database" else given
         if key in _KNOWN:
             ours[key] = value
-        else:
-            settings.append(f"-c {key}={_escaped(value)}")
+        else:  # As one word for the server's parser of options.
+            settings.append(f"-c {key}=" + value.replace("\\", "\\\\").replace(" ", "\\ "))
     if settings:
         ours["options"] = " ".join([*([ours["options"]] if "options" in ours else []), *settings])
     return f"{base}?{urlencode(ours, quote_via=quote)}"
-
-
-def _escaped(value: str) -> str:
-    """Escape one word for the server's parser of options."""
-    return value.replace("\\", "\\\\").replace(" ", "\\ ")
 
 
 _BATCH_HINT: Final = "adbc.postgresql.batch_size_hint_bytes"

@@ -415,14 +415,9 @@ def destinations(routes: Iterable[_Row]) -> list[Finding]:
         if exchange and verdict in (Verdict.MISSING, Verdict.CLOSED):
             found.append(_finding(f"exchange {_quoted(exchange)}", list(group)))
         else:
-            found += [_finding(_subject(row[0].exchange, row[0].routing_key), [row]) for row in group]
+            where = f"exchange {_quoted(exchange)}, key" if exchange else "queue"
+            found += [_finding(f"{where} {_quoted(row[0].routing_key)}", [row]) for row in group]
     return found
-
-
-def _subject(exchange: bytes, key: bytes) -> str:
-    if not exchange:
-        return f"queue {_quoted(key)}"
-    return f"exchange {_quoted(exchange)}, key {_quoted(key)}"
 
 
 def _finding(subject: str, rows: Sequence[_Row]) -> Finding:

@@ -155,7 +155,8 @@ def session(
             with tasks.translated("Spark"):
                 yield spark
         finally:
-            _stop(spark)
+            with suppress(Py4JError, OSError):  # systemd stops the JVM together with us, which leaves nothing to stop.
+                spark.stop()
 
 
 @contextmanager
@@ -180,20 +181,8 @@ def _hush(spark: SparkSession) -> None:
             tell(request, address)
 
     server.handle_error = handle_error
-    logging.root.addFilter(_not_of_py4j)
-
-
-def _not_of_py4j(record: logging.LogRecord) -> bool:
-    """Drop Py4J's log records of a lost JVM and of Ctrl-C: tracebacks that repeat the error Py4J raises."""
-    return not str(record.msg).endswith("while sending command.")
-
-
-def _stop(spark: SparkSession) -> None:
-    from py4j.protocol import Py4JError  # noqa: PLC0415
-
-    # systemd stops the JVM together with us, which leaves nothing to stop.
-    with suppress(Py4JError, OSError):
-        spark.stop()
+    # Py4J's log records of a lost JVM and of Ctrl-C are tracebacks that repeat the error Py4J raises.
+    logging.root.addFilter(lambda record: not str(record.msg).endswith("while sending command."))
 
 
 def _end_children() -> None:
@@ -239,7 +228,9 @@ def check_packages() -> None:
 def check_java(environ: Mapping[str, str]) -> None:
     """Raise JobImpossible unless Spark supports the Java that it would start."""
     version = None
-    if (java := _java(environ)) is not None:
+    home = environ.get("JAVA_HOME")  # If it is set, Spark's scripts look for java only there.
+    java = shutil.which("java", path=str(Path(home, "bin")) if home else environ.get("PATH"))
+    if java is not None:
         told = subprocess.run([java, "-version"], capture_output=True, text=True, check=False, env=dict(environ))
         version = version_of(told.stderr + told.stdout)
     if version is None or version < JAVA_NEEDED:
@@ -255,14 +246,6 @@ def version_of(told: str) -> int | None:
     """Parse the major version from ``java -version``: 17 from "17.0.15", 8 from "1.8.0_402"; None if absent."""
     match = re.search(r'version "(?:1\.)?(\d+)', told)
     return int(match[1]) if match else None
-
-
-def _java(environ: Mapping[str, str]) -> str | None:
-    """Find java as Spark's scripts do: only in JAVA_HOME if that is set."""
-    if home := environ.get("JAVA_HOME"):
-        java = Path(home, "bin", "java")
-        return str(java) if os.access(java, os.X_OK) else None
-    return shutil.which("java", path=environ.get("PATH"))
 
 
 def _point_to_python(master: str | None, more: Mapping[str, str]) -> None:

@@ -120,10 +120,7 @@ def tell_report(report: ImportReport, as_json: bool) -> None:
             {
                 **_json_of(report.run),
                 "resumed": report.resumed,
-                "this_time": {
-                    **{name: getattr(report, name) for name in ("parked", "held", "superseded")},
-                    "already_committed": report.again,
-                },
+                "this_time": {**report.this_time, "already_committed": report.again},
                 "seconds": round(report.seconds, 3),
                 "left": report.left,
                 "held_because": report.reasons,
@@ -131,18 +128,16 @@ def tell_report(report: ImportReport, as_json: bool) -> None:
             }
         )
         return
-    run = report.run
+    run, (parked, held, superseded) = report.run, report.this_time.values()
     whole = f" ({run.parked:,} and {run.held:,} altogether)" if report.resumed else ""
-    rate = f", {(report.parked + report.held) / report.seconds:,.0f}/s" if report.seconds else ""
-    click.echo(
-        f"Import {run.id} is done: {report.parked:,} parked, {report.held:,} held{whole}; {report.seconds:.1f} s{rate}."
-    )
+    rate = f", {(parked + held) / report.seconds:,.0f}/s" if report.seconds else ""
+    click.echo(f"Import {run.id} is done: {parked:,} parked, {held:,} held{whole}; {report.seconds:.1f} s{rate}.")
     if report.again:
         click.echo(f"{report.again:,} were committed before the interruption and only had to be removed.")
     for why, count in _reasons(report.reasons):
         note(f"Held: {count:,}, {why}.")
-    if report.superseded:
-        note(f"Not imported: {report.superseded:,}, because messages wait under their keys. See `delayer audit-log`.")
+    if superseded:
+        note(f"Not imported: {superseded:,}, because messages wait under their keys. See `delayer audit-log`.")
     for why, count in report.left.items():
         note(f"Left where they are: {count:,} {why}.")
     for doubt in report.doubts:

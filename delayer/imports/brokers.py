@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from delayer.amqp.address import Address
@@ -48,21 +49,21 @@ _WORDS = {
 }
 
 
+@dataclass(slots=True)
 class Destinations:
     """Checks which destinations the broker would accept. ``verified`` False: assume all, without asking."""
 
-    def __init__(self, broker_url: str, management_url: str | None, *, verified: bool = True) -> None:
-        self._broker_url = broker_url
-        self._management_url = management_url
-        self._verified = verified
-        self._known: dict[Target, str] = {}
-        self.remarks: list[str] = []
+    broker_url: str
+    management_url: str | None
+    verified: bool = field(default=True, kw_only=True)
+    remarks: list[str] = field(default_factory=list, init=False)
+    _known: dict[Target, str] = field(default_factory=dict, init=False)
 
     async def problems(self, goals: Mapping[Target, Goal]) -> Mapping[Target, str]:
         """List destinations whose messages would be held, with the reason. Raises ImportImpossible if it cannot ask."""
         if len(self._known) > 2 * MOST_GOALS:
             self._known.clear()
-        if self._verified:
+        if self.verified:
             await self._ask({target: goal for target, goal in goals.items() if target not in self._known})
         return {target: why for target in goals if (why := self._known.get(target, ""))}
 
@@ -73,7 +74,7 @@ class Destinations:
             CheckedTarget(*target, goal.messages, goal.first_due_ms or 0): target for target, goal in goals.items()
         }
         asked = await check_targets(
-            self._broker_url, self._management_url, wanted, name=NAME, seconds=600.0, most=len(wanted)
+            self.broker_url, self.management_url, wanted, name=NAME, seconds=600.0, most=len(wanted)
         )
         self.remarks += [remark for remark in asked.remarks if remark not in self.remarks]
         if any(route.verdict is Verdict.NOT_ASKED for _, route in asked.routes):

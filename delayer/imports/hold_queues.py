@@ -8,7 +8,7 @@ where messages go and how long the queue holds them. The command's options overr
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -147,7 +147,7 @@ class HoldQueues(Queues):
     to_exchange: str | None = None
     to_key: str | None = None
     believe_timestamps: bool = False
-    own: Container[str] = ()
+    own: Collection[str] = ()
 
     def more_parameters(self) -> Mapping[str, object]:
         believe = self.believe_timestamps or None
@@ -181,14 +181,9 @@ class HoldQueues(Queues):
         except ValueError as error:
             raise BadSource(f"the source's {error}") from None
         told = await asked(_queues(management))
-        return {
-            name: arguments
-            for name, arguments in told.items()
-            if name in self.patterns or ("x-message-ttl" in arguments and name not in self.own and self._match(name))
-        }
-
-    def _match(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+        matching = {name for name in told for pattern in self.patterns if fnmatchcase(name, pattern)} - set(self.own)
+        holding = {name for name in matching if "x-message-ttl" in told[name]}
+        return {name: arguments for name, arguments in told.items() if name in holding or name in self.patterns}
 
     def _hold(self, name: str, arguments: Mapping[str, Any]) -> HoldQueue:
         exchange = arguments.get("x-dead-letter-exchange") if self.to_exchange is None else self.to_exchange

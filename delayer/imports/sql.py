@@ -24,7 +24,7 @@ from sqlalchemy import MetaData, Select, Table, delete, func, inspect, literal_c
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.schema import DropTable
 
-from delayer.core.importing import SOON_MS, ImportBatch, ImportItem, ImportSelection, Left, Phase, Run, Survey, given
+from delayer.core.importing import SOON_MS, ImportBatch, ImportSelection, Left, Phase, Run, Survey, given
 from delayer.core.message import Target
 from delayer.imports.databases import Database, database_url
 from delayer.imports.state_machine import CountMismatch, ImportImpossible
@@ -160,8 +160,15 @@ class SqlTimeouts:
                 if shares[one.name]:
                     rows += await connection.execute(one.batch(shares[one.name], places.get(one.name)))
                     places[one.name] = (rows[-1][3], rows[-1][0])
+        if not rows:
+            return None
         rows.sort(key=lambda row: row[3])
-        return ImportBatch([self._item(row) for row in rows], write_places(places)) if rows else None
+        timeouts = [
+            StoredTimeout(str(id_), destination or "", epoch_ms(due), headers, bytes(state or b""))
+            for id_, destination, state, due, headers in rows
+        ]
+        items = [item_of(one, self.name.encode(), self.meant) for one in timeouts]
+        return ImportBatch(items, write_places(places))
 
     async def remove(self, batch: ImportBatch) -> int:
         return await self._remove(read_places(batch.progress))
@@ -294,7 +301,7 @@ class SqlTimeouts:
         """Count the rows of each destination in ``survey``."""
         async with connection.stream(goals) as found:
             async for destination, messages, first_due, last_due in found:
-                target = self._target(destination or "")
+                target = self.meant.retargeted(Target(b"", (destination or "").encode("utf-8", "surrogateescape")))
                 hold = misnamed(target.routing_key)
                 problem = "" if hold is None else hold.text
                 survey.add(target, epoch_ms(first_due), problem, messages=messages, last_due_ms=epoch_ms(last_due))
@@ -310,11 +317,3 @@ class SqlTimeouts:
             else:
                 meant = count
         return meant
-
-    def _target(self, destination: str) -> Target:
-        return self.meant.retargeted(Target(b"", destination.encode("utf-8", "surrogateescape")))
-
-    def _item(self, row: Any) -> ImportItem:
-        id_, destination, state, due, headers = row
-        timeout = StoredTimeout(str(id_), destination or "", epoch_ms(due), headers, bytes(state or b""))
-        return item_of(timeout, self.name.encode(), self.meant)

@@ -124,16 +124,10 @@ class ImportReport:
     doubts: list[str] = field(default_factory=list)
 
     @property
-    def parked(self) -> int:
-        return self.run.parked - self.begun.parked
-
-    @property
-    def held(self) -> int:
-        return self.run.held - self.begun.held
-
-    @property
-    def superseded(self) -> int:
-        return self.run.superseded - self.begun.superseded
+    def this_time(self) -> dict[str, int]:
+        """The messages ``parked``, ``held`` and ``superseded`` since the run last begun."""
+        names = ("parked", "held", "superseded")
+        return {name: getattr(self.run, name) - getattr(self.begun, name) for name in names}
 
     @property
     def clean(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from delayer.audit.gain import LOG_KEPT_MS, ROW_BYTES, estimated
+from delayer.audit.compact import LOG_KEPT_MS, ROW_BYTES, estimated
 from delayer.core.units import DAY_MS
 
 
