@@ -38,14 +38,11 @@ _traffic = Traffic()
 
 
 class PackedWindow(NamedTuple):
-    """A window's result; segments committed before remain. ``lost``: why the store was unreachable. ``broken``: why a
-    segment failed verification and was dropped."""
+    """A window with the segments ``made`` of it. ``lost``: why the store was unreachable. ``broken``: why a segment
+    failed verification and was dropped."""
 
     window: CompactionWindow
-    segments: int = 0
-    messages: int = 0
-    raw_bytes: int = 0
-    packed_bytes: int = 0
+    made: Sequence[Compacted] = ()
     lost: str | None = None
     broken: str | None = None
 
@@ -96,15 +93,7 @@ async def pack_window(connection: Connection, window: CompactionWindow, rows: in
         if one is None or not one.more:
             break
         rest = rest._replace(first_ms=one.last_due_ms)
-    return PackedWindow(
-        window,
-        len(made),
-        sum(one.messages for one in made),
-        sum(one.raw_bytes for one in made),
-        sum(one.packed_bytes for one in made),
-        lost,
-        broken,
-    )
+    return PackedWindow(window, made, lost, broken)
 
 
 _NUMBERS: Final = """
@@ -188,8 +177,11 @@ class CompactionResult:
     seconds: float
     shrink_seconds: float
 
-    def total(self, of: str) -> int:
-        return sum(getattr(one, of) for one in self.packed)
+    @property
+    def totals(self) -> dict[str, int]:
+        made = [one for window in self.packed for one in window.made]
+        names = ("messages", "raw_bytes", "packed_bytes")
+        return {"segments": len(made), **{name: sum(getattr(one, name) for one in made) for name in names}}
 
     @property
     def lost(self) -> list[str]:
@@ -268,7 +260,7 @@ def finish(
 ) -> CompactionResult:
     """Shrink the partitions of ``packed`` windows, whose packing took ``seconds``. Raises StoreLost."""
     began = time.monotonic()
-    windows = [one.window for one in packed if one.messages or one.lost]  # A lost commit may have emptied a day.
+    windows = [one.window for one in packed if one.made or one.lost]  # A lost commit may have emptied a day.
     touched = {day for one in windows for day in range(one.first_ms // DAY_MS, one.last_ms // DAY_MS + 1)}
     shrunk = asyncio.run(compact.shrink(url, touched, planned.now_ms // DAY_MS, say))
     return CompactionResult(packed, shrunk, seconds, time.monotonic() - began)

@@ -1,23 +1,13 @@
 """The audit's rules. Each rule queries the extract in SQL and turns the rows into findings.
 
-- conservation: every message that came in is either out or still stored.
-- segments: each segment is readable and contains the messages that its header names.
-- integrity: a row's bytes, format and partition.
-- overdue: messages past their due instant.
-- lanes: lanes without an owner.
-- repeats: a message or an id that appears more than once.
-- keys: each key identifies one waiting message.
-- peaks: many messages due at once.
-- destinations: messages that the broker would not accept. Runs last, when the broker has answered.
-
-docs/backlog.md explains each rule and its violations. Spark's tasks count the messages, so results have few rows.
+docs/backlog.md explains each rule and its violations. Spark's tasks count the messages, so results have few rows. The
+rule "destinations" runs last, when the broker has answered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
@@ -61,8 +51,6 @@ EXAMPLES: Final = 5
 CONSERVATION, SEGMENTS, INTEGRITY, OVERDUE = "conservation", "segments", "integrity", "overdue"
 LANES, REPEATS, KEYS, PEAKS = "lanes", "repeats", "keys", "peaks"
 RULES: Final = (CONSERVATION, SEGMENTS, INTEGRITY, OVERDUE, LANES, REPEATS, KEYS, PEAKS)
-OF_THE_WHOLE: Final = (CONSERVATION, REPEATS, KEYS)
-"""Rules that need the whole store, as does the law of segments."""
 
 
 def judge(store: Extract, options: Options) -> AuditReport:
@@ -81,21 +69,21 @@ def judge(store: Extract, options: Options) -> AuditReport:
     totals = totals_of(figures, places, of_segments)
     coming = calendar(store, options.release_rate)
     first_due = {place.lane: place.first_due_ms for place in places if place.kind == WAITING}
-    questions: dict[str, Callable[[], list[Finding]]] = {
-        CONSERVATION: lambda: conservation(figures),
-        SEGMENTS: lambda: [*segments(store, options.restored_ms), *(law_of_segments(figures) if store.whole else [])],
-        INTEGRITY: lambda: integrity(store),
-        OVERDUE: lambda: overdue(store, figures, options.paced),
-        LANES: lambda: lanes(store, figures, first_due),
-        REPEATS: lambda: repeats(store),
-        KEYS: lambda: keys(store),
-        PEAKS: lambda: peaks(coming),
-        **{rule.name: partial(own, store, rule) for rule in options.own_rules},
+    whole = store.whole
+    found = {
+        CONSERVATION: conservation(figures) if whole else [],
+        SEGMENTS: [*segments(store, options.restored_ms), *(law_of_segments(figures) if whole else [])],
+        INTEGRITY: integrity(store),
+        OVERDUE: overdue(store, figures, options.paced),
+        LANES: lanes(store, figures, first_due),
+        REPEATS: repeats(store) if whole else [],
+        KEYS: keys(store) if whole else [],
+        PEAKS: peaks(coming),
+        **{rule.name: own(store, rule) for rule in options.own_rules},
     }
     why = "a sample was read, and this rule needs the whole store"
-    skipped = {} if store.whole else dict.fromkeys(OF_THE_WHOLE, why)
-    found = {rule: [] if rule in skipped else question() for rule, question in questions.items()}
-    sample = None if store.whole else store.sample
+    skipped = {} if whole else dict.fromkeys((CONSERVATION, REPEATS, KEYS), why)
+    sample = None if whole else store.sample
     return AuditReport(
         store.now_ms, 0.0, sample, totals, tuple(figures), coming, *ruled(found, skipped), behind_ms=store.behind_ms
     )

@@ -144,7 +144,7 @@ def _forecast(found: compaction.Numbers) -> str:
 
 def _tell_packed(done: compaction.CompactionResult, *, as_json: bool) -> None:
     shrunk = done.shrunk
-    totals = {name: done.total(name) for name in ("messages", "segments", "raw_bytes", "packed_bytes")}
+    totals = done.totals
     figures = {
         **totals,
         "seconds": round(done.seconds, 3),

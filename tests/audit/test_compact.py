@@ -34,12 +34,12 @@ async def test_everything_goes_into_segments_and_comes_back_as_it_was(spark: Spa
         days = await admin.fetchval("SELECT count(*) FROM pg_inherits WHERE inhparent = 'message'::regclass")
         done = await pack(spark, database)
         assert not done.lost and not done.broken
-        assert (done.total("messages"), await everything(database)) == (COUNT, before)
+        assert (done.totals["messages"], await everything(database)) == (COUNT, before)
         counters = await lawful(database)
         assert (counters["compacted"], counters["restored"]) == (COUNT, 0)
         assert sorted(row["body"] for row in await admin.fetch("SELECT body FROM message")) == [large] + 6 * [b"near"]
         found = await catalog.listed(admin)
-        assert done.total("segments") == len(found) >= COUNT / ROWS
+        assert done.totals["segments"] == len(found) >= COUNT / ROWS
         assert all(one.messages <= ROWS for one in found)
         # The large row keeps its day; the other days of the far future are gone.
         assert name_of((now + 12 * DAY_MS) // DAY_MS) in done.shrunk.vacuumed
@@ -49,7 +49,7 @@ async def test_everything_goes_into_segments_and_comes_back_as_it_was(spark: Spa
         assert done.shrunk.bytes_after - len(large) < (done.shrunk.bytes_before - len(large)) / 3
 
         again = await pack(spark, database)
-        assert (again.total("messages"), again.shrunk.dropped) == (0, ())
+        assert (again.totals["messages"], again.shrunk.dropped) == (0, ())
 
         back = await bring_back(database)
         assert (back.messages, back.segments, back.gone, back.lost, back.broken) == (COUNT, len(found), 0, [], [])

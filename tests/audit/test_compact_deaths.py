@@ -143,7 +143,7 @@ async def test_the_store_is_lost_meanwhile(spark: SparkSession, database: str) -
         assert done.lost
         assert await everything(database) == before
         # A commit whose answer was lost is in no total.
-        assert 0 < done.total("messages") <= (await lawful(database))["compacted"] < COUNT
+        assert 0 < done.totals["messages"] <= (await lawful(database))["compacted"] < COUNT
         assert not (await pack(spark, database)).lost
         assert await everything(database) == before
         assert (await lawful(database))["compacted"] == COUNT

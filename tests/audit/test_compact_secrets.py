@@ -57,7 +57,7 @@ async def test_the_password_is_not_visible_during_a_job(
                 await pack(spark, secret(database))
             await until_quiet(database, "delayer compact")  # else rows locked by dead sessions would stay rows
             # Messages that other tasks had packed before the failure stay packed.
-            assert 0 < (await pack(spark, secret(database))).total("messages") <= FEW
+            assert 0 < (await pack(spark, secret(database))).totals["messages"] <= FEW
     told = capfd.readouterr()
     error = "".join(f"{one!r}{one}" for one in (failed.value, failed.value.__cause__, failed.value.__context__))
     seen = [told.out, told.err, error, str(conf.getAll()), *processes, *pages(spark)]

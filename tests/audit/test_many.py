@@ -67,7 +67,7 @@ async def test_from_end_to_end(spark: SparkSession, database: str, count: int) -
         cancelled = await actions.cancel(connection, gone)
         assert set(cancelled.values()) == {detail.FoundIn.SEGMENT}
         report = await audited(spark, database)
-        assert packed.total("messages") - CANCELLED > report.totals.packed > count // 3, "some segments are rows again"
+        assert packed.totals["messages"] - CANCELLED > report.totals.packed > count // 3, "some segments are rows again"
         assert report.totals.waiting + report.totals.packed == count - CANCELLED
 
         restored = await restore.run(database, await restore.plan(database, None), quiet)

@@ -74,7 +74,7 @@ class Jobs:
         done = [one for part in await asyncio.gather(*halves) for one in part]
         assert not [one for one in done if one.lost or one.broken]
         await asyncio.to_thread(compact.finish, self.url, planned, done, 0.0, quiet)
-        packed = sum(one.messages for one in done)
+        packed = sum(made.messages for one in done for made in one.made)
         self.packed += packed
         self.rounds += 1
         self.again += packed if begun else 0

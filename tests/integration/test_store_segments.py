@@ -159,8 +159,8 @@ async def test_few_messages_stay_rows_and_a_dry_run_plans_as_the_run(database: s
         done = [await pack_window(admin, one, compacting.ROWS, planned.fewest) for one in planned.windows]
         assert [one.rows for one in planned.windows] == [400, 300]
         assert (told.messages, told.segments, told.few, told.keyed) == (700, 2, 5, 200)
-        assert [(one.messages, one.segments) for one in done] == [(400, 1), (300, 1)]
-        assert told.raw_bytes == sum(one.raw_bytes for one in done)
+        assert [[made.messages for made in one.made] for one in done] == [[400], [300]]
+        assert told.raw_bytes == sum(made.raw_bytes for one in done for made in one.made)
 
 
 async def test_rows_that_a_restore_brings_back_wait_for_the_next_job(
