@@ -92,11 +92,8 @@ def behind(report: AuditReport) -> str:
 def unread(report: AuditReport) -> str:
     """Note the messages in unreadable segments; empty if there are none."""
     messages = sum(bar.unread for bar in report.calendar.days)
-    if not messages:
-        return ""
-    return (
-        f"{counted(messages, 'message')} in segments that do not read back; their hours are estimates by the headers."
-    )
+    told = f"{counted(messages, 'message')} in unreadable segments; their hours are estimates from the headers."
+    return told if messages else ""
 
 
 def sampled(report: AuditReport) -> str:
@@ -110,7 +107,7 @@ def sampled(report: AuditReport) -> str:
         return ""
     read = report.totals.waiting + report.totals.packed
     return (
-        f"A sample: some {report.sample * 100:.3g} % of the pages, with {read:,} waiting messages. Their numbers are "
+        f"A sample: about {report.sample * 100:.3g} % of the pages, with {read:,} waiting messages. Their numbers are "
         "not scaled up; held messages, segments and counters are all of them."
     )
 

@@ -68,8 +68,8 @@ async def count(connection: asyncpg.Connection, lane: int, **kinds: int) -> None
 
 
 ONE = {
-    "body = 'near but changed'": ("integrity", "violation", "lane 1, waiting: the checksum does not fit its bytes"),
-    "format = 99": ("integrity", "violation", "lane 1, waiting: the format is not known"),
+    "body = 'near but changed'": ("integrity", "violation", "lane 1, waiting: the checksum does not match its bytes"),
+    "format = 99": ("integrity", "violation", "lane 1, waiting: the format is unknown"),
     "to_exchange = 'nowhere'": ("destinations", "violation", 'exchange "nowhere"'),
     "to_exchange = '', to_key = 'no.such.queue'": ("destinations", "violation", 'queue "no.such.queue"'),
     "to_key = 'nobody'": ("destinations", "violation", 'exchange "delayer.out", key "nobody"'),
@@ -79,13 +79,13 @@ ONE = {
 """Changes of one message that waits in lane 1; tests/audit/test_rules_planted.py declares the destinations."""
 OTHERS = {
     "UPDATE held SET body = 'changed' WHERE body = 'held 0'":
-        ("integrity", "violation", "lane 1, held: the checksum does not fit its bytes"),
+        ("integrity", "violation", "lane 1, held: the checksum does not match its bytes"),
     "UPDATE held SET retry_at = now() - interval '10 minutes' WHERE body = 'held 1'":
-        ("overdue", "violation", "lane 1: held, and not tried again in time"),
+        ("overdue", "violation", "lane 1: held, and not retried in time"),
     "DELETE FROM message_key WHERE key = 'key 2'":
-        ("keys", "violation", "a waiting message that its key does not stand for"),
+        ("keys", "violation", "a waiting message that its key does not point to"),
     "INSERT INTO message_key VALUES ('lost', 1, now(), 4711)":
-        ("keys", "violation", "a key that stands for no message"),
+        ("keys", "violation", "a key that points to no message"),
 }  # fmt: skip
 COPIES = {
     "id = nextval('message_id')": ("repeats", "warning", "the same message more than once"),
@@ -102,7 +102,7 @@ SAYS = {
 }
 """Changes of a segment's own columns."""
 PACKED = [
-    (11, 10 * DAY_MS, {"body": b"changed"}, "integrity", "lane 11, segment: the checksum does not fit its bytes"),
+    (11, 10 * DAY_MS, {"body": b"changed"}, "integrity", "lane 11, segment: the checksum does not match its bytes"),
     (12, -600_000, {}, "overdue", "segments of lane 12"),
     (13, 1_800_000, {}, "segments", f"lane 13: {faults.LATE}"),
 ]

@@ -83,7 +83,7 @@ def test_held_messages_without_a_retry_are_found(spark: SparkSession) -> None:
         held(3, lane=2, due_ms=NOW - 9 * DAY_MS, retry_ms=NOW - GRACE_MS + 1),
         held(4, lane=2, due_ms=NOW - 9 * DAY_MS),
     ]
-    subject = "lane {}: held, and not tried again in time"
+    subject = "lane {}: held, and not retried in time"
     found = overdue(spark, messages)
     assert {name: severity for name, (severity, *_) in found.items()} == {
         subject.format(1): "warning",

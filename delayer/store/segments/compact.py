@@ -89,16 +89,6 @@ async def windows(connection: Connection, after_ms: int, rows: int = ROWS, fewes
     return [window for window in found if window.rows >= fewest]
 
 
-_SOME: Final = """
-SELECT id, (extract(epoch FROM due_at) * 1000000)::bigint, (extract(epoch FROM parked_at) * 1000000)::bigint, checksum,
-       format, route, exchange, routing_key, to_exchange, to_key, properties, body, key
-FROM message
-WHERE lane = $1 AND due_at >= $2 AND due_at <= $3
-  AND octet_length(body) + octet_length(properties) <= $4
-ORDER BY due_at, id LIMIT $5
-"""
-
-
 async def packed_share(connection: Connection, window: CompactionWindow, rows: int) -> float:
     """Estimate a segment's size as a share of its bodies and properties, from at most ``rows`` messages. Raises the
     driver's errors."""
@@ -107,7 +97,9 @@ async def packed_share(connection: Connection, window: CompactionWindow, rows: i
     async with connection.transaction(readonly=True):
         await connection.execute(SETTINGS)
         rows = min(rows, await _fitting(connection, window, BYTES))
-        found = await connection.fetch(_SOME, window.lane, window.first_ms, window.last_ms, LARGEST, rows)
+        unlocked = statements.read("lock_run").replace("FOR UPDATE SKIP LOCKED", "")
+        bounds = (window.lane, window.first_ms, window.last_ms + 1, window.first_ms * 1000, -MAX_ID)
+        found = await connection.fetch(unlocked, *bounds, rows, BYTES, LARGEST)
     if not found:
         return 0.0
     packed = packing.pack(packing.table_of(found))
@@ -237,12 +229,12 @@ _SIZE = "SELECT coalesce(sum(pg_total_relation_size(relid)), 0)::bigint FROM pg_
 
 @dataclass(frozen=True, slots=True)
 class ShrinkResult:
-    """The result of :func:`shrink`. Bytes are of all partitions with their indexes and TOAST."""
+    """The result of :func:`shrink`: partitions, and the bytes of all of them with their indexes and TOAST. ``left``:
+    not vacuumed or dropped, for lack of a moment; left for next time."""
 
     dropped: tuple[str, ...]
     vacuumed: tuple[str, ...]
     left: tuple[str, ...]
-    """Not vacuumed or dropped, for lack of a moment; left for next time."""
     bytes_before: int
     bytes_after: int
 

@@ -78,7 +78,7 @@ def findings() -> tuple[Finding, ...]:
     return (
         Finding("conservation", "violation", "lane 2: waiting", 3, None,
                 {"expected": 2_011_006, "found": 2_011_003, "counters": {"parked": 2_100_003, "released": 88_997}}),
-        Finding("integrity", "violation", "lane 1, waiting: the checksum does not fit its bytes", 1, NOW_MS + 3 * DAY,
+        Finding("integrity", "violation", "lane 1, waiting: the checksum does not match its bytes", 1, NOW_MS + 3 * DAY,
                 {"examples": [81_230_411]}),
         Finding("destinations", "violation", 'exchange "payments.eu"', 96_001, NOW_MS + 2 * DAY,
                 {"verdict": "missing", "why": "", "keys": 2, "routing_keys": ["capture", "refund"]}),
