@@ -14,8 +14,6 @@ from delayer.audit import words
 from delayer.audit.findings import AuditReport, Finding, Past
 from delayer.core.readable import away, counted, duration, instant, size
 
-_ALWAYS: Final = ("parked", "released", "cancelled", "held", "waiting")
-"""Columns of the lanes that are shown even if all their values are 0."""
 _STYLES: Final = {"good": "green", "warn": "yellow", "bad": "bold red", "": "dim"}
 
 
@@ -26,7 +24,6 @@ def show(report: AuditReport, console: Console) -> None:
     _destinations(report, console)
     if report.past is not None:
         _past(report.past, console)
-    _lanes(report, console)
     _verdict(report, console)
 
 
@@ -142,24 +139,6 @@ def _past(past: Past, console: Console) -> None:
             where = Text(words.destination(odd["to_exchange"], odd["to_key"]), "yellow")
             table.add_row(where, f"{odd['odd']:,}", f"{odd['messages']:,}", *delays)
         _indented(console, table)
-
-
-def _lanes(report: AuditReport, console: Console) -> None:
-    if not report.lanes:
-        return
-    counts = [
-        {kind: lane.counters[kind] for kind in words.COUNTED}
-        | {"held": lane.held, "waiting": lane.waiting, "in segments": lane.packed}
-        for lane in report.lanes
-    ]
-    # Without a compaction the table fits an 80-column terminal.
-    shown = [kind for kind in counts[0] if kind in _ALWAYS or any(one[kind] for one in counts)]
-    table = _table("lane", "owner", "", *shown, right=(0, *range(3, len(shown) + 3)))
-    for lane, one in zip(report.lanes, counts, strict=True):
-        alive = {True: Text("running", "green"), False: Text("free", "yellow"), None: Text("not known", "dim")}
-        owner = Text(words.name(lane.owner, "-"))
-        table.add_row(str(lane.number), owner, alive[lane.alive], *(f"{one[kind]:,}" for kind in shown))
-    _indented(console, table)
 
 
 def _verdict(report: AuditReport, console: Console) -> None:

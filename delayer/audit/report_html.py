@@ -43,7 +43,7 @@ def page(report: AuditReport) -> str:
         asked=next((run.skipped for run in report.rules if run.rule == "destinations"), ""),
         share=lambda messages: 100 * messages / max(most, 1),
         off=_off,
-        kinds=words.COUNTED,
+        kinds=("parked", "restored", "released", "cancelled", "compacted"),
     )
 
 

@@ -54,8 +54,8 @@ async def plan(url: str, within_ms: int | None) -> RestorePlan:
     """Plan to restore segments due within ``within_ms`` (None: all). Raises StoreLost, BadStoreUrl, SchemaOutdated."""
     async with looking(url, "plan", "delayer restore plan") as connection:
         now_ms = await connection.fetchval("SELECT statement_timestamp()")
-        before = None if within_ms is None else now_ms + within_ms
-        return RestorePlan(now_ms, await catalog.listed(connection, before))
+        before_ms = catalog.FOREVER_MS if within_ms is None else now_ms + within_ms
+        return RestorePlan(now_ms, await catalog.listed(connection, before_ms))
 
 
 async def run(url: str, planned: RestorePlan, say: Say) -> RestoreResult:

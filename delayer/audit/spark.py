@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 JAVA_NEEDED: Final = 17
 _LOGGING: Final = Path(__file__).with_name("log4j2.properties")
 
-# A JVM that only schedules tasks exits before C2 pays off, and JIT threads would take cores from the tasks.
+# A JVM that only schedules tasks exits before C2 pays off, and JIT threads would take cores from the tasks. For 100
+# tasks it used about 10 s of processor time with this option, and 21 s without.
 _BRIEF: Final = "-XX:TieredStopAtLevel=1"
 
 _EVERYWHERE: Final[Mapping[str, str]] = {

@@ -10,8 +10,6 @@ from delayer.broker.route_check import Verdict
 from delayer.core.filters import own_name
 from delayer.core.readable import counted, duration, instant, readable
 
-COUNTED: Final = ("parked", "restored", "released", "cancelled", "compacted")
-"""A lane's counters. They balance its held and waiting messages (rules.conservation)."""
 _WIDTHS: Final = {1_000: "second", 60_000: "minute", 3_600_000: "hour", 86_400_000: "day"}
 
 

@@ -43,10 +43,9 @@ async def count(connection: Connection) -> SegmentTotals:
     return SegmentTotals(*await connection.fetchrow(statements.read("count_segments")))
 
 
-async def listed(connection: Connection, before_ms: int | None = None, limit: int | None = None) -> list[SegmentEntry]:
+async def listed(connection: Connection, before_ms: int = FOREVER_MS) -> list[SegmentEntry]:
     """List the segments whose first message is due before ``before_ms``, soonest first. Raises the driver's errors."""
-    before_ms = FOREVER_MS if before_ms is None else before_ms
-    return [SegmentEntry(*row) for row in await connection.fetch(statements.read("list_segments"), before_ms, limit)]
+    return [SegmentEntry(*row) for row in await connection.fetch(statements.read("list_segments"), before_ms)]
 
 
 _READ = "SELECT id, messages, format, digest, gone, lane FROM segment WHERE id = $1"

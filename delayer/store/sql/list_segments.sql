@@ -1,6 +1,5 @@
--- The segments whose first message is due before $1, soonest first, at most $2 (null: all). Reads no segment.
+-- The segments whose first message is due before $1, soonest first. Reads no segment.
 SELECT id, lane, first_due, last_due, messages, raw_bytes, octet_length(packed), broken
 FROM segment
 WHERE first_due < $1
 ORDER BY first_due, id
-LIMIT $2
