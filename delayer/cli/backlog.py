@@ -61,7 +61,7 @@ def export(context: click.Context, /, *, directory: Path, form: str, bodies: boo
     _check_packages("pyarrow", "segments")
     from delayer.audit import dataset  # noqa: PLC0415 - pyarrow
 
-    opened: Callable[[Path], AbstractContextManager[Dataset]] = dataset.plain
+    opened: Callable[[Path], AbstractContextManager[PlainDataset | DeltaDataset]] = dataset.plain
     if form == "delta":
         _check_packages("deltalake", "delta")
         from delayer.audit.delta import delta  # noqa: PLC0415 - needs the extra
