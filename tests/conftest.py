@@ -105,6 +105,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = f"({config.option.markexpr}) and not words"
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many tests `.ci/run` had to try twice."""
+    if path := os.environ.get("FLAKY_TESTS"):
+        terminalreporter.write_line(f"flaky: {len(Path(path).read_text().splitlines())}")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark slow tests."""
