@@ -25,7 +25,6 @@ from delayer.config.sources import (
     value_at,
 )
 from delayer.config.texts import duration_text
-from delayer.config.topology import destination_of, native_of, sources_of
 from delayer.core.cascade import Cascade, parking_queue
 from delayer.core.topology import Topology
 
@@ -279,6 +278,10 @@ def _in_the_cascade(settings: Settings, queues: Mapping[str, str]) -> Iterator[M
 
 def _declared_twice(settings: Settings) -> Iterator[Mistake]:
     """Report exchanges and queues that the configuration declares in two ways, in either mode."""
+    if not settings.destinations and not any(route.retry for route in settings.routes):
+        return
+    from delayer.config.topology import destination_of, native_of, sources_of  # noqa: PLC0415 - slow, and rarely needed
+
     whole = sources_of(settings) + native_of(settings)
     parts = [
         (f"route[{index}].retry.exhausted", Topology(queues=(parking_queue(route.retry.exhausted),)))

@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from typing import Final, NamedTuple, Protocol
 
 from delayer.amqp.values import Timestamp
-from delayer.core.marks import RECEIVED_AT, received_ms
+from delayer.core.marks import LAST_DUE, RECEIVED_AT, received_ms
 
 _NUMBER = re.compile(r"[+-]?[0-9]{1,30}(\.[0-9]{1,30})?", re.ASCII)
 # RFC 3339 section 5.6, with the lower-case letters and the space that its notes allow.
@@ -241,7 +241,10 @@ def _relative(header: bytes, unit: str = "milliseconds", length_ms: int = 1) -> 
     def read(request: DelayRequest) -> Asked | None:
         if header not in request.headers or (header == DELAY and is_mark(request.headers[header])):
             return None
-        return read_delay_ms(request.headers[header], unit) * length_ms, None
+        delay = read_delay_ms(request.headers[header], unit)
+        if not delay and header == DELAY and LAST_DUE in request.headers:
+            return None  # A release flips the sign of x-delay, and 0 has none.
+        return delay * length_ms, None
 
     return read
 

@@ -21,7 +21,7 @@ from delayer.amqp.properties import (
     timestamp,
     value_at,
 )
-from delayer.core.delay_headers import DELAY, REQUEST_HEADERS, UnreadableDelay, is_mark, read_delay_ms
+from delayer.core.delay_headers import DELAY, REQUEST_HEADERS, UnreadableDelay, read_delay_ms
 from delayer.core.delay_sources import COPY_HEADERS
 from delayer.core.marks import ID, LAST_DUE, X_DEATH
 from delayer.core.retry_policy import FAILED_IN, RETRIES, FailedAttempt
@@ -117,13 +117,10 @@ def released_properties(properties: Properties, id: bytes, due_ms: int) -> bytes
 
 
 def _turned(raw: bytes, type_at: int, stop: int) -> bytes:
-    """Flip the sign of the delay; 0, which has none, becomes -1. Empty for a value that stays: a mark already, or
-    unreadable, so that it did not delay this message."""
+    """Flip the sign of the delay. Empty for a value that stays: a value that is not positive is a mark already, and an
+    unreadable value did not delay this message."""
     try:
-        value = value_at(raw, type_at, stop)
-        if is_mark(value):
-            return b""
-        delay_ms = read_delay_ms(value)
+        positive = read_delay_ms(value_at(raw, type_at, stop)) > 0
     except (UnreadableDelay, MalformedTable):
         return b""
-    return negated(raw[type_at], raw[type_at + 1 : stop]) if delay_ms else int64(-1)
+    return negated(raw[type_at], raw[type_at + 1 : stop]) if positive else b""

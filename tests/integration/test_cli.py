@@ -456,7 +456,7 @@ def test_a_route_that_makes_messages_late_and_holds_them_is_told(delayer: Run) -
 def test_an_address_that_others_reach_is_told(delayer: Run) -> None:
     away = "0.0.0.0:9419"
     for listen, more, told in (
-        ("127.0.0.1:9419", {}, []), ("[::1]:9419", {}, []), ("", {}, []), (away, {}, ["without a token: nobody"]),
+        ("127.0.0.1:9419", {}, []), ("[::1]:9419", {}, []), ("", {}, []), (away, {}, ["without a token, so"]),
         (away, {"DELAYER_HTTP__TOKEN": "t" * 16}, []), (away, {"DELAYER_HTTP__OPEN": "true"}, ["anyone who can reach"]),
     ):  # fmt: skip
         seen = json.loads(delayer("check", "--offline", "--json", DELAYER_HTTP__LISTEN=listen, **more).stdout)["checks"]

@@ -142,7 +142,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> type[Round]:
 
 def connect(one: Any, *connections: FakeConnection) -> None:
     for keeper, connection in zip(one.connections.values(), connections, strict=False):
-        keeper._connection = connection
+        keeper.current = connection
 
 
 SILENCE = "no answer within 30 s"

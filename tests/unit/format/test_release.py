@@ -74,10 +74,10 @@ def test_the_first_delay_after_a_mark_counts_and_is_turned() -> None:
         (b"b\x05", b"b\xfb"),
         (b"I" + struct.pack(">i", 1500), b"I" + struct.pack(">i", -1500)),
         (long_string(b"1500.50"), long_string(b"-1500.50")),
-        # 0 has no sign: without one, a message that comes back would be delivered at once again and again.
-        (b"b\x00", int64(-1)),
-        (long_string(b"0"), int64(-1)),
-        (b"d" + struct.pack(">d", -0.0), int64(-1)),
+        # 0 has no sign.
+        (b"b\x00", b"b\x00"),
+        (long_string(b"0"), long_string(b"0")),
+        (b"d" + struct.pack(">d", -0.0), b"d" + struct.pack(">d", -0.0)),
         # A delay that is over.
         (b"b\xfb", b"b\xfb"),
         (b"d" + struct.pack(">d", -0.5), b"d" + struct.pack(">d", -0.5)),
