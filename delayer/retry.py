@@ -49,7 +49,7 @@ def raise_first(results: Iterable[BaseException | None], *, unless: tuple[type[B
 
 
 async def first_set(*events: asyncio.Event, seconds: float | None = None) -> list[asyncio.Event]:
-    """Wait until one of the events is set, for ``seconds`` at most. Returns the events that ended the wait."""
+    """Wait at most ``seconds`` until one of the events is set. Returns the events that ended the wait."""
     waiting = {asyncio.create_task(event.wait(), name="waiting"): event for event in events}
     try:
         done, _ = await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -78,8 +78,8 @@ class Backoff:
         self._failures = 0
 
     async def pause(self, again: Callable[[], bool] = lambda: False) -> None:
-        """Sleep for the pause after so many failures in a row, or until one of the events is set. ``again``: whether a
-        server is reached again; then the pause lasts for STEP at most.
+        """Count a failure and sleep, longer after each in a row, or until one of the events is set. ``again``: whether
+        a server is reachable again; then the pause lasts at most STEP.
 
         Call this after the ``except`` block. It collects garbage, so that batches in reference cycles are freed.
         """
@@ -88,7 +88,7 @@ class Backoff:
         await self.wait(self._pause(self._failures - 1, random.random()), again)
 
     async def wait(self, seconds: float, again: Callable[[], bool] = lambda: False) -> None:
-        """Sleep for ``seconds``, or until one of the events is set, or it is so ``again``."""
+        """Sleep for ``seconds``, or until one of the events is set, or until ``again()`` is true."""
         while seconds > 0 and not any(end.is_set() for end in self._ends):
             self._beat()
             step = min(seconds, STEP)

@@ -207,7 +207,7 @@ if TYPE_CHECKING:
 _Reply = TypeVar("_Reply", bound=Frame)
 _CLOSE_SECONDS = 5.0
 CLUMP_MS: Final = 2
-"""Write scheduled messages due within this time together, because a wake-up costs more than a message."""
+"""Messages of a pace due within this time are written together, because a wake-up costs more than a message."""
 
 
 class Channel:

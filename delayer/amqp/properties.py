@@ -47,7 +47,7 @@ _NEGATIVE = {
     ord(kind): (_NUMBERS[ord(kind)], struct.Struct(">B" + _NUMBERS[ord(signed)].format[1:]), ord(signed))
     for kind, signed in zip("bsIlLBui", "bsIlLsIl", strict=True)
 }
-"""By integer type: the struct of its value; for the negative, the struct and the type byte of the signed type."""
+"""For each integer type the struct of its value, then struct and type byte of the signed type for its negation."""
 _U32 = struct.Struct(">I")
 _DECIMAL = struct.Struct(">Bi")
 _MAX_INT64 = (1 << 63) - 1

@@ -41,8 +41,8 @@ def addresses_of(urls: str) -> list[Address]:
 async def first_success(
     addresses: Sequence[Address], attempt: Callable[[Address], Awaitable[T]], avoided: Address | None = None
 ) -> T:
-    """Return the result of the first successful ``attempt``. Tries each address once, in order from a random one, and
-    ``avoided``, which was lost last, at the end.
+    """Return the result of the first successful ``attempt``. Tries each address once, beginning at a random one.
+    ``avoided``, the address that was lost last, comes at the end.
 
     Raises BrokerRefused or BrokerLost: a refusal if any, otherwise the reasons of all.
     """
@@ -67,7 +67,7 @@ async def first_success(
 
 
 async def losses_of(addresses: Sequence[Address], attempt: Callable[[Address], Awaitable[object]]) -> list[Loss]:
-    """Why ``attempt`` fails, for each address that it fails with. With one address alone it is not made."""
+    """Return the error of each address for which ``attempt`` fails. Makes no attempt if there is only one address."""
     losses: list[Loss] = []
     places = [place for places in await _results(map(_places, addresses), losses) for place in places]
     if len(places) + len(losses) > 1:
@@ -76,7 +76,8 @@ async def losses_of(addresses: Sequence[Address], attempt: Callable[[Address], A
 
 
 async def _results(attempts: Iterable[Awaitable[T]], losses: list[Loss]) -> list[T]:
-    """The results of those that succeed, all at once; ``losses`` gets the errors of addresses that failed."""
+    """Run all attempts at once. Returns the results of those that succeed, and adds the errors of the rest to
+    ``losses``."""
 
     async def result(attempt: Awaitable[T]) -> list[T]:
         try:
@@ -89,7 +90,7 @@ async def _results(attempts: Iterable[Awaitable[T]], losses: list[Loss]) -> list
 
 
 async def _places(address: Address) -> list[Address]:
-    """Return one per address of its host, or itself if there is only one. Raises BrokerUnreachable."""
+    """Return a copy for each address of the host, or this one if there is only one. Raises BrokerUnreachable."""
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
             places = await look_up(address.host, address.port)

@@ -61,8 +61,8 @@ class Removal:
 class Remover:
     """One removal of a topology; see :meth:`Admin.remove`.
 
-    For "delete if empty" of a quorum queue, the broker closes the connection. So this counts the messages first, and
-    removes each exchange before the last count of its queue.
+    Quorum queues do not support "delete if empty": the broker closes the connection. So this counts the messages first,
+    and removes each exchange before the last count of its queue.
     """
 
     admin: Admin
@@ -150,7 +150,7 @@ class Admin(Questions):
     async def connect(
         cls, urls: str, *, management_url: str | None = None, name: str = "delayer admin", patience: float = PATIENCE
     ) -> Self:
-        """Connect to one of ``urls``, which configure TLS. ``patience``: timeout of each call, in seconds.
+        """Connect to one of ``urls``, whose parameters configure TLS. ``patience``: timeout of each call, in seconds.
 
         ``management_url`` (``http://user:password@host:15672``) lets verify() read bindings and policies, with the TLS
         settings of ``urls``. Raises BrokerUnreachable, BrokerRefused.

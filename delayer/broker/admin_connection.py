@@ -167,5 +167,5 @@ def translate_errors(where: str) -> Iterator[None]:
 
 
 def _text(error: BaseException) -> str:
-    """The text without the full stop that the broker puts at its end: sentences of ours go on after it."""
+    """Remove the full stop that the broker puts at the end of its text, because our sentences continue after it."""
     return str(error).removesuffix(".") or type(error).__name__

@@ -84,20 +84,20 @@ PATIENCE: Final = 30.0
 DELAYS_FROM: Final = (4, 3)
 """The first version of RabbitMQ whose quorum queues delay messages: returned ones, and from 4.4 on published ones."""
 LEADER_SECONDS: Final = 0.25
-"""If the leader of a quorum queue does not answer for so long, RabbitMQ counts 0 messages."""
+"""If the leader of a quorum queue does not answer within this time, RabbitMQ counts 0 messages."""
 LINE: Final = BasicMethods.Qos()
-"""A method that changes nothing and needs no queue, so its answer takes as long as the line does."""
+"""A method that changes nothing and needs no queue, so the time of its answer is that of the connection alone."""
 ELECTION_SECONDS: Final = 5.0
 """How long the election of a leader may take."""
 JITTER_SECONDS: Final = 0.1
-"""How much longer than the last one the next answer may take on a line."""
+"""How much longer than the previous answer the next one may take on a connection."""
 MOST_AT_ONCE: Final = 256
 """Maximum number of unanswered requests."""
 PROBE_MS: Final = 500
 """Delay of the message that probes whether the broker delays messages."""
 PROBE_LATE_MS: Final = 10_000
-"""How late that message may be on a busy broker. Later, the broker counts as one that does not delay. A broker that
-ignores the time delivers the message immediately, so this timeout costs nothing there."""
+"""How late that message may be on a busy broker. If it is later, the broker counts as one that does not delay messages.
+A broker that ignores the time delivers the message immediately, so this timeout costs nothing there."""
 
 
 class QueueState(NamedTuple):
@@ -115,9 +115,10 @@ class Questions(ABC):
     async def states(
         self, queues: Iterable[str], patience: float, *, doubtful: bool = False
     ) -> dict[str, QueueState | ChannelClosed]:
-        """Return the state of each queue, or the broker's refusal. It is asked again while queues seem empty because a
-        leader is slow, or was slow a moment ago: until the broker has elected another leader, it counts 0 at once.
-        ``doubtful``: not, so that 0 may mean any number. Raises BrokerUnreachable after ``patience`` seconds."""
+        """Return the state of each queue, or the broker's refusal. Asks again while queues seem empty because a leader
+        is slow, or was slow a moment ago: until another leader is elected, the broker counts 0 at once. With
+        ``doubtful``, does not ask again, so 0 may mean any number. Raises BrokerUnreachable after ``patience``
+        seconds."""
         names, empty = list(queues), [""]
         ends, sure_from = time.monotonic() + patience, 0.0
         while (began := time.monotonic()) < ends:
@@ -137,8 +138,8 @@ class Questions(ABC):
         raise BrokerUnreachable(text, advice="see which broker node hangs: `rabbitmq-queues quorum_status QUEUE`")
 
     async def _was_slow(self, began: float) -> bool:
-        """Whether an answer to a question of the time ``began`` took so long that a 0 in it may be no count. The answer
-        to LINE shows whether the line is slow or the leader."""
+        """Whether an answer to a request sent at ``began`` took so long that a 0 in it may not be a count. The answer
+        to LINE shows whether the connection is slow or the leader."""
         if (took := time.monotonic() - began) < LEADER_SECONDS:
             return False
         began = time.monotonic()
@@ -321,7 +322,7 @@ async def open_connection(address: Address, name: str, patience: float) -> Conne
 
 @asynccontextmanager
 async def pipelined_admin(urls: str, name: str, *, patience: float = PATIENCE) -> AsyncIterator[PipelinedAdmin]:
-    """Connect to one of these URLs, which configure TLS. ``patience``: seconds without any answer.
+    """Connect to one of these URLs, whose parameters configure TLS. ``patience``: seconds without any answer.
 
     Raises as :func:`open_connection`.
     """

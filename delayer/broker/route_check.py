@@ -27,7 +27,7 @@ class Verdict(Enum):
 
     ROUTED = "routed"
     ALTERNATE = "alternate"  # Only an alternate exchange accepts them. They might reach another queue, or none.
-    MISSING = "missing"  # The exchange does not exist, or at the default exchange the queue.
+    MISSING = "missing"  # The exchange does not exist; at the default exchange, the queue does not exist.
     UNROUTABLE = "unroutable"  # The exchange exists, but does not route them to a queue.
     CLOSED = "closed"  # The exchange is internal and does not accept publishes.
     UNKNOWN = "not known"

@@ -51,7 +51,7 @@ def _finite(_context: click.Context, _option: click.Parameter, value: float | No
     type=click.FloatRange(0, min_open=True),
     callback=_finite,
     metavar="N",
-    help="The measured release rate, messages a second. It gives the duration of peaks.",
+    help="The measured release rate, messages a second. The audit uses it to calculate how long peaks last.",
 )
 @click.option("--no-broker", is_flag=True, help="Do not ask the broker about the destinations.")
 @click.option(
@@ -76,7 +76,7 @@ def audit(
     conf: dict[str, str],
     **given: Any,
 ) -> None:
-    """Check the store of one instant by the rules of docs/backlog.md, and show when messages are due.
+    """Check a snapshot of the store by the rules of docs/backlog.md, and show when messages are due.
 
     Without --deep it takes seconds. It reads counters, indexes, headers of segments and a sample of rows. It says what
     it did not look at. Daemons may keep running. The audit changes nothing in the store or the broker, and

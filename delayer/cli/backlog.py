@@ -44,9 +44,9 @@ def export(context: click.Context, /, *, directory: Path, form: str, bodies: boo
     """Write all waiting messages (rows, and those in segments) to DIR, a directory for each due day and route:
     due_day=2027-01-31/route=mail.in/. Held messages are not among them. docs/backlog.md has the columns.
 
-    The dataset is one snapshot of the store. A second export writes only the partitions whose messages changed. It
-    names the messages that left since the one before in DIR/_left.csv. Readers see the former dataset until the new one
-    is complete, also if the export is killed.
+    The dataset is one snapshot of the store. A second export writes only the partitions whose messages changed.
+    DIR/_left.csv lists the messages that have left since the previous export. Readers see the former dataset until the
+    new one is complete, also if the export is killed.
 
     Needs the extra `segments`. Nothing in the store changes. The files hold messages in the clear, so protect them.
 
@@ -80,7 +80,7 @@ def export(context: click.Context, /, *, directory: Path, form: str, bodies: boo
     if as_json:
         print_json(done)
     else:
-        moved = "{messages:,} messages wait; {came:,} came and {left:,} left since the export before.\n".format(**done)
+        moved = "{messages:,} messages wait; {came:,} came and {left:,} left since the last export.\n".format(**done)
         files = "{} written, {kept:,} kept, {removed:,} removed.".format(counted(done["written"], "partition"), **done)
         click.echo(moved + files)
     if broken := done["broken_segments"]:

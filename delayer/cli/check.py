@@ -126,7 +126,7 @@ async def _servers(report: CheckReport, settings: Settings) -> None:
     clocks: dict[str, ClockOffset | None] = {"this machine": ClockOffset()}
     try:
         async with await Admin.connect(settings.broker_url, management_url=settings.management_url) as admin:
-            rows = CheckReport()  # Dropped if the connection is lost: half of these rows would look fine.
+            rows = CheckReport()  # Dropped if the connection is lost, because half of these rows would then look fine.
             await _broker(rows, admin, settings)
             await _bond(rows, admin, settings.store_url)
             report += rows
@@ -161,7 +161,7 @@ def _clocks(report: CheckReport, clocks: Mapping[str, ClockOffset | None]) -> No
 
 
 async def _daemon(report: CheckReport, settings: Settings) -> None:
-    """Check that the daemon on this host, if there is one, says the same."""
+    """Ask the daemon on this host, if there is one, whether it is ready, and compare that with the other rows."""
     listen = settings.http.listen or settings.http.metrics_listen
     if not listen:
         return

@@ -31,7 +31,7 @@ def upgrade(request: Request) -> None:
     \b
     Examples:
       delayer db upgrade
-      sudo delayer db upgrade           # as the service: its URLs stand in files that only root can read
+      sudo delayer db upgrade           # as the service: its URLs are in files that only root can read
     """
     settings = request.settings()
     url = store_url(settings)
@@ -116,7 +116,7 @@ def lanes(request: Request, number: int | None, as_json: bool) -> None:
 @db.command("skip-ids")
 @click.option(
     "--by",
-    type=click.IntRange(1, 10**15),  # A bigint allows nine thousand times as many.
+    type=click.IntRange(1, 10**15),  # Far below the limit of a bigint, 2^63.
     default=setup.FAR,
     show_default=True,
     metavar="N",
@@ -126,9 +126,9 @@ def lanes(request: Request, number: int | None, as_json: bool) -> None:
 def skip_ids(request: Request, by: int) -> None:
     """Skip ids after a restore of an older copy, before a daemon starts. New messages then get ids never used before.
 
-    A backup or a lagging standby does not know the latest messages. It would give their numbers, as x-delayer-id, to
-    new messages, and consumers that recognize copies by it would drop these. Waiting messages do not change. Needs the
-    role that owns the tables; safe to repeat.
+    A backup or a lagging standby lacks the latest messages. It would issue their ids (x-delayer-id) again, to new
+    messages. Consumers that recognize copies by the id would drop these. Waiting messages do not change. Needs the role
+    that owns the tables; safe to repeat.
 
     \b
     Examples:

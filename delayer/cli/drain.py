@@ -44,7 +44,7 @@ from delayer.store.session import looking
 NAME: Final = "delayer drain"
 PORTION: Final = 500
 """Rows per transaction."""
-AGAIN: Final = "the same once more"
+AGAIN: Final = "run the same command again"
 
 
 class LeftBehind(NamedTuple):
@@ -141,7 +141,7 @@ async def levels_to_store(settings: Settings, url: str) -> int:
 
 
 MARGIN_MS: Final = MINUTE_MS
-"""The daemon is about to release messages due sooner."""
+"""A drain leaves messages that are due sooner, because the daemon is about to release them."""
 
 
 async def look(settings: Settings, url: str, *, keys_too: bool) -> DrainPlan:
@@ -218,7 +218,7 @@ def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool,
     mode and reload the daemon. It keeps releasing messages of both sides.
 
     Messages keep their due instants. Each portion is confirmed on its new side before it leaves the old one. An
-    interruption may leave one portion on both sides; run it again.
+    interruption may leave one portion on both sides; run the command again.
 
     To native: rows that wait longer than a minute. Messages with a key stay unless --keys-too, because the cascade
     knows no keys. Messages in segments stay until `delayer restore`. To the store: levels of 32 seconds and more of our

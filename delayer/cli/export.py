@@ -39,9 +39,9 @@ def export(context: click.Context, /, *, file: Path, force: bool, **given: Any) 
     snapshot of the store, taken when the export begins. Nothing is removed, and daemons, compaction and restore may go
     on. To move a backlog, stop the daemons first. The file holds messages in the clear, so protect it.
 
-    Exit code 1 if a segment does not read back; all others are written. Exit code 1 if the reader of a pipe has gone,
-    and 3 if FILE takes no more: FILE is then unchanged, and the pipe got no last line with the number of messages.
-    Symlinks are followed. A named pipe or a device is written into and not replaced.
+    Exit code 1 if a segment does not read back; all others are written. Exit code 1 if the reader of a pipe has gone;
+    the pipe did not get the last line, which has the number of messages. Exit code 3 if FILE cannot take more; FILE is
+    then unchanged. Symlinks are followed. A named pipe or a device is written into and not replaced.
 
     \b
     Examples:

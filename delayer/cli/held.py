@@ -96,9 +96,9 @@ def _row(one: HeldEntry) -> tuple[object, ...]:
 def retry(context: click.Context, /, *, names: Sequence[str], **given: Any) -> None:
     """Try held messages again now, by their ids or by a filter.
 
-    A message that its destination still does not take stays held. Its pauses and the count of its attempts start
-    again. After the first attempt, a late message waits for an operator again (late_limit). A message that an import
-    held before its due instant is tried at that instant.
+    A message that its destination still does not take stays held. Its pauses and the count of its attempts start over.
+    After the first attempt, a late message waits for an operator again (late_limit). A message that an import held
+    before its due instant is tried at that instant.
 
     \b
     Examples:

@@ -160,7 +160,7 @@ Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 _OPTIONS = (
     # Not "2h from now", because a resumed run needs the same parameters as before.
     click.option("--cutoff", "cutoff_ms", callback=fixed_instant, metavar="INSTANT",
-                 help="Only messages that are due then or later; the others stay in the source."),
+                 help="Only messages that are due then or later; the rest stay in the source."),
     click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the N that are due soonest."),
     click.option("--rewrite-destination", "rewrites", multiple=True, callback=read_as(read_rewrite),
                  metavar="EXPRESSION",
@@ -294,7 +294,7 @@ _VERBS: Mapping[str, tuple[Callable[..., None], str, Sequence[Option]]] = {
         "Import, or go on with an import that was interrupted. Exit code 1 if messages are held, or were unreadable.",
         (
             dry_run_option,
-            click.option("--again", is_flag=True, help="Import a file once more: its messages come twice."),
+            click.option("--again", is_flag=True, help="Import a file again; its messages are then delivered twice."),
             yes_option,
         ),
     ),

@@ -68,7 +68,7 @@ def list_(
 
     An ID is what this prints, such as id:48213@1795291200000. The part before the @ is enough, and finds a moved
     message: id: and the value of x-delayer-id. Any other text is a message_id: 5 is the message that its publisher
-    called 5. To find one, a command reads every message: minutes in a large store.
+    called 5. To find a message_id, a command reads every message, which takes minutes in a large store.
 
     A page takes milliseconds without a filter, and with --delay-key or a due time. These have no index: --route,
     --exchange, --routing-key, --message-id and --header. Their page ends after 10,000 rows that do not match, and the

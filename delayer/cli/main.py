@@ -143,8 +143,8 @@ def cli(
 
     Exit codes: 0 done, 1 a check found something, 2 usage or configuration, 3 something that is needed is out of reach.
     Examples of the last: broker, store, a program that is not installed, room on a disk. A verb that acts on messages
-    exits with 1 too if no message matches. Ctrl-C ends a verb with 130. SIGTERM ends audit, compact, restore and
-    backlog export with 143.
+    exits with 1 too if no message matches. After Ctrl-C a verb exits with 130. After SIGTERM audit, compact, restore
+    and backlog export exit with 143.
     """
     from delayer.cli.options import Request, pair  # noqa: PLC0415 - loaded with the verb, not for --version
 

@@ -110,7 +110,7 @@ def some(names: Sequence[str]) -> str:
 
 
 def in_groups(rows: Iterable[T], kind: Callable[[T], Hashable]) -> list[tuple[T, int]]:
-    """The rows to print: the first of each kind with 0, and then one of the rest with the number of the rest.
+    """The rows to print: the first SHOWN of each kind, each with 0, then one row for the rest, with their number.
 
     >>> in_groups([*range(0, 100, 2), 1], lambda number: number % 2)[SHOWN - 1 :]
     [(8, 0), (10, 45), (1, 0)]

@@ -68,7 +68,7 @@ def _end(context: click.Context, broken: Sequence[str], lost: Sequence[str], kep
     show_default=True,
     help="Messages in a segment, approximately.",
 )
-@click.option("--dry-run", is_flag=True, help="Tell the gain and the cost, and change nothing. Needs no Spark.")
+@click.option("--dry-run", is_flag=True, help="Estimate the gain and the cost, and change nothing. Needs no Spark.")
 @as_json
 @master_option
 @conf_option
@@ -138,7 +138,7 @@ def _forecast(found: compaction.Numbers) -> str:
     return (
         f"{text} About {size(gain.saved_bytes)} less with segments of {size(gain.packed_bytes)}.\n"
         f"The log (WAL) would grow by about {size(gain.log_bytes)} now, and by as much when they are restored.\n"
-        f"Where the archived log is kept for a week, this pays for messages that wait {wait} or longer: see --after."
+        f"If the archived log is kept for a week, this pays off for messages that wait {wait} or longer: see --after."
     )
 
 
@@ -179,7 +179,7 @@ def _tell_packed(done: compaction.CompactionResult, *, as_json: bool) -> None:
 @as_json
 @click.pass_context
 def restore(context: click.Context, *, within_ms: int | None, everything: bool, dry_run: bool, as_json: bool) -> None:
-    """Make rows of segments again, all of them or those that are due within some time.
+    """Turn segments back into rows: all of them, or those that are due within some time.
 
     Daemons restore each segment in time by themselves. Use this command for many at once, such as before a return to a
     version without segments. Daemons may keep running, and the command may be interrupted and repeated.

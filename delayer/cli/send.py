@@ -299,12 +299,12 @@ def send(
 ) -> None:
     """Publish messages that ask for a delay, and wait until the broker confirms them.
 
-    A message goes to the route's exchange, with a header that says the delay, like the message of any publisher. One
-    that the daemon would refuse is not sent, and the exit code is 2.
+    A message goes to the route's exchange, with a header that says the delay, like the message of any publisher. A
+    message that the daemon would refuse is not sent, and the exit code is 2.
 
     With --file each line is a message: an object with the fields route, routing_key, delay_key, delay, at, headers,
-    body (or body_b64) and message_id, like the options. The options have what a line leaves out. Lines are checked and
-    sent in portions of up to 1,000. The first portion with a wrong line ends the command, before any of it is sent.
+    body (or body_b64) and message_id, like the options. The options supply what a line leaves out. Lines are checked
+    and sent in portions of up to 1,000. The first portion with a wrong line ends the command, before any of it is sent.
 
     \b
     Examples:

@@ -57,10 +57,10 @@ REFUSED: Final = SetAsideQueue(
 
     An ID is id: and the value of x-delayer-id, as `refused list` prints it. Any other text is a message_id.
     """,
-    """Publish refused messages again. They go to the exchange that they came in by, without the headers of the refusal.
+    """Publish refused messages again, to the exchange that they arrived through, without the headers of the refusal.
 
-    Correct the cause first, or the headers by --delay, --set-header and --drop-header: the daemon refuses a message
-    again that it still cannot delay. A relative delay counts from now. Messages stay whose route ignores --delay. A
+    First correct the cause, or the headers by --delay, --set-header and --drop-header: the daemon refuses messages
+    again if it still cannot delay them. A relative delay counts from now. Messages whose route ignores --delay stay. A
     message leaves the refused queue when the broker has confirmed it elsewhere. Exit code 1 if some stay, or are
     refused again.
     """,

@@ -45,7 +45,8 @@ def _from_url(given: dict[str, Any]) -> str | None:
     "cascade",
     "Messages in the level queues of a cascade. It belongs to NServiceBus, Celery or delayer itself, on this "
     "broker or another. The import reads from the lowest level up, and down again. The cascade itself delivers "
-    "messages of the last seconds, and new ones. It opens delayer's envelopes on their way to native.due_queue.",
+    "messages of the last seconds, and new ones. The import opens delayer's envelopes that are on "
+    "their way to native.due_queue.",
     click.option("--kind", type=click.Choice(CASCADE_KINDS), default="delayer", show_default=True, help="Its kind."),
     click.option(
         "--prefix",
@@ -94,8 +95,8 @@ def _cascade(settings: Settings, given: dict[str, Any], book: ImportStore) -> Im
     click.option(
         "--believe-timestamps",
         is_flag=True,
-        help="Take a message's timestamp for its arrival. Only if publishers set it as they publish, and no one "
-        "else does. Without this, a message waits its whole time again.",
+        help="Treat a message's timestamp as the time of its arrival. Use this only if publishers set it when they "
+        "publish, and no one else does. Without this, a message waits its whole time again.",
     ),
     click.option(
         "--management-url",
@@ -165,7 +166,8 @@ _database_options = (
     click.option("--schema", metavar="NAME", help="Their schema. [default: the connection's]"),
     click.option(
         "--overdue-too", is_flag=True,
-        help="Also timeouts that are due within a minute or overdue: only if no timeout manager runs any more.",
+        help="Include timeouts that are due within a minute or overdue. Use this only if no timeout manager runs any "
+        "more.",
     ),
 )  # fmt: skip
 
@@ -197,8 +199,8 @@ source(
 
 @source(
     "nservicebus-raven",
-    "An export of RavenDB's TimeoutDatas documents. It has a JSON object in each line. Stop the timeout "
-    "managers before you make it, for good.",
+    "An export of RavenDB's TimeoutDatas documents. It has a JSON object in each line. Before you make "
+    "it, stop the timeout managers for good.",
     file_argument,
     click.option("--endpoint", metavar="NAME", help="Only the timeouts that this endpoint owns. [default: all]"),
 )

@@ -165,7 +165,9 @@ def again_and_again(look_once: Callable[[], int], every: float = 2.0) -> int:
 
 @click.command(short_help="Show the backlog, where it waits, and the next due instant.")
 @as_json
-@click.option("--watch", is_flag=True, help="Look every two seconds, until interrupted; with --json an object a line.")
+@click.option(
+    "--watch", is_flag=True, help="Refresh every two seconds until interrupted; with --json, print one object per line."
+)
 @click.pass_context
 def status(context: click.Context, as_json: bool, watch: bool) -> None:
     """Show the broker, the database, the mode, the lanes, the counts of waiting, held and compacted messages, and the

@@ -88,7 +88,7 @@ class _Limited:
             kind = event["event"], ELSEWHERE
         passes = self._passed[kind] < LINES
         self._passed[kind] += passes
-        # ``more``: how many lines behind this one were not even made (first_of_each).
+        # ``more``: how many lines after this one were not even created (first_of_each).
         self._left_out[kind] += event.pop("more", 0) + (not passes)
         if not passes:
             raise structlog.DropEvent

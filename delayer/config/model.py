@@ -53,8 +53,9 @@ class UrlTable(Table):
     _reason: str | None = PrivateAttr(default=None)
 
     def current(self, read: Callable[[object], SecretUrl]) -> SecretUrl | None:
-        """``url``, or what ``url_file`` holds now, because its password may have changed. While the file is away, or
-        holds no URL of this virtual host or database, the last one that it held. Logs each new reason for that."""
+        """Return ``url``, or the URL now in ``url_file``, because its password may have changed. While the file is
+        missing, or has no URL of this virtual host or database, returns the last URL that it had, and logs each new
+        reason."""
         if self.url_file is not None:
             before, self._reason = self._reason, None
             try:

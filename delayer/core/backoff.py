@@ -52,8 +52,8 @@ LINES: Final = 10
 
 
 def first_of_each(messages: Iterable[T], place: Callable[[T], object]) -> Iterator[tuple[T, int]]:
-    """The messages of a batch that may be logged: the first LINES of each place. The last of these comes with the
-    number of those behind it. To make a line costs more than to refuse a message.
+    """The messages of a batch that may be logged: the first LINES of each place. The last of these has the number of
+    messages left out after it. Building a line costs more than refusing a message.
 
     >>> [more for _, more in first_of_each(range(2 * LINES), lambda n: n < 2)]
     [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 8]

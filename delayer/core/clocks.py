@@ -14,15 +14,15 @@ FOLLOW_TIME: Final = "let all of these machines follow the same time servers (ch
 
 
 class ClockOffset(NamedTuple):
-    """The seconds by which a clock is ahead of this machine's are between these two."""
+    """The limits, in seconds, of how far a clock is ahead of this machine's."""
 
     low: float = 0.0
     high: float = 0.0
 
     @classmethod
     def of_answer(cls, asked: float, stated: float, answered: float, *, precision: float = 0.0) -> ClockOffset:
-        """Of a server that stated its time between these instants of this machine's clock. ``precision``: the statement
-        may be this many seconds older."""
+        """The offset of a server that was asked and answered at these instants of this machine's clock. ``stated``: the
+        time in its answer, which may be up to ``precision`` seconds old."""
         return cls(stated - answered, stated + precision - asked)
 
 

@@ -144,7 +144,7 @@ def read_opt_time_ms(value: object) -> int:
 
 
 def _unit(value: int) -> str:
-    """Guess the unit: the one that makes this number a time of our age. A small number may be a time long past.
+    """Guess the unit of an epoch time: the one in which it is a date of the present. A small number may be long past.
 
     >>> _unit(1_800_000_000), _unit(1_800_000_000_000), _unit(1_800_000_000_000_000), _unit(5)
     ('seconds', 'milliseconds', 'microseconds', 'milliseconds')

@@ -1,8 +1,8 @@
 """What a message keeps of an earlier trip, and why that must not decide the next trip. Pure.
 
-A message may come back: dead-lettered into a route, or republished with the headers it was received with. It then
-carries the marks of the delay that is over (:data:`LAST_DUE`, a negative ``x-delay``), the forms of a delay that
-releases leave in place (a ``timestamp``, an ``eta``), and the stamp of an earlier publish.
+A message may come back: dead-lettered into a route, or republished with the headers it was received with. Three things
+may be left from its earlier trip: the marks of a finished delay (:data:`LAST_DUE`, a negative ``x-delay``), a form of
+the delay that a release does not remove (a ``timestamp``, an ``eta``), and the stamp of that publish.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ LOST_MS: Final = 1_000
 @dataclass(slots=True)
 class _Followed:
     message: int
-    """The hash of what identifies it."""
+    """The hash of the message's id, or of its body."""
     since_ms: int
     last_ms: int
-    """When it was here last."""
+    """When the message was last on the route."""
     trips: int = 0
 
 

@@ -136,7 +136,7 @@ def live_part(old: Settings, new: Settings) -> Settings:
 
 
 def _url_of_file(old: UrlTable, new: UrlTable) -> dict[str, object]:
-    """The URL, if both have it of the same file, for the same place: every new connection goes by it already."""
+    """The new URL, if both come from the same file and name the same place: every new connection uses it already."""
     if not (old.url and new.url and old.url_file and old.url_file == new.url_file):
         return {}
     return {"url": new.url} if within(old.url.reveal()) == within(new.url.reveal()) else {}

@@ -1,4 +1,4 @@
-"""The topology in force: what the broker has lost is restored and logged; what cannot be restored is a reason."""
+"""Keeps the topology in force on the broker: restores and logs what was lost, and says what it cannot restore."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 ROUND_SECONDS: Final = 60.0
 """Seconds between two rounds."""
 SHOWN: Final = 5
-"""The most parts that a line names."""
+"""Maximum number of parts that a log line names."""
 DELETED: Final = "find out what deletes them: an operator, or a policy with `expires` (rabbitmqctl list_policies)"
 SILENT: Final = "see the broker's log and `rabbitmq-diagnostics cluster_status`: a node hangs, or is overloaded"
 
@@ -33,7 +33,7 @@ class DeclaredTopology:
         self.reason = ""
         """Why the topology is not in place; empty if it is, as far as this is known."""
         self._declared: frozenset[TopologyPart] = frozenset()
-        self._lost: dict[TopologyPart, None] = {}  # By the last look.
+        self._lost: dict[TopologyPart, None] = {}  # In the last round.
         self._unlogged: dict[TopologyPart, None] = {}  # Lost, and not all restored yet.
         self._lock = asyncio.Lock()
         self._silent = False  # In the last round.

@@ -48,8 +48,8 @@ class Notifier:
         self.report(status)
 
     def reloading(self) -> None:
-        """Report that a reload begins, with the monotonic time that tells systemd this reload from an earlier one. Says
-        nothing during a start, because systemd would take the reload's end for the start's."""
+        """Report that a reload begins, with the monotonic time by which systemd distinguishes it from earlier reloads.
+        Reports nothing during a start, because systemd would mistake the end of the reload for the end of the start."""
         if self._ready:
             self._reloading = True
             now_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000

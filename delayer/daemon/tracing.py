@@ -95,7 +95,8 @@ def _of_released(properties: bytes) -> dict[bytes, Any] | None:
 
 
 def _arrived_ms(headers: dict[bytes, Any]) -> float:
-    """Return when the delay began: by its length, by the broker's note, else when it was due."""
+    """Return when the delay began, by its length or by the broker's note. If neither is known, return when it was
+    due."""
     due_ms, delay, noted = headers[LAST_DUE], headers.get(DELAY), headers.get(RECEIVED_AT)
     if isinstance(delay, int | float) and delay < 0:
         return float(due_ms + delay)

@@ -174,7 +174,7 @@ class Daemon:
         return {queue: one.consuming.is_set() for queue, one in self._consumers.items()}
 
     def unsettled(self) -> dict[str, float]:
-        """The stuck queues: for how many seconds nothing read from them has been settled."""
+        """The stuck queues, each with the seconds in which nothing read from it was settled."""
         consumers = self._consumers | {level.intake.queue: level for level in self._levels}
         return {queue: stuck for queue, one in consumers.items() if (stuck := one.unsettled.stuck_seconds)}
 
@@ -230,8 +230,8 @@ class Daemon:
                 await self._choose_strategy(broker, wanted.native.strategy)
 
     async def _choose_strategy(self, broker: PipelinedAdmin, strategy: str) -> None:
-        """Probe whether the broker delays messages on time, once per connection, or until it does if ``strategy`` is
-        "queue". Raises BrokerLost."""
+        """Probe whether the broker delays messages on time: once per connection, but repeatedly until it does if
+        ``strategy`` is "queue". Raises BrokerLost."""
         async with self._probing:
             connects = self.connections["intake"].connects
             if self._probed_connects == connects:

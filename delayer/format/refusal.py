@@ -52,8 +52,9 @@ def refused_properties(
     ``expiration``, ``user_id`` and an ``x-opt-delivery-time`` other than text become headers of ours. The first would
     delete the message from the refused queue, the second would make the broker close the channel. The third would delay
     the message, or as a decimal close the connection. If the header table is malformed, or the result exceeds the
-    frame's limit, one header carries the original properties. If they do not fit in a header, they go without the note,
-    these three and ``x-death``, and the token is empty. If they do not fit either way, only the note goes.
+    frame's limit, one header carries the original properties. If they do not fit in a header, the message keeps them
+    without the note, these three and ``x-death``, and the token is empty. If they do not fit even then, the message has
+    only the note.
     """
     notes = (
         entry(ID, long_string(id))

@@ -104,7 +104,7 @@ def released_properties(properties: Properties, id: bytes, due_ms: int) -> bytes
     turned = b""
     for name, type_at, stop in found:
         if name == DELAY:
-            # Of repeated headers, the first that is not a mark delayed this message.
+            # If the header is repeated, the first one that is not a mark has delayed this message.
             turned = turned or _turned(raw, type_at, stop)
             if turned:
                 cuts.append((type_at, stop, turned))

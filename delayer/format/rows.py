@@ -45,7 +45,8 @@ def stored_row(parcel: Parcel, lane: int) -> StoredRow:
 
 
 def moved_row(due: Due, lane: int) -> StoredRow:
-    """The values of :data:`COLUMNS` for a row that is moved. An unsound row stays unsound, by a wrong checksum."""
+    """The values of :data:`COLUMNS` for a row that is moved. An unsound row gets a wrong checksum, so that it stays
+    unsound."""
     values = stored_row(due.parcel, lane)
     if due.sound:
         return values

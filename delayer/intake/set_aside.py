@@ -37,7 +37,8 @@ from delayer.format.envelope import Envelope, HoldNote, InvalidEnvelope, envelop
 from delayer.format.refusal import EntryPoints, Refusal, RetryEdits, build_retry, read_refusal
 
 REFUSE_SECONDS: Final = 2.0
-"""Seconds after which retried messages are in the queue again if the daemon refuses them. It needs milliseconds."""
+"""Within these seconds the daemon refuses a retried message again, if it still cannot delay it. It needs
+milliseconds."""
 PORTION: Final = 500
 """Messages that are published together. Each is acknowledged when it is confirmed."""
 RETURN_SECONDS: Final = 2.0
@@ -47,7 +48,7 @@ SetAsideName = Literal["refused", "strays"]
 MAX_LISTED: Final = 10_000
 """Maximum number of messages of a list, and the prefetch of one consumer."""
 MAX_NAMED: Final = 20
-"""Remaining messages that are named. The rest are counted."""
+"""Maximum number of remaining messages that are named. The rest are only counted."""
 UNKNOWN: Final = Hold(HoldKind.RETURNED, "the broker found no queue for it at the end of the cascade")
 
 

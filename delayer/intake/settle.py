@@ -64,7 +64,7 @@ class AckTracker:
         self._progress = progress
         self._order: deque[int] = deque()
         self._accepted: set[int] = set()
-        self._single: set[int] = set()  # Acknowledged one by one, after one that is not accepted.
+        self._single: set[int] = set()  # Acknowledged one by one, although an earlier one is not accepted.
         self._kept: dict[int, int] = {}
         self.kept_bytes = 0
         self.has_accepted = False
@@ -150,7 +150,7 @@ class Unsettled:
         self._since = self._clock() if self._since is None else self._since
 
     def settle(self, *, busy: bool) -> None:
-        """Some work was settled, or there is none. ``busy``: whether more is under way."""
+        """Note that some work was settled, or that there is none. ``busy``: whether more is under way."""
         self._since = self._clock() if busy else None
 
     @property

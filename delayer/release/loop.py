@@ -159,7 +159,7 @@ class LaneRelease:
     async def _publish_and_settle(
         self, claimer: Claimer, rows: Sequence[Due], before: asyncio.Event, written: asyncio.Event
     ) -> None:
-        """Publish each message when due, once the previous claim is written (``before``), and settle the claim."""
+        """Publish each message when due, but not before the previous claim is written (``before``); then settle."""
         try:
             done = [row for row in rows if _release_of(row) in self._confirmed] if self._confirmed else []
             if done:

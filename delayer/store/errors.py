@@ -78,8 +78,8 @@ _ADVICE: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str]
     ),
     (
         asyncpg.InsufficientPrivilegeError,
-        "where the daemon has a role of its own (docs/security.md): run this as the owner of the store (delayer_owner "
-        "there), or grant the role what that page lists for it; where one role does everything, make it the owner of "
+        "if the daemon has its own role (docs/security.md), run this as the owner of the store (delayer_owner "
+        "there), or grant the role what that page lists for it; if one role does everything, make it the owner of "
         "the database, as Postgres's superuser: ALTER DATABASE … OWNER TO …",
     ),
     (

@@ -71,8 +71,8 @@ def _settings(more: Mapping[str, str] | None) -> str:
 async def connect(
     url: str, application: str, more: Mapping[str, str] | None = None, *, plain: bool = False
 ) -> Connection:
-    """Open one connection whose instants are epoch milliseconds; if ``plain``, with asyncpg's own types, and for
-    statements that take their time. Raises StoreLost, BadStoreUrl."""
+    """Open one connection whose instants are epoch milliseconds. ``plain``: with asyncpg's own types instead, and for
+    statements that may take long. Raises StoreLost, BadStoreUrl."""
     limit, more = (None, {"statement_timeout": "0", **(more or {})}) if plain else (COMMAND_SECONDS, more)
     with opening():
         connection = await asyncpg.connect(

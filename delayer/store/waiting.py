@@ -252,7 +252,7 @@ async def _in_segments(
 
 
 def _bounds(wanted: Filter) -> tuple[int, int]:
-    """The first millisecond of a filter, and the one after its last."""
+    """The limits of a filter's due times in milliseconds: the first included, the second excluded."""
     first_ms = pool.BEGINNING_MS if wanted.due_from_ms is None else wanted.due_from_ms
     return first_ms, catalog.FOREVER_MS if wanted.due_before_ms is None else wanted.due_before_ms
 

@@ -134,7 +134,7 @@ async def test_stopping_while_nothing_is_reached(mode: str) -> None:
         assert_no_secret(daemon)
 
 
-async def test_repeated_stop_signals_do_not_change_the_end() -> None:
+async def test_repeated_stop_signals_do_not_change_the_exit_code() -> None:
     """Also when signals come while the interpreter ends."""
     async with DaemonProcess({"MODE": "native", "BROKER__URL": "amqp://127.0.0.1:1/"}) as daemon:
         await daemon.event("broker unreachable")
@@ -241,7 +241,7 @@ def close_connections(place: OwnVhost) -> list[str]:
     return found
 
 
-async def test_a_topology_change_does_not_stop_a_running_daemon(
+async def test_a_changed_topology_does_not_stop_a_running_daemon(
     place: OwnVhost, postgres: Postgres, schema: str
 ) -> None:
     """An operator replaced a queue by one of another kind, and the connections are lost. Parked messages are released,
@@ -291,7 +291,7 @@ async def test_a_hung_server_does_not_delay_the_stop(servers: tuple[RabbitMQ, Po
 
 
 @pytest.mark.words
-async def test_a_key_without_its_store_stops_no_other_message_in_native_mode(place: OwnVhost) -> None:
+async def test_a_key_without_a_store_does_not_stop_other_messages_in_native_mode(place: OwnVhost) -> None:
     """The store is configured and out of reach: a message that needs it is refused with that reason, the rest flows."""
     environ = place.environ("native", "postgresql://nobody@127.0.0.1:1/nowhere")
     keyed = delayed("with a key", 100, under="k")
@@ -304,7 +304,7 @@ async def test_a_key_without_its_store_stops_no_other_message_in_native_mode(pla
         assert not [event for event in daemon.events if event["event"] == "consuming interrupted"]
 
 
-async def test_keys_that_wait_at_the_start_find_their_store_in_native_mode(
+async def test_keys_that_wait_at_the_start_reach_the_store_in_native_mode(
     place: OwnVhost, postgres: Postgres, schema: str
 ) -> None:
     """With a slow store the intake is ready long before the lanes."""
@@ -332,7 +332,7 @@ async def bound(place: OwnVhost) -> bool:
     return any(one["source"] == "in" for one in bindings)
 
 
-async def test_an_unread_log_stops_no_message(place: OwnVhost) -> None:
+async def test_an_unread_log_does_not_stop_messages(place: OwnVhost) -> None:
     outlet, inlet = os.pipe()
     fcntl.fcntl(inlet, fcntl.F_SETPIPE_SZ, 4096)  # A flood logs few lines.
     environ = {"HTTP__LISTEN": "", "LOG__FORMAT": "json"} | place.environ("native")
@@ -362,7 +362,7 @@ async def test_an_unread_log_stops_no_message(place: OwnVhost) -> None:
         os.close(inlet)
 
 
-async def test_rates_and_lateness_and_watching(place: OwnVhost, store: str, tmp_path: Path) -> None:
+async def test_status_shows_rates_and_lateness_and_refreshes(place: OwnVhost, store: str, tmp_path: Path) -> None:
     config = tmp_path / "delayer.toml"
     environ = place.environ("store", store) | {"HTTP__LISTEN": "127.0.0.1:0"}
     async with place.working(environ) as (daemon, raw, inbox):

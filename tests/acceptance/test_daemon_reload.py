@@ -67,7 +67,7 @@ async def test_a_bad_file_changes_nothing(place: OwnVhost, store: str, tmp_path:
         assert_no_secret(daemon)
 
 
-async def test_a_first_store_is_taken_up_once_it_is_fit(
+async def test_a_reload_uses_a_first_store_once_it_is_fit(
     place: OwnVhost, postgres: Postgres, empty_database: str, schema: str, tmp_path: Path
 ) -> None:
     config = tmp_path / "delayer.toml"
@@ -126,7 +126,7 @@ async def test_park_beyond_splits_short_from_long(place: OwnVhost, store: str, t
 
 
 @pytest.mark.parametrize("first", ["native", "store"])
-async def test_native_mode_beside_a_store(
+async def test_native_mode_with_a_store(
     place: OwnVhost, postgres: Postgres, schema: str, tmp_path: Path, first: str
 ) -> None:
     """Keys work, parked messages are released, and unroutable ones are held in the store: from the start on, or after
@@ -159,7 +159,7 @@ async def test_native_mode_beside_a_store(
         assert_no_secret(daemon)
 
 
-async def test_systemd_hears_the_end_of_a_reload_when_it_is_in_force(
+async def test_systemd_gets_ready_when_a_reload_is_in_force(
     place: OwnVhost, store: str, tmp_path: Path, notices: Notices
 ) -> None:
     """`systemctl reload` waits for this notification."""

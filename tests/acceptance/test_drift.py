@@ -94,7 +94,9 @@ async def test_a_lost_binding_comes_back(place: OwnVhost, store: str, managed: b
         assert managed or not [event for event in daemon.events if event["event"] == "topology restored"]
 
 
-async def test_what_cannot_be_restored_makes_the_daemon_unready(place: OwnVhost, store: str, notices: Notices) -> None:
+async def test_a_part_that_cannot_be_restored_makes_the_daemon_unready(
+    place: OwnVhost, store: str, notices: Notices
+) -> None:
     async with watched(place, place.environ("store", store)) as (daemon, web):
         rights(place, r"^(?!delays\.refused$).*")
         place.things._call("DELETE", "queues", "delays.refused")
@@ -118,7 +120,7 @@ async def test_what_cannot_be_restored_makes_the_daemon_unready(place: OwnVhost,
         assert await daemon.stop() == 0
 
 
-async def test_what_is_lost_again_and_again_makes_the_daemon_unready(place: OwnVhost) -> None:
+async def test_a_part_that_is_lost_again_and_again_makes_the_daemon_unready(place: OwnVhost) -> None:
     """As by a policy with a short ``expires``."""
     again = "the topology is not in place: lost again after the daemon restored it: queue delays.refused"
     async with watched(place, place.environ("native")) as (daemon, web):

@@ -47,7 +47,7 @@ def lines() -> bytes:
 
 @pytest.mark.words
 @pytest.mark.deadline(120)
-async def test_messages_that_end_connections_are_held_and_stop_no_other(
+async def test_messages_that_end_connections_are_held_and_do_not_stop_the_rest(
     delayer: Run, vhost: str, database: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "lines.jsonl"

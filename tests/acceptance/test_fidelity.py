@@ -188,7 +188,7 @@ def test_cc_routes_a_copy_at_the_destination_and_only_there(copied: World, body:
     assert copied.refused.of(body) == []
 
 
-def test_expiration_does_not_act_on_the_way_and_stands_there_again(copied: World) -> None:
+def test_expiration_has_no_effect_on_the_way_and_is_restored(copied: World) -> None:
     """The delay is longer than the expiration: its publisher asked for one second from the release on."""
     arrival = copied.inbox.only(b"outlived")
     assert arrival.props.expiration == b"1000"

@@ -176,7 +176,7 @@ async def test_a_program_with_the_token_finds_a_message(place: OwnVhost, store: 
         assert (await web.get("/message/id:c0ffee")).status == 404
 
 
-async def test_a_group_of_held_messages_is_retried_or_dropped_after_a_question(place: OwnVhost, store: str) -> None:
+async def test_a_group_of_held_messages_is_retried_or_dropped_once_confirmed(place: OwnVhost, store: str) -> None:
     token = "open-sesame-open-sesame"
     environ = place.environ("store", store) | ANY_PORT | {"HTTP__TOKEN": token}
     async with place.working(environ) as (daemon, raw, _):
@@ -228,7 +228,7 @@ async def test_a_group_of_held_messages_is_retried_or_dropped_after_a_question(p
         assert await act("drop", tu="missing") == "Not understood"
 
 
-async def test_pages_of_a_list_lead_forth_and_back(place: OwnVhost, store: str) -> None:
+async def test_pages_of_a_list_link_to_the_next_and_the_previous_one(place: OwnVhost, store: str) -> None:
     async with place.working(place.environ("store", store) | ANY_PORT) as (daemon, raw, _):
         web = await Web.of(daemon)
         await raw.publish(*(delayed(f"{n}", HOUR + n, key="ab"[n % 13 == 0]) for n in range(130)))
@@ -305,7 +305,7 @@ async def test_strays_are_retried_and_dropped(place: OwnVhost) -> None:
         assert (await web.post("/actions/strays", {"verb": "drop", "id": "two"})).status == 403
 
 
-async def test_off_is_off(place: OwnVhost, store: str) -> None:
+async def test_an_empty_listen_turns_http_off(place: OwnVhost, store: str) -> None:
     async with DaemonProcess(place.environ("store", store) | {"HTTP__LISTEN": ""}) as daemon:
         await daemon.ready()
         assert not [one for one in daemon.events if one["event"].startswith("http")]

@@ -89,7 +89,7 @@ async def _overdue_ms(config: Path) -> int:
 LIMITED = [{"from": "in.slow", "to": "out", "max_rate": RATE}, {"from": "in", "to": "out"}]
 
 
-async def test_a_limited_route_keeps_its_rate_and_delays_no_other_route(place: OwnVhost, store: str) -> None:
+async def test_a_limited_route_keeps_its_rate_and_does_not_delay_other_routes(place: OwnVhost, store: str) -> None:
     """At the start 600 messages are overdue on a route of 100 a second; another route's messages pass them."""
     limited = place.environ("store", store) | {"ROUTE": json.dumps(LIMITED)}
     async with await place.raw() as raw:
@@ -116,7 +116,7 @@ ORDINARY_LANES = 4
 TAKEN = "limited lanes taken"
 
 
-async def test_a_limit_holds_for_three_daemons_together(place: OwnVhost, store: str) -> None:
+async def test_three_daemons_together_keep_the_rate_limit(place: OwnVhost, store: str) -> None:
     """The owner of the route's lane is killed in the middle, and another daemon goes on with its own token bucket."""
     limited = place.environ("store", store) | {"ROUTE": json.dumps(LIMITED)}
     async with await place.raw() as raw, AsyncExitStack() as stack:
@@ -160,7 +160,9 @@ SELECT now() - interval '1 minute', {REST} FROM message, generate_series(1, $1::
 
 @pytest.mark.long
 @pytest.mark.deadline(300)
-async def test_a_million_overdue_messages_of_a_limited_route_delay_no_other_route(place: OwnVhost, store: str) -> None:
+async def test_a_million_overdue_messages_of_a_limited_route_do_not_delay_other_routes(
+    place: OwnVhost, store: str
+) -> None:
     limited = place.environ("store", store) | {"ROUTE": json.dumps(LIMITED)}
 
     async def lateness_ms(raw: Raw, inbox: Inbox) -> float:

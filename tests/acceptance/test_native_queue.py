@@ -106,7 +106,7 @@ def timed(body: str, when: Value, key: str = "") -> Message:
     return Message("in", b"inbox", Props(headers=headers, delivery_mode=2), body.encode())
 
 
-async def test_a_classic_intake_queue_hides_no_message_and_survives_every_instant(
+async def test_a_classic_intake_queue_does_not_hide_messages_and_survives_every_instant(
     place: OwnVhost, store: str, tmp_path: Path
 ) -> None:
     """In a quorum queue RabbitMQ 4.4 hides such messages, and the instants beyond the year 2262 end the queue."""

@@ -169,7 +169,7 @@ async def test_every_action(place: OwnVhost, store: str, tmp_path: Path) -> None
         assert await page.get_by_role("button", name="Cancel").count() == 0
 
 
-async def test_enter_and_mistakes(place: OwnVhost, store: str, tmp_path: Path) -> None:
+async def test_the_enter_key_and_input_errors(place: OwnVhost, store: str, tmp_path: Path) -> None:
     """Enter in a field starts the action of the field, but none that cannot be undone; a mistake costs nothing."""
     async with shown(place, store, tmp_path) as this:
         await this.raw.publish(*(delayed(f"later {n}", (5 + n) * HOUR) for n in range(2)))
@@ -358,7 +358,7 @@ async def test_the_page_fits_a_desk_and_a_telephone(place: OwnVhost, store: str,
             await page.context.close()
 
 
-async def test_times_run_and_tables_are_sorted(place: OwnVhost, store: str, tmp_path: Path) -> None:
+async def test_times_count_down_and_tables_are_sortable(place: OwnVhost, store: str, tmp_path: Path) -> None:
     async with shown(place, store, tmp_path) as this:
         await this.raw.publish(*(delayed("x" * n, n * HOUR) for n in (3, 20, 100)))
         rows = await eventually(this.waiting, lambda rows: len(rows) == 3)
@@ -451,7 +451,7 @@ async def test_with_the_keyboard_and_without_scripts(place: OwnVhost, store: str
         assert await this.waiting() == []
 
 
-async def test_the_figures_move_by_themselves(place: OwnVhost, store: str, tmp_path: Path) -> None:
+async def test_the_figures_refresh_by_themselves(place: OwnVhost, store: str, tmp_path: Path) -> None:
     async with shown(place, store, tmp_path) as this:
         page = await this.tab()
         await page.goto("/")

@@ -148,7 +148,7 @@ def test_a_bad_message_is_refused_with_its_reason_and_everything_it_had(played: 
     played.inbox.only(b"good, behind " + body_of(case))  # no other message stops for it
 
 
-def test_each_is_reported(played: World) -> None:
+def test_each_refused_message_is_logged(played: World) -> None:
     """The log has a line for each, or counts it."""
 
     def reported() -> int:
@@ -160,7 +160,7 @@ def test_each_is_reported(played: World) -> None:
     played.run(eventually(lambda: reported() >= len(sent_in(played))))
 
 
-def test_a_mended_message_is_delivered_without_a_trace(played: World) -> None:
+def test_a_fixed_message_is_delivered_without_traces_of_its_refusal(played: World) -> None:
     """The headers name the exchange and the key, as the README says."""
     refused = played.refused.only(body_of("with every property"))
     headers = (*refused.props.without(b"x-delay").headers, (b"x-delay", number("I", 700)))  # type: ignore[misc]
@@ -218,7 +218,7 @@ BROKEN: Mapping[str, bytes] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken_header_bytes_stop_no_other_message(any_world: World, case: str) -> None:
+def test_broken_header_bytes_do_not_stop_other_messages(any_world: World, case: str) -> None:
     """The broker rejects most of them; the accepted ones arrive, or are refused. The daemon keeps running."""
     bad, good = b"broken: " + case.encode(), b"good, after broken: " + case.encode()
     before = len(any_world.daemon.events)

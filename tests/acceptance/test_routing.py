@@ -98,7 +98,7 @@ def test_three_trips(any_world: World) -> None:
     assert len(sizes) == 1, f"its headers grow: {sizes}"
 
 
-def test_a_turned_delay_is_over(any_world: World) -> None:
+def test_a_message_published_again_unchanged_does_not_wait_again(any_world: World) -> None:
     """A message that is published again unchanged does not wait a second time: its delay has a turned sign."""
     any_world.run(any_world.raw.publish(Message("in", b"inbox", delayed(), b"turned 1")))
     any_world.wait(b"turned 1")

@@ -147,7 +147,7 @@ def service(rabbitmq: RabbitMQ, postgres: Postgres) -> Iterator[Service]:
     postgres.drop_database(database)
 
 
-async def test_the_service_starts_delivers_and_stops_in_order(service: Service) -> None:
+async def test_the_service_starts_delivers_and_stops_cleanly(service: Service) -> None:
     service.start()
     assert service.shown("ActiveState", "SubState", "StatusText", "UnitFileState", "User") == {
         "ActiveState": "active", "SubState": "running", "StatusText": "mode store; intake active",

@@ -83,7 +83,7 @@ async def test_everything_over_tls(secure: tuple[RabbitMQ, Postgres], papers: Pa
         assert await daemon.stop() == 0
 
 
-async def test_the_broker_wants_to_see_the_client(secure: tuple[RabbitMQ, Postgres], papers: Papers) -> None:
+async def test_the_broker_demands_a_client_certificate(secure: tuple[RabbitMQ, Postgres], papers: Papers) -> None:
     """One URL serves the hot path and the administration, and can name the client's certificate."""
     rabbitmq, _ = secure
 
@@ -103,7 +103,7 @@ async def test_the_broker_wants_to_see_the_client(secure: tuple[RabbitMQ, Postgr
 
 
 @pytest.mark.parametrize("bad", BAD)
-async def test_a_bad_certificate_is_told_and_waited_out(
+async def test_a_bad_certificate_is_logged_and_the_daemon_waits_for_a_good_one(
     rabbitmq: RabbitMQ, postgres: Postgres, template: str, papers: Papers, bad: str
 ) -> None:
     """Broker and store both have one: the log names both with the reason, the daemon sends nothing to either, and stops
@@ -135,7 +135,9 @@ def assert_clean(text: str) -> None:
     assert not found, f"{found} in {text}"
 
 
-async def test_passwords_are_nowhere(place: OwnVhost, schema: str, postgres: Postgres, tmp_path: Path) -> None:
+async def test_passwords_do_not_appear_anywhere(
+    place: OwnVhost, schema: str, postgres: Postgres, tmp_path: Path
+) -> None:
     """No process arguments, server logs, connection lists, reports or logs contain them, also after the servers refuse
     them."""
     config = tmp_path / "delayer.toml"

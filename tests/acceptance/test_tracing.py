@@ -69,7 +69,7 @@ async def test_a_traced_message_has_a_span_for_its_wait_and_one_for_its_release(
         assert (release.start_time_unix_nano - wait.start_time_unix_nano) // 1_000_000 >= DELAY_MS
 
 
-async def test_an_absent_collector_changes_nothing(
+async def test_a_missing_collector_does_not_affect_messages(
     place: OwnVhost, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")

@@ -71,7 +71,7 @@ def held(this: World) -> int:
     return int(this.postgres.execute("SELECT FROM held", database=this.database).split()[-1])
 
 
-def test_the_good_ones_around_arrive_once_each(played: World) -> None:
+def test_good_messages_around_a_bad_one_arrive_once_each(played: World) -> None:
     for n in range(GOOD):
         arrival = played.inbox.only(sound(n))
         assert arrival.at_ms >= arrival.due_ms

@@ -48,7 +48,7 @@ async def test_a_key_is_free_again_after_the_release(stores: Open) -> None:
             assert (await daemon.apply(Cancel(b"k"))).cancelled == set()
 
 
-async def test_a_cancel_tells_whether_it_met_a_message(stores: Open) -> None:
+async def test_a_cancel_reports_whether_it_found_a_message(stores: Open) -> None:
     """In the batch, in the store, or held; two cancels of one key meet one message."""
     async with one_lane(stores) as (daemon, lane):
         now = daemon.now_ms
@@ -151,7 +151,7 @@ async def test_messages_due_later_go_to_all_lanes_in_turn(stores: Open) -> None:
         assert sorted(found.values()) == [50] * 4
 
 
-async def test_without_a_lane_nothing_is_taken_and_the_reason_is_told(stores: Open) -> None:
+async def test_without_a_lane_nothing_is_accepted_and_the_reason_is_given(stores: Open) -> None:
     store = stores(1)
     async with store.daemon() as one:
         await one.has(1)

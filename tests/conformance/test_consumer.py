@@ -49,7 +49,7 @@ async def reading(either: Either, count: int, prefetch: int = 100) -> AsyncItera
         await subscription.close()
 
 
-async def test_deliveries_come_in_order_and_as_published(either: Either) -> None:
+async def test_deliveries_arrive_in_order_and_as_published(either: Either) -> None:
     async with reading(either, 500, 1000) as (_, subscription):
         found = await take(subscription, 500)
         assert bodies(found) == numbered(range(500))
@@ -59,7 +59,7 @@ async def test_deliveries_come_in_order_and_as_published(either: Either) -> None
         assert found[0].read_at <= found[7].read_at
 
 
-async def test_a_batch_has_its_limit_and_an_idle_queue_gives_an_empty_one(either: Either) -> None:
+async def test_a_batch_keeps_its_limit_and_an_idle_queue_returns_an_empty_batch(either: Either) -> None:
     async with reading(either, 30) as (_, subscription):
         assert bodies(await subscription.next_batch(1, GATHER)) == [b"0"]
         assert bodies(await take(subscription, 29)) == numbered(range(1, 30))
@@ -281,7 +281,7 @@ async def test_a_full_buffer_is_returned_and_less_is_read_ahead(place: Place) ->
         assert await world.hand.drain("q") == []
 
 
-async def test_queues_that_share_a_relay_share_its_bound(place: Place) -> None:
+async def test_queues_that_share_a_connection_share_its_limit_of_bytes(place: Place) -> None:
     """The number of queues does not matter, and a queue can stop while the others are full."""
     size, count, bound, queues = 1 << 16, 5, 1 << 18, ("a", "b", "c", "d")
     async with place.world(*queues) as world, relay_to(place.address) as reconnecting:

@@ -52,7 +52,7 @@ async def test_each_message_has_its_own_outcome(either: Either) -> None:
         assert await world.hand.drain("full") == [b"first"]
 
 
-async def test_copies_of_a_message_are_told_apart(either: Either) -> None:
+async def test_copies_of_a_message_have_their_own_outcomes(either: Either) -> None:
     async with either.world("q") as world:
         keys = ["q", "nowhere", "q", "nowhere", "q"]
         batch = [message("same", key, body=b"%d" % n) for n, key in enumerate(keys)]
@@ -61,7 +61,7 @@ async def test_copies_of_a_message_are_told_apart(either: Either) -> None:
         assert sorted(await world.hand.drain("q")) == [b"0", b"2", b"4"]
 
 
-async def test_copies_in_different_batches_are_told_apart(either: Either) -> None:
+async def test_copies_in_different_batches_have_their_own_outcomes(either: Either) -> None:
     async with either.world("q") as world:
         batches = [[message("same", "q" if n % 2 else "nowhere"), message(n, "q")] for n in range(20)]
         outcomes = await asyncio.gather(*(world.publisher.publish(batch) for batch in batches))
@@ -88,7 +88,7 @@ async def test_a_missing_exchange(either: Either, first: int) -> None:
             assert await world.hand.drain("q") == numbered([n for n, name in enumerate(where) if not name])
 
 
-async def test_exchanges_that_are_internal_or_closed_to_us(place: Place) -> None:
+async def test_exchanges_that_are_internal_or_forbidden(place: Place) -> None:
     async with place.world("q") as world:
         await world.hand.exchange("inner", internal=True, to_q="q")
         await world.hand.exchange("secret", to_q="q")
@@ -98,7 +98,7 @@ async def test_exchanges_that_are_internal_or_closed_to_us(place: Place) -> None
         assert await world.hand.drain("q") == numbered(range(0, 12, 3))
 
 
-async def test_many_topics_that_are_closed_to_us(place: Place) -> None:
+async def test_many_forbidden_topics(place: Place) -> None:
     """Once the publisher knows that the key matters, each outcome is certain."""
     async with place.world("q") as world:
         await world.hand.exchange("news", kind="topic", to_q="#")
@@ -158,7 +158,7 @@ async def test_an_exchange_that_is_deleted_later(either: Either) -> None:
             assert round_ == 0 or len(there) == 9
 
 
-async def test_messages_that_are_not_due_wait_also_beside_a_message_at_fault(either: Either) -> None:
+async def test_messages_not_yet_due_wait_even_in_a_batch_with_a_bad_message(either: Either) -> None:
     """One message's exchange is missing, so the isolation publishes the others again: not before their due instants."""
     async with either.world("q") as world:
         arrived = await world.hand.watch("q")
@@ -189,7 +189,9 @@ async def test_doubtful_messages_of_several_destinations_wait_until_the_last_of_
         isolation.close()
 
 
-async def test_a_clock_that_is_set_back_does_not_keep_a_batch(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_batch_does_not_wait_for_a_clock_that_was_set_back(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The message is due in an hour by the new clock: its deadline ends the wait, and the caller plans it anew."""
     monkeypatch.setattr(publishing, "LONGEST_AHEAD", 0.1)
     async with place.world("q") as world:

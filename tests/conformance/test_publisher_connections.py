@@ -65,7 +65,7 @@ async def all_released(connection: Connection) -> None:
             await one.number_freed
 
 
-async def test_forbidden_topics_far_away(place: Place) -> None:
+async def test_forbidden_topics_over_a_slow_connection(place: Place) -> None:
     """Every outcome is exact; after the first batch every good message comes once."""
     batch = [message(n, "closed" if n % 2 else "open", "news") for n in range(400)]
     async with far_away(place, 0.005) as (world, reconnecting):
@@ -79,7 +79,7 @@ async def test_forbidden_topics_far_away(place: Place) -> None:
             assert round_ == 0 or there == good
 
 
-async def test_forbidden_topics_too_far_away_for_a_batch(place: Place) -> None:
+async def test_forbidden_topics_over_a_connection_too_slow_for_the_batch(place: Place) -> None:
     """A batch that exceeds its deadline makes the next batch smaller, until all are through."""
     left = [message(n, "closed" if n % 2 else "open", "news") for n in range(60)]
     outcomes, in_doubt = [], 0
@@ -123,7 +123,7 @@ async def test_a_message_that_ends_the_connection_is_identified(place: Place, ah
         await eventually(lambda: reconnecting.connects, lambda connects: connects == 2)
 
 
-async def test_isolated_messages_end_no_other_connection(place: Place) -> None:
+async def test_isolated_messages_do_not_end_other_connections(place: Place) -> None:
     """Each publisher may retry the message, also one that never met it; other batches are not isolated then."""
     async with place.world("q") as world, relay_to(place.address) as reconnecting:
         for round_ in range(3):
@@ -174,7 +174,7 @@ async def test_a_second_connection_that_opens_no_channel_is_replaced(place: Plac
         assert await world.hand.drain("q") == [b"2"]
 
 
-async def test_a_permission_is_repaired(place: Place) -> None:
+async def test_messages_are_published_once_a_permission_is_restored(place: Place) -> None:
     """The breaker is half-open after a second: the publisher tries the next message."""
     async with far_away(place, 0) as (world, reconnecting):
         publisher = AmqpPublisher(reconnecting)
@@ -222,7 +222,7 @@ async def test_an_interrupted_publish_leaves_no_channels_behind(place: Place) ->
         assert connection.receivers == before
 
 
-async def test_a_relay_closes_before_its_first_connection() -> None:
+async def test_a_connection_can_be_closed_before_it_is_first_open() -> None:
     reconnecting = ReconnectingConnection(lambda: [], "reconnecting test", heartbeat=20)
     with pytest.raises(BrokerLost, match="no connection to the broker"):
         await reconnecting.connection(0.01)
@@ -230,7 +230,7 @@ async def test_a_relay_closes_before_its_first_connection() -> None:
     await reconnecting.close()
 
 
-async def test_the_end_of_the_keeper_is_heard() -> None:
+async def test_a_failure_of_the_reconnecting_task_is_raised() -> None:
     """The keeper retries only after losses. Any other error ends it, so every caller must get that error."""
     async with relay_to(None) as reconnecting:  # type: ignore[arg-type]
         with pytest.raises(BrokerLost):
@@ -239,9 +239,7 @@ async def test_the_end_of_the_keeper_is_heard() -> None:
             await reconnecting.connection(0.05)
 
 
-async def test_connections_that_are_cut_soon_do_not_make_the_pause_grow(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_short_connections_do_not_lengthen_the_pause(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them was opened at once, so the next one may be too."""
     attempts: list[int] = []
 

@@ -71,7 +71,7 @@ async def test_a_claim_leaves_rows_due_after_its_window(stores: Open) -> None:
         assert early == []
 
 
-async def test_a_wait_ends_when_something_nearer_is_parked_or_the_lane_is_to_be_left(stores: Open) -> None:
+async def test_a_wait_ends_when_a_sooner_message_is_parked_or_the_lane_must_be_left(stores: Open) -> None:
     async with one_lane(stores) as (daemon, lane):
         await release_all(lane)
         async with waking(lane):
@@ -109,7 +109,7 @@ async def test_a_claim_is_settled_whole_and_before_the_next(stores: Open) -> Non
         assert len(await release_all(lane)) == 3
 
 
-async def test_held_messages_come_again_with_their_hold_until_they_are_released(stores: Open) -> None:
+async def test_held_messages_are_claimed_again_with_their_hold_until_they_are_released(stores: Open) -> None:
     """Each hold counts once; the flags of the first one stay with the caller."""
     store = stores(1)
     async with store.daemon() as daemon:
@@ -131,7 +131,7 @@ async def test_held_messages_come_again_with_their_hold_until_they_are_released(
         assert sorted(what for what, *_ in history.elements()) == ["held", "released", "released"]
 
 
-async def test_a_message_for_a_person_is_not_retried(stores: Open) -> None:
+async def test_a_message_that_waits_for_an_operator_is_not_retried(stores: Open) -> None:
     store = stores(1)
     async with store.daemon() as daemon:
         [lane] = await daemon.has(1)
@@ -153,7 +153,7 @@ async def test_a_message_is_found_however_long_ago_it_was_due(stores: Open) -> N
             assert len(await release_all(lane)) == 1
 
 
-async def test_daemons_share_the_lanes_evenly_and_never_one(stores: Open) -> None:
+async def test_daemons_share_the_lanes_evenly_and_never_own_the_same_one(stores: Open) -> None:
     store = stores(4)
     async with store.daemon() as one:
         await one.has(4)

@@ -66,7 +66,7 @@ async def test_with_a_store_the_hosts_clock_does_not_matter(
     assert max(late_ms) < 5_000
 
 
-async def test_without_a_store_a_set_clock_makes_no_message_early(vhost: str, tmp_path: Path) -> None:
+async def test_without_a_store_setting_the_clock_does_not_make_messages_early(vhost: str, tmp_path: Path) -> None:
     """The cascade measures durations. After a clock is set forward, messages come in time. After it is set back, the
     daemon takes them for an hour early and sends them round again: late by its clock, never lost."""
     clock = Clock(tmp_path / "clock")

@@ -135,7 +135,7 @@ async def test_abort_instead(store: str, source: Import, fault: str) -> None:
 @pytest.mark.parametrize(
     "number", [pytest.param(2, id="in the middle", marks=pytest.mark.long), pytest.param(3, id="the last batch")]
 )
-async def test_cut_behind_a_commit(
+async def test_the_connection_is_cut_after_a_commit(
     store: str, source: Import, rabbitmq: RabbitMQ, vhost_name: str, number: int
 ) -> None:
     """The connection is cut while a batch is in hand. Its commit works, but the broker hears no acknowledgement."""
@@ -153,7 +153,7 @@ async def test_cut_behind_a_commit(
 
 
 @pytest.mark.long
-async def test_messages_that_fell_a_level_before_the_run_continues(store: str, vhost: str) -> None:
+async def test_messages_that_moved_down_a_level_before_the_run_continues(store: str, vhost: str) -> None:
     broker, words = Broker(vhost, CASCADE.level(2)), SOURCES["cascade"][1]
     url = await broker.fill(seconds=6)
     await killed(store, *said(words, "run"), fault="import.committed", **url)

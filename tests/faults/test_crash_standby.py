@@ -129,7 +129,7 @@ async def test_the_standby(vhost: str, store: str, point: str, copies: int) -> N
 
 @pytest.mark.deadline(120)
 @pytest.mark.parametrize("second", ["cancel", "replace"])
-async def test_a_batch_that_reaches_the_store_behind_those_of_the_next_daemon(
+async def test_a_batch_that_reaches_the_store_after_those_of_the_next_daemon(
     rabbitmq: RabbitMQ, vhost: str, store: str, second: str
 ) -> None:
     """The active daemon loses the broker while its batch is on a slow line to the store."""

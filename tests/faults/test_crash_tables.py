@@ -45,7 +45,7 @@ def test_store_mode(scenes: Scenes, name: str, death: str) -> None:
 
 
 @pytest.mark.parametrize("death", [DAEMON, BROKER_CUT])
-async def test_publish_arrived_but_not_its_confirm_twice_same_id(
+async def test_a_publish_whose_confirm_is_lost_is_repeated_with_the_same_id(
     rabbitmq: RabbitMQ, vhost: str, store: str, death: str
 ) -> None:
     """The fault point can only stop before the bytes are sent. Here they arrive: a proxy keeps back the broker's

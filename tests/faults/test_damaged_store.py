@@ -114,7 +114,7 @@ def damaged() -> Iterator[dict[str, Damaged]]:
         yield stores
 
 
-async def test_a_damaged_page_of_bytes(damaged: dict[str, Damaged]) -> None:
+async def test_a_damaged_page_of_segment_bytes(damaged: dict[str, Damaged]) -> None:
     """Its pieces belong to a segment, or to two that are neighbours."""
     found = []
     async with sql(damaged["bytes"].url) as admin:
@@ -143,7 +143,7 @@ async def test_cancel_and_reschedule_report_messages_on_a_damaged_page(damaged: 
             assert list(found.values()) == [FoundIn.SEGMENT, FoundIn.UNREADABLE, FoundIn.NOWHERE]
 
 
-async def test_a_missing_file_of_bytes_blocks_no_later_segment(damaged: dict[str, Damaged]) -> None:
+async def test_a_missing_file_of_segment_bytes_does_not_block_later_segments(damaged: dict[str, Damaged]) -> None:
     """Each segment is tried once, and marked as broken: none blocks a later segment."""
     async with sql(damaged["file"].url) as admin:
         for _ in range(ROWS // OF_A_SEGMENT):

@@ -166,7 +166,7 @@ async def test_a_takeover(mode: str, servers: Servers, tmp_path: Path) -> None:
 
 @LONG
 @pytest.mark.deadline(500)
-async def test_the_border_between_cascade_and_store(servers: Servers, tmp_path: Path) -> None:
+async def test_park_beyond_changes_between_cascade_and_store(servers: Servers, tmp_path: Path) -> None:
     """``park_beyond`` moves up and down meanwhile: each message is on one side of it."""
     async with opened(*servers, tmp_path, seed=SEED + 40) as fleet:
         ledger, borders = fleet.ledger, cycle(("3s", "0s", "1s", "2s"))

@@ -129,7 +129,7 @@ async def test_dropping_doomed_messages_is_found(bug: str, fleet_with: Opened) -
     assert len(found.missing) == (20 if bug else 0)
 
 
-async def test_a_new_name_for_a_copy_is_found(fleet_with: Opened) -> None:
+async def test_a_copy_with_a_new_id_is_found(fleet_with: Opened) -> None:
     """Killed between publish and commit: copies share one x-delayer-id. Under this bug a message has more ids than
     readings, and the store's counter differs."""
     async with fleet_with("new id") as fleet:
@@ -140,7 +140,7 @@ async def test_a_new_name_for_a_copy_is_found(fleet_with: Opened) -> None:
         assert fleet.ledger.account.rows_back > counters["released"]
 
 
-async def test_a_new_name_at_the_end_of_the_cascade_is_found(fleet_with: Opened) -> None:
+async def test_a_new_id_at_the_end_of_the_cascade_is_found(fleet_with: Opened) -> None:
     """Killed between the confirm of the destination and the acknowledgement of the due queue: the same, without a store
     to count the names."""
     async with fleet_with("new id", mode="native", environ=CASCADE) as fleet:
@@ -189,7 +189,7 @@ async def test_sorted_headers_are_found(mode: str, fault: bool, rabbitmq: Rabbit
             verdict.assert_kept(repeats=fault)
 
 
-async def test_a_name_of_two_messages_is_found(fleet_with: Opened) -> None:
+async def test_an_id_of_two_messages_is_found(fleet_with: Opened) -> None:
     async with fleet_with("same id") as fleet:
         verdict = await passed(fleet.ledger)
         verdict.assert_kept()

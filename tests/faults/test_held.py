@@ -53,7 +53,7 @@ def tried(at_least: int) -> Any:
 
 @pytest.mark.deadline(150)
 @pytest.mark.parametrize("mode", ["store", "native", "native alone"])
-async def test_through_every_restart_and_out_in_the_end(mode: str) -> None:
+async def test_held_messages_survive_every_restart_and_are_delivered_in_the_end(mode: str) -> None:
     """In native mode a store beside it holds them; without one they wait in the cascade."""
     with RabbitMQ() as rabbitmq, Postgres() as postgres:
         store = None if mode == "native alone" else postgres.url(postgres.add_store())
@@ -140,7 +140,7 @@ async def either(daemon: DaemonProcess, *names: str, after: int) -> None:
 
 
 @pytest.mark.deadline(150)
-async def test_a_full_refused_queue_stops_no_good_message(
+async def test_a_full_refused_queue_does_not_stop_good_messages(
     rabbitmq: RabbitMQ, vhost_name: str, vhost: str, store: str
 ) -> None:
     """A limit of that queue keeps bad messages in the intake queue, with a warning; the others go on. Nothing is lost,

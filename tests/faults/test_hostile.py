@@ -178,7 +178,7 @@ async def test_bindings_in_a_circle_end_in_the_refused_queue(
         assert await daemon.stop() == 0
 
 
-async def test_no_reply_enters_a_queue_of_delayer(rabbitmq: RabbitMQ, vhost_name: str, store: str) -> None:
+async def test_replies_never_enter_delayers_own_queues(rabbitmq: RabbitMQ, vhost_name: str, store: str) -> None:
     """A cancel names the queue for its reply. A queue of delayer would treat the reply as a message: the daemon does
     not send it there, and the cancel counts."""
     async with scene(STORE, rabbitmq, vhost_name, store) as (place, daemon, villain):

@@ -116,7 +116,9 @@ async def opened(
 
 @pytest.mark.deadline(120)
 @pytest.mark.parametrize("daemons", [2, 3])
-async def test_in_peace(daemons: int, servers: tuple[RabbitMQ, Postgres], tmp_path: Path) -> None:
+async def test_keys_stay_in_order_without_faults(
+    daemons: int, servers: tuple[RabbitMQ, Postgres], tmp_path: Path
+) -> None:
     async with opened(servers, tmp_path, daemons) as (_, publisher, came):
         keys, began = count(), time.monotonic()
         while (turn := next(keys)) < PEACE_SECONDS * A_SECOND // BATCH:
@@ -161,7 +163,7 @@ class Churn:
         pytest.param(3, IN_TURN, 240, id="three", marks=LONG),
     ],
 )
-async def test_under_faults(
+async def test_keys_stay_in_order_under_faults(
     daemons: int, faults: tuple[Fault, ...], seconds: int, servers: tuple[RabbitMQ, Postgres], tmp_path: Path
 ) -> None:
     async with opened(servers, tmp_path, daemons) as (fleet, publisher, came):

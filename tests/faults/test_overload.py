@@ -237,7 +237,9 @@ async def large_scene(
 
 @pytest.mark.long
 @pytest.mark.deadline(300)
-async def test_large_messages_into_a_slow_store_come_once(rabbitmq: RabbitMQ, postgres: Postgres, store: str) -> None:
+async def test_large_messages_into_a_slow_store_are_delivered_once(
+    rabbitmq: RabbitMQ, postgres: Postgres, store: str
+) -> None:
     """More bytes than the daemon keeps, for longer than the broker tolerates a connection that reads nothing (30 s).
     The daemon lowers its prefetch and keeps the connection, and nothing is repeated."""
     bodies = [b"%06d" % n + bytes(500_000) for n in range(300)]
@@ -300,7 +302,9 @@ async def sleeper(url: str) -> AsyncIterator[asyncio.Event]:
 @pytest.mark.long
 @pytest.mark.deadline(400)
 @pytest.mark.parametrize("store_is", ["slow", "hung"])
-async def test_no_delivery_is_in_hand_for_the_consumer_timeout(store_is: str, postgres: Postgres, store: str) -> None:
+async def test_no_delivery_stays_unacknowledged_until_the_consumer_timeout(
+    store_is: str, postgres: Postgres, store: str
+) -> None:
     """A slow store would make prefetched messages wait for minutes, and a hung store answers nothing. In both cases the
     daemon gives them back in time, and nothing is lost."""
     bodies = [b"%06d" % n + bytes(500_000) for n in range(300)]

@@ -112,7 +112,7 @@ def most_ids(inbox: Inbox, bodies: Collection[bytes]) -> int:
 
 @pytest.mark.long
 @pytest.mark.deadline(180)
-async def test_a_paused_broker_causes_no_held_message() -> None:
+async def test_a_paused_broker_does_not_cause_holds() -> None:
     """The whole broker pauses for longer than two publishes may take: messages come late, and none is held or lost."""
     with RabbitMQ() as rabbitmq, Postgres() as postgres:
         place = await Place("store", rabbitmq.url(), postgres.url(postgres.add_store())).declare()

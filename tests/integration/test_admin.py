@@ -70,7 +70,7 @@ async def test_the_declared_objects_match_the_topology(rabbitmq: RabbitMQ, vhost
     assert first["bindings"] == sorted((b.source, b.destination, b.key) for b in topology.bindings)
 
 
-async def test_every_mismatch_is_named_nothing_is_bound_and_the_connection_goes_on(
+async def test_every_mismatch_is_named_nothing_is_bound_and_the_connection_stays_usable(
     rabbitmq: RabbitMQ, vhost: str
 ) -> None:
     wrong = Queue(CASCADE.level(9), arguments({"x-queue-type": "quorum", "x-message-ttl": 511_000}))
@@ -123,7 +123,7 @@ async def test_remove_leaves_nothing(rabbitmq: RabbitMQ, vhost: str) -> None:
     assert inventory(rabbitmq, vhost) == {"exchanges": {}, "queues": {}, "bindings": []}
 
 
-async def test_messages_keep_everything_standing_unless_forced(rabbitmq: RabbitMQ, vhost: str) -> None:
+async def test_nothing_is_removed_while_messages_remain_unless_forced(rabbitmq: RabbitMQ, vhost: str) -> None:
     topology = whole(Cascade())
     async with await Admin.connect(vhost, management_url=rabbitmq.management_url) as admin:
         await declare(vhost, topology)
@@ -137,7 +137,9 @@ async def test_messages_keep_everything_standing_unless_forced(rabbitmq: RabbitM
     assert inventory(rabbitmq, vhost)["queues"] == {}
 
 
-async def test_a_message_that_slips_in_stops_the_removal_there(rabbitmq: RabbitMQ, vhost: str, vhost_name: str) -> None:
+async def test_a_message_that_arrives_during_the_removal_stops_it_there(
+    rabbitmq: RabbitMQ, vhost: str, vhost_name: str
+) -> None:
     """The message comes between the first look and the level's turn. The lower levels stay, so it reaches the end."""
     cascade = Cascade()
     message = {"properties": {}, "routing_key": cascade.level(10), "payload": "x", "payload_encoding": "string"}
@@ -160,7 +162,7 @@ async def test_a_message_that_slips_in_stops_the_removal_there(rabbitmq: RabbitM
     assert set(left["exchanges"]) == {cascade.level(n) for n in range(10)} | {cascade.delivery, cascade.strays}
 
 
-async def test_a_queue_whose_leader_does_not_answer_is_not_taken_for_empty(
+async def test_a_queue_whose_leader_does_not_answer_does_not_count_as_empty(
     rabbitmq: RabbitMQ, vhost: str, vhost_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """RabbitMQ counts 0 messages for it."""
@@ -184,7 +186,9 @@ async def test_a_queue_whose_leader_does_not_answer_is_not_taken_for_empty(
         assert (await broker.depths(["full"]), await admin.depths(["full"])) == ({"full": 1}, {"full": 1})
 
 
-async def test_a_slow_line_is_no_slow_leader(rabbitmq: RabbitMQ, vhost: str, vhost_name: str) -> None:
+async def test_a_slow_connection_is_not_mistaken_for_a_slow_leader(
+    rabbitmq: RabbitMQ, vhost: str, vhost_name: str
+) -> None:
     await declare(vhost, Topology((), (Queue("empty"),), ()))
     async with Proxy(rabbitmq.port) as proxy:
         url = rabbitmq.url(vhost_name, port=proxy.port)
@@ -194,7 +198,7 @@ async def test_a_slow_line_is_no_slow_leader(rabbitmq: RabbitMQ, vhost: str, vho
             assert await admin.depths(["empty"]) == {"empty": 0}
 
 
-async def test_messages_that_the_broker_delays_meanwhile_stop_the_removal(vhost: str) -> None:
+async def test_messages_that_the_broker_begins_to_delay_stop_the_removal(vhost: str) -> None:
     """They come between the first count and the removal of the exchanges, and no depth shows them."""
     topology = whole(Cascade())
     last = topology.queues[-1].name
@@ -211,7 +215,7 @@ async def test_messages_that_the_broker_delays_meanwhile_stop_the_removal(vhost:
         assert await admin.queue_exists(last)
 
 
-async def test_a_consumer_keeps_everything_standing(rabbitmq: RabbitMQ, vhost: str) -> None:
+async def test_nothing_is_removed_while_a_queue_has_a_consumer(rabbitmq: RabbitMQ, vhost: str) -> None:
     admin_too = Admin.connect(vhost, management_url=rabbitmq.management_url)
     async with await aio_pika.connect(vhost) as other, await admin_too as admin:
         await declare(vhost, intake_topology())
@@ -221,7 +225,7 @@ async def test_a_consumer_keeps_everything_standing(rabbitmq: RabbitMQ, vhost: s
     assert (removal.removed, removal.left) == ([], {"queue delays": "has 1 consumers"})
 
 
-async def test_an_exchange_that_others_bound_to_stays(rabbitmq: RabbitMQ, vhost: str) -> None:
+async def test_an_exchange_with_foreign_bindings_stays(rabbitmq: RabbitMQ, vhost: str) -> None:
     async with await Admin.connect(vhost, management_url=rabbitmq.management_url) as admin:
         await declare(vhost, intake_topology() + Topology(queues=(Queue("audit"),)))
         await declare(vhost, bound("audit", "delayer.in", "#"))
@@ -263,7 +267,7 @@ async def test_a_server_that_never_answers() -> None:
     assert "s3cret" not in str(caught.value)
 
 
-async def test_a_lost_connection_is_said_so(rabbitmq: RabbitMQ, vhost: str) -> None:
+async def test_a_lost_connection_is_reported_as_lost(rabbitmq: RabbitMQ, vhost: str) -> None:
     async with await Admin.connect(vhost, name="to be lost") as admin:
         await admin.depths(["nowhere"])
         await asyncio.to_thread(rabbitmq.ctl, "close_all_connections", "--vhost", urlsplit(vhost).path[1:], "test")
@@ -331,7 +335,7 @@ async def test_a_broker_that_falls_silent_is_out_of_reach(rabbitmq: RabbitMQ, vh
             proxy.cut()
 
 
-async def test_a_connection_that_is_cut_ends_every_question(rabbitmq: RabbitMQ, vhost: str) -> None:
+async def test_a_cut_connection_fails_every_request(rabbitmq: RabbitMQ, vhost: str) -> None:
     async with Proxy(rabbitmq.port) as proxy:
         url = vhost.replace(f":{rabbitmq.port}", f":{proxy.port}")
         async with pipelined_admin(url, "test") as broker:

@@ -73,7 +73,7 @@ async def test_the_longest_delays_wait_in_level_27_and_nowhere_else(vhost: str, 
         assert here.inboxes["a"].arrivals == []
 
 
-async def test_strays_are_set_aside_and_block_no_other_message(vhost: str) -> None:
+async def test_strays_are_set_aside_and_do_not_block_other_messages(vhost: str) -> None:
     """A level's dead-letter worker has at most 32 messages in flight. Without an alternate exchange 40 strays would
     block the five messages behind them for ever."""
     async with bench(vhost, "delayer", "good") as here:

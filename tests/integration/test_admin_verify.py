@@ -244,7 +244,7 @@ def test_policies_in_force(policies: list[BrokerPolicy], in_force: list[str]) ->
         ("http://guest:guest@{at}/nothing/here", "answered 4"),
     ],
 )
-async def test_a_management_api_out_of_reach_is_said_and_the_rest_is_done(
+async def test_an_unreachable_management_api_is_reported_and_the_rest_is_checked(
     rabbitmq: RabbitMQ, vhost: str, url: str, reason: str
 ) -> None:
     await declare(vhost, WHOLE)
@@ -268,7 +268,7 @@ OK = b"HTTP/1.0 200 OK\r\n\r\n"
         OK + b'[{"name": 1, "source": 1, "pattern": 1}]', OK + b'{"type": "topic", "arguments": []}',
     ],
 )  # fmt: skip
-async def test_something_else_than_a_management_api(told: bytes) -> None:
+async def test_a_server_that_is_not_a_management_api_is_rejected(told: bytes) -> None:
     verifier = Verifier(SimpleNamespace(version=(4, 4)), WHOLE, None)  # type: ignore[arg-type]
     async with answering(told) as url:
         management = Management(url, "/")
@@ -337,7 +337,7 @@ async def test_a_read_only_user_sees_existing_objects(rabbitmq: RabbitMQ, vhost:
     assert len([f for f in findings if f.severity == "unknown"]) >= len(WHOLE.queues) - 1
 
 
-def test_a_management_url_that_is_none_is_refused_without_being_shown() -> None:
+def test_an_invalid_management_url_is_rejected_without_being_shown() -> None:
     with pytest.raises(ValueError, match="expected http://") as caught:
         Management("file:///etc/s3cret", "/")
     assert "s3cret" not in str(caught.value)

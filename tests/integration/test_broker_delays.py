@@ -98,7 +98,7 @@ EMPTY = "There are no (refused|strays)|Nothing (is|would be) left|delayed by Rab
 
 
 @pytest.mark.deadline(240)
-async def test_no_verb_ends_a_delayed_message_or_calls_its_queue_empty(
+async def test_no_verb_deletes_a_delayed_message_or_calls_its_queue_empty(
     delayer: Run, delaying: RabbitMQ, vhost: str
 ) -> None:
     delayer("db", "upgrade")

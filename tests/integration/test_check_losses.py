@@ -32,7 +32,7 @@ async def in_place(delayer: Run, vhost: str, *options: str) -> None:
     delayer(*options, "topology", "apply")
 
 
-async def test_what_cannot_be_seen_is_said(delayer: Run, vhost: str, managed: dict[str, str]) -> None:
+async def test_check_names_what_it_cannot_see(delayer: Run, vhost: str, managed: dict[str, str]) -> None:
     await in_place(delayer, vhost)
     (row,) = rows(delayer, "topology")
     assert (row["result"], UNSEEN in row["found"], "management_url" in row["advice"]) == ("note", True, True)
@@ -57,7 +57,7 @@ async def test_every_address_that_fails_is_named(delayer: Run, vhost: str, works
         assert step in row["advice"]
 
 
-async def test_lost_queues_are_never_nothing(delayer: Run, vhost: str) -> None:
+async def test_lost_queues_are_always_reported(delayer: Run, vhost: str) -> None:
     await in_place(delayer, vhost, "--mode", "native")
     async with channel_to(vhost) as channel:
         await channel.queue_delete("delayer.delay-level-05")
@@ -68,7 +68,7 @@ async def test_lost_queues_are_never_nothing(delayer: Run, vhost: str) -> None:
     assert not any("nothing" in row["advice"] for row in (missing, unseen))
 
 
-async def test_a_hidden_part_is_not_as_it_should_be(delayer: Run, vhost: str, rabbitmq: RabbitMQ) -> None:
+async def test_a_hidden_part_does_not_count_as_correct(delayer: Run, vhost: str, rabbitmq: RabbitMQ) -> None:
     await in_place(delayer, vhost)
     await asyncio.to_thread(rabbitmq.add_user, "onlooker", "onlooker", vhost=urlsplit(vhost).path[1:], read=".*")
     url = vhost.replace("guest:guest", "onlooker:onlooker")
@@ -120,7 +120,7 @@ async def test_a_policy_that_drops_is_off(
 
 
 @pytest.mark.parametrize("kind", ["quorum", "classic"])
-async def test_queues_that_one_node_of_a_cluster_has_alone(
+async def test_queues_with_a_single_copy_in_a_cluster_are_reported(
     delayer: Run, vhost: str, rabbitmq: RabbitMQ, managed: dict[str, str], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The broker is real, and its list of nodes is longer."""

@@ -174,7 +174,7 @@ async def test_send_refuses_a_misspelt_delay_header_as_the_daemon_does(delayer: 
 
 
 @pytest.mark.parametrize("verb", ["status", "check", "send --delay 1s", "topology verify"])
-def test_a_refused_login_is_told_in_whole_sentences(delayer: Run, vhost: str, verb: str) -> None:
+def test_a_refused_login_is_reported_in_whole_sentences(delayer: Run, vhost: str, verb: str) -> None:
     refused = delayer(*verb.split(), expect=3, DELAYER_BROKER__URL=vhost.replace("guest:guest@", "guest:wrong@"))
     assert "efused" in refused.output
     assert ".." not in refused.output
@@ -343,7 +343,7 @@ async def test_status_says_the_next_step(delayer: Run, vhost: str, database: str
     assert all(f"Next: `delayer {verb} list`" in told for verb in ("refused", "strays", "held"))
 
 
-async def test_segments_are_counted_and_a_broken_one_is_off(delayer: Run, database: str) -> None:
+async def test_segments_are_counted_and_a_broken_segment_fails_the_check(delayer: Run, database: str) -> None:
     delayer("topology", "apply")
     async with sql(database) as connection:
         await connection.execute(
@@ -443,7 +443,7 @@ queue = "orders.eu"
     assert [row["result"] for row in rows(delayer, "destination", expect=1, options=options)] == ["off"]
 
 
-def test_a_route_that_makes_messages_late_and_holds_them_is_told(delayer: Run) -> None:
+def test_a_route_that_makes_messages_late_and_then_holds_them_is_reported(delayer: Run) -> None:
     both = {"max_rate": 100, "late_limit": "3s", "late_action": "hold"}
     routes = [{"from": "both", **both}, {"from": "paced", "max_rate": 100}, {"from": "late", **both, "max_rate": 0}]
     told = {"DELAYER_ROUTE": json.dumps(routes)}
@@ -453,7 +453,7 @@ def test_a_route_that_makes_messages_late_and_holds_them_is_told(delayer: Run) -
     assert row["found"].startswith('"both" holds messages that wait longer than late_limit (3s)')
 
 
-def test_an_address_that_others_reach_is_told(delayer: Run) -> None:
+def test_an_address_that_others_can_reach_is_reported(delayer: Run) -> None:
     away = "0.0.0.0:9419"
     for listen, more, told in (
         ("127.0.0.1:9419", {}, []), ("[::1]:9419", {}, []), ("", {}, []), (away, {}, ["without a token, so"]),

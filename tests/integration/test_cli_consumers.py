@@ -8,7 +8,7 @@ from tests.integration.cli import Run, destination, rows
 
 
 @pytest.mark.parametrize("queue_type", ["quorum", "classic"])
-def test_a_queue_of_the_other_value_of_consumers(delayer: Run, queue_type: str) -> None:
+def test_a_queue_declared_for_the_other_value_of_consumers_is_reported(delayer: Run, queue_type: str) -> None:
     kind = {"DELAYER_INTAKE__QUEUE_TYPE": queue_type}
     shared = kind | {"DELAYER_INTAKE__CONSUMERS": "shared"}
     for before, now in ((shared, kind), (kind, shared)):

@@ -181,7 +181,7 @@ async def test_held(delayer: Run, database: str) -> None:
         assert (await conserved(admin))["cancelled"] == 1
 
 
-async def test_many_held_ones_are_acted_on_page_by_page(delayer: Run, database: str) -> None:
+async def test_many_held_messages_are_changed_page_by_page(delayer: Run, database: str) -> None:
     """There may be millions, so at most one page of them is in memory; each is handled once."""
     async with opened(database) as place, owned(place) as [lane]:
         now = place.now_upper_ms()

@@ -168,7 +168,7 @@ MANY = 100
 
 @pytest.mark.parametrize("store", ["with a store", "without a store"])
 @pytest.mark.parametrize("verb", ["refused", "strays"])
-async def test_looks_neither_delete_nor_reorder(
+async def test_listing_neither_deletes_nor_reorders_messages(
     delayer: Run, vhost: str, rabbitmq: RabbitMQ, verb: str, store: str
 ) -> None:
     environ: dict[str, str | None] = {"DELAYER_MODE": "native"}
@@ -207,7 +207,7 @@ def refused_ones(count: int, exchange: str = "delayer.in", reason: str = "too lo
     return found
 
 
-async def test_refused_ones_are_listed_and_published_again(applied: Run, vhost: str, rabbitmq: RabbitMQ) -> None:
+async def test_refused_messages_are_listed_and_published_again(applied: Run, vhost: str, rabbitmq: RabbitMQ) -> None:
     told = {"DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url}
     await counted(rabbitmq, vhost)
     run = applied("refused", "list", **told)
@@ -241,7 +241,7 @@ async def test_refused_ones_are_listed_and_published_again(applied: Run, vhost: 
     assert [(one["verb"], one["messages"]) for one in told] == [("refused retry", 249), ("refused retry", 1)]
 
 
-async def test_a_look_ends_when_its_messages_are_back_in_their_places(applied: Run, vhost: str) -> None:
+async def test_a_list_returns_once_its_messages_are_back_in_their_places(applied: Run, vhost: str) -> None:
     """RabbitMQ returns them a moment after it has closed the channel."""
     async with await Raw.connect(vhost) as raw, pipelined_admin(vhost, "test") as admin:
         await raw.publish(*refused_ones(MANY))
@@ -252,7 +252,7 @@ async def test_a_look_ends_when_its_messages_are_back_in_their_places(applied: R
             assert await admin.depths([refused.queue]) == {refused.queue: MANY}
 
 
-async def test_a_retry_mends_headers_and_says_how_many_came_back(applied: Run, vhost: str) -> None:
+async def test_a_retry_fixes_headers_and_reports_how_many_were_refused_again(applied: Run, vhost: str) -> None:
     mends = ("--delay", "10s", "--set-header", "tries:int=3", "--drop-header", "who")
     async with await Raw.connect(vhost) as raw, channel_to(vhost) as channel:
         await raw.publish(*refused_ones(3))
@@ -277,7 +277,7 @@ async def test_a_retry_mends_headers_and_says_how_many_came_back(applied: Run, v
     assert json.loads(one["asked"])["mended"] == {"delay_ms": 10_000, "headers": {"tries": 3}, "dropped": ["who"]}
 
 
-async def test_large_ones_are_looked_at_without_being_kept(applied: Run, vhost: str) -> None:
+async def test_large_messages_are_listed_without_keeping_their_bodies(applied: Run, vhost: str) -> None:
     """The daemon shows them on its page too, so it must not hold fifty messages of 100 MB in memory."""
     (one,) = refused_ones(1)
     async with await Raw.connect(vhost) as raw:
@@ -293,7 +293,7 @@ async def test_large_ones_are_looked_at_without_being_kept(applied: Run, vhost: 
     assert told["body"] == "\u00e4" * (reading.PREVIEW // 2)
 
 
-async def test_refused_ones_are_dropped(applied: Run, vhost: str) -> None:
+async def test_refused_messages_are_dropped(applied: Run, vhost: str) -> None:
     async with await Raw.connect(vhost) as raw:
         await raw.publish(*refused_ones(5), *refused_ones(3, "other"))
     applied("refused", "drop", expect=2)

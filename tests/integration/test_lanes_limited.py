@@ -93,7 +93,9 @@ async def test_limited_lanes_are_shared_between_processes_and_taken_over(databas
 
 
 @pytest.mark.parametrize("ended", ["delayer presence", "delayer lane limited"])
-async def test_lost_connections_of_limited_lanes_lose_no_message(postgres: Postgres, database: str, ended: str) -> None:
+async def test_lost_connections_of_limited_lanes_do_not_lose_messages(
+    postgres: Postgres, database: str, ended: str
+) -> None:
     await migrated(database)
     names = routes(10)
     async with sql(database) as admin, running(database, rates=dict.fromkeys(names, 1000.0)) as process:

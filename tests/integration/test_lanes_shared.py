@@ -107,7 +107,7 @@ async def test_more_processes_than_lanes(database: str) -> None:
     assert await raise_lanes(database, 1) == 2, "the number never shrinks"
 
 
-async def test_without_its_broker_a_process_leaves_its_lanes_to_others(database: str) -> None:
+async def test_a_process_without_its_broker_drops_its_lanes_for_others(database: str) -> None:
     await migrated(database)
     async with running(database, "one") as one, running(database, "two") as two:
         await eventually(lambda: len(one.backlog.numbers) == len(two.backlog.numbers) == 2)

@@ -38,7 +38,7 @@ async def daemon_says(url: str, event: str, *, mode: str = "native") -> dict[str
         return await daemon.event(event)
 
 
-async def test_a_limit_of_queues_is_no_difference(
+async def test_a_limit_of_queues_is_not_reported_as_a_difference(
     delayer: Run, rabbitmq: RabbitMQ, vhost: str, vhost_name: str
 ) -> None:
     limit(rabbitmq, f"vhost-limits/{vhost_name}", "max-queues", 10)
@@ -55,7 +55,9 @@ async def test_a_limit_of_queues_is_no_difference(
         await daemon.ready()
 
 
-async def test_a_difference_beside_a_limit_is_a_difference(delayer: Run, rabbitmq: RabbitMQ, vhost_name: str) -> None:
+async def test_a_difference_is_reported_even_if_a_limit_is_reached(
+    delayer: Run, rabbitmq: RabbitMQ, vhost_name: str
+) -> None:
     arguments = {"durable": True, "arguments": {"x-queue-type": "classic"}}
     rabbitmq.api("PUT", f"/api/queues/{vhost_name}/delays", arguments)
     limit(rabbitmq, f"vhost-limits/{vhost_name}", "max-queues", 1)

@@ -98,7 +98,7 @@ async def test_the_partitions_of_a_history_count_before_they_exist(database: str
 
 
 @pytest.mark.parametrize("lanes", [1, 4, 40])
-def test_more_of_anything_needs_no_fewer_locks(lanes: int) -> None:
+def test_more_lanes_or_partitions_never_need_fewer_locks(lanes: int) -> None:
     base = LockNeed(64, 122, 100, lanes)
     for more in (
         base._replace(partitions=300),

@@ -65,7 +65,7 @@ def test_a_difference_among_many_is_found(
     assert "inequivalent arg 'type'" in told[1]["found"]
 
 
-async def test_refusals_do_not_multiply_the_questions(vhost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refusals_do_not_multiply_the_requests(vhost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each refusal closes the channel, with all questions that wait on it."""
     asked = 0
     call = Channel.call

@@ -53,7 +53,7 @@ async def test_a_sound_store_has_no_findings_and_unchecked_rules_are_named(datab
     assert {lane.number: lane.alive for lane in report.lanes} == dict.fromkeys((1, 2, 3, 4), False)
 
 
-async def test_all_held_messages_are_seen_beside_a_small_share_of_the_waiting_ones(database: str) -> None:
+async def test_a_sample_of_waiting_messages_still_reads_all_held_messages(database: str) -> None:
     await build(database)
     async with sql(database) as connection:
         *destinations, whole = await connection.fetch(read("audit_sample"), 1e-12, 1.0)

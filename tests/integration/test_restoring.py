@@ -90,7 +90,7 @@ async def account(url: str) -> tuple[dict[str, int], int, int]:
     return seen.counters, rows, inside
 
 
-async def test_segments_locked_by_another_process_are_looked_at_again(database: str) -> None:
+async def test_segments_locked_by_another_process_are_polled_again(database: str) -> None:
     now = await now_ms(database)
     assert await packed(database, [parcel(now + HOUR_MS), parcel(now + 2 * HOUR_MS)], 1) == 2
     async with opened(database) as store, owned(store), sql(database) as another:
@@ -103,7 +103,7 @@ async def test_segments_locked_by_another_process_are_looked_at_again(database: 
     assert [type(one) for one in found] == [Restored, Restored, type(None)]
 
 
-async def test_a_broken_segment_is_logged_once_and_blocks_no_other(database: str) -> None:
+async def test_a_broken_segment_is_logged_once_and_does_not_block_others(database: str) -> None:
     now = await now_ms(database)
     parcels = [parcel(now - 3_000 + n, b"%d" % n) for n in range(300)]
     assert await packed(database, parcels, 100) == 3
@@ -142,7 +142,7 @@ async def test_a_daemon_without_pyarrow_says_so_early(database: str, monkeypatch
     assert (await account(database))[1:] == (0, 1)
 
 
-async def test_a_restore_makes_the_partitions_of_its_rows(database: str) -> None:
+async def test_a_restore_creates_the_partitions_of_its_rows(database: str) -> None:
     now = await now_ms(database)
     async with sql(database) as admin:
         days = {now // DAY_MS + ahead for ahead in (0, 1, 3)}
@@ -167,7 +167,7 @@ async def test_a_restore_begins_again_after_lost_connections(database: str) -> N
     assert (rows, inside, counters["released"], counters["restored"]) == (0, 0, 1_000, 1_000)
 
 
-async def test_the_event_loop_goes_on_while_a_large_segment_is_restored(database: str) -> None:
+async def test_the_event_loop_is_not_blocked_while_a_large_segment_is_restored(database: str) -> None:
     """Decoding and encoding run in another thread. The bounds are wide, because the machine has other work too."""
     now = await now_ms(database)
     body = b'{"customer": %d, "items": [1, 2, 3], "text": "' + b"lorem ipsum dolor sit amet " * 30 + b'"}'

@@ -245,7 +245,7 @@ async def test_the_page_s_buttons_need_each_of_them(page: str, postgres: Postgre
 @pytest.mark.parametrize(
     "statement", ["UPDATE audit_log SET who = 'eve'", "DELETE FROM audit_log", "TRUNCATE audit_log"]
 )
-async def test_with_the_page_s_rights_the_trail_is_added_to_and_no_more(page: str, statement: str) -> None:
+async def test_the_page_s_rights_allow_adding_to_the_audit_log_and_no_more(page: str, statement: str) -> None:
     async with sql(page) as connection:
         with pytest.raises(asyncpg.InsufficientPrivilegeError):
             await connection.execute(statement)
@@ -265,7 +265,7 @@ async def test_limits_of_the_daemon_s_role(store: str, statement: str) -> None:
             await connection.execute(statement)
 
 
-async def test_the_owner_can_go_on_upgrading_beside_the_daemon_s_partitions(store: str, postgres: Postgres) -> None:
+async def test_the_owner_can_still_upgrade_when_the_daemon_owns_partitions(store: str, postgres: Postgres) -> None:
     """A later upgrade may need the right to alter the daemon's partitions."""
     await asyncio.to_thread(clear, postgres)
     daemon = await Store.connect(lambda: store)
@@ -294,7 +294,7 @@ async def test_the_daemon_looks_after_days_that_its_owner_made(store: str, postg
         assert await partitions.drop_passed(connection, today + 30) == [partitions.name_of(today + 20)]
 
 
-async def test_a_partition_of_another_owner_blocks_no_other_drop(store: str, postgres: Postgres) -> None:
+async def test_a_partition_of_another_owner_does_not_block_other_drops(store: str, postgres: Postgres) -> None:
     await asyncio.to_thread(clear, postgres)
     async with sql(store) as connection:
         for day in (100, 101, 102):

@@ -51,7 +51,7 @@ async def test_many_lines_from_stdin(ready: Run, vhost: str) -> None:
     assert [one.message_id for one in await take(vhost, "delays")] == [str(n) for n in range(2_500)]
 
 
-async def test_a_wrong_line_keeps_its_portion_back(ready: Run, vhost: str) -> None:
+async def test_a_wrong_line_stops_its_whole_portion(ready: Run, vhost: str) -> None:
     lines = text_of(*({"message_id": str(n)} for n in range(1_500)), {"message_id": "x" * 256}, {})
     told = ready("send", "--file", "-", stdin=lines, expect=2)
     assert "line 1501: --message-id: expected at most 255 bytes, found 256" in told.stderr
@@ -82,7 +82,7 @@ async def test_lines_that_the_broker_does_not_take_are_named(delayer: Run, vhost
     assert "delayer topology apply" in told.stderr and "those from 6 on" in told.stderr
 
 
-async def test_repeated_ids_in_a_file_are_messages_of_their_own(delayer: Run, vhost: str) -> None:
+async def test_repeated_ids_in_a_file_are_separate_messages(delayer: Run, vhost: str) -> None:
     """Also where the broker returns one of them."""
     async with channel_to(vhost) as channel:
         await channel.declare_exchange("delayer.in", "topic", durable=True)
@@ -98,7 +98,9 @@ def test_a_missing_exchange_is_named(delayer: Run) -> None:
     assert "Sent: 0. " in told.stderr and "from 1 on" in told.stderr
 
 
-async def test_what_is_too_large_is_not_sent(ready: Run, rabbitmq: RabbitMQ, vhost: str, tmp_path: Path) -> None:
+async def test_a_message_that_is_too_large_is_not_sent(
+    ready: Run, rabbitmq: RabbitMQ, vhost: str, tmp_path: Path
+) -> None:
     too_long = ("--header", "h=" + "x" * 131_000)
     assert "properties are too long to carry" in ready("send", "--delay", "1s", *too_long, expect=2).stderr
     body = tmp_path / "body"
@@ -110,5 +112,5 @@ async def test_what_is_too_large_is_not_sent(ready: Run, rabbitmq: RabbitMQ, vho
 
 
 @pytest.mark.parametrize("option", ["--routing-key", "--message-id", "--delay-key"])
-def test_an_argument_of_other_bytes_is_refused(ready: Run, option: str) -> None:
+def test_an_argument_that_is_not_utf_8_is_rejected(ready: Run, option: str) -> None:
     assert f"{option}: expected UTF-8" in ready("send", "--delay", "1s", option, "a\udcff", expect=2).stderr

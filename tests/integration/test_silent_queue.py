@@ -94,7 +94,7 @@ def seen(scene: Scene, queue: str, found: list[bytes]) -> Callable[[], Awaitable
 
 @pytest.mark.deadline(60)
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_silent_queue_in_a_batch_delays_no_other(kind: str, rabbitmq: RabbitMQ, vhost: str) -> None:
+async def test_a_silent_queue_in_a_batch_does_not_delay_other_queues(kind: str, rabbitmq: RabbitMQ, vhost: str) -> None:
     """The first batch has every outcome in time, and with classic queues no copies. Later batches do not wait."""
     async with scene(rabbitmq, vhost, kind) as it:
         publisher, batch = it.publisher(), mixed(100, [50])
@@ -144,7 +144,7 @@ async def test_a_silent_queue_gets_its_messages_when_it_answers(kind: str, rabbi
 
 @pytest.mark.long
 @pytest.mark.deadline(60)
-async def test_always_new_keys_delay_no_good_message(rabbitmq: RabbitMQ, vhost: str) -> None:
+async def test_ever_new_keys_of_a_silent_queue_do_not_delay_good_messages(rabbitmq: RabbitMQ, vhost: str) -> None:
     """After some such keys the isolation probes the whole exchange: good messages pass, bad ones cost little time."""
     async with scene(rabbitmq, vhost, "classic") as it:
         publisher = it.publisher()
@@ -174,7 +174,7 @@ async def few_channels(rabbitmq: RabbitMQ, most: int) -> AsyncIterator[None]:
 @pytest.mark.long
 @pytest.mark.deadline(60)
 @pytest.mark.parametrize(("channels", "apart"), [(12, True), (24, False)], ids=["a second connection", "one for all"])
-async def test_more_probes_than_channels_end_no_connection(
+async def test_more_probes_than_channels_do_not_end_a_connection(
     rabbitmq: RabbitMQ, vhost: str, channels: int, apart: bool
 ) -> None:
     """Probes without a free channel get their verdict in a later turn, and no connection ends. The same holds when the
@@ -210,7 +210,7 @@ async def test_a_silent_queue_without_other_publishes(rabbitmq: RabbitMQ, vhost:
 
 @pytest.mark.long
 @pytest.mark.deadline(60)
-async def test_objections_of_the_broker_are_reported_beside_a_silent_queue(rabbitmq: RabbitMQ, vhost: str) -> None:
+async def test_errors_of_the_broker_are_reported_even_with_a_silent_queue(rabbitmq: RabbitMQ, vhost: str) -> None:
     """A probed message may have no route, or its exchange may be gone."""
     async with scene(rabbitmq, vhost, "classic") as it:
         await it.hand.exchange("gone", kind="fanout")

@@ -45,7 +45,7 @@ async def test_a_drain_leaves_messages_with_too_long_properties(database: str) -
         assert list(await waiting(admin)) == [2]
 
 
-async def test_cancel_of_held_and_keyed_ones(database: str) -> None:
+async def test_cancel_of_held_messages_and_messages_with_keys(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         now = place.now_upper_ms()
         await place.park(lane, [parcel(now + DAY_MS, b"a", key=b"a"), parcel(now + DAY_MS, b"b", key=b"b")], [])
@@ -61,7 +61,7 @@ async def test_cancel_of_held_and_keyed_ones(database: str) -> None:
         assert await conserved(admin) == NO_ONE | {"parked": 4, "cancelled": 4}
 
 
-async def test_a_key_that_stands_for_a_newer_message_stays(database: str) -> None:
+async def test_a_key_that_points_to_a_newer_message_stays(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         await place.park(lane, [parcel(place.now_upper_ms() + DAY_MS, b"old", key=b"k")], [])
         [old] = await waiting(admin)
@@ -92,7 +92,7 @@ async def test_cancel_of_messages_in_segments(database: str) -> None:
         assert await conserved(admin) == NO_ONE | {"parked": 200, "cancelled": 60, "compacted": 200, "restored": 200}
 
 
-async def test_the_others_of_a_segment_are_rows_again(database: str) -> None:
+async def test_the_other_messages_of_a_segment_become_rows_again(database: str) -> None:
     async with store(database) as admin:
         await put(admin, rows(3, START_MS))
         [made] = await compact(admin)
@@ -113,7 +113,7 @@ async def test_messages_in_a_broken_segment_are_unreadable(database: str) -> Non
         assert (await conserved(admin))["cancelled"] == 1
 
 
-async def test_messages_released_meanwhile_do_not_count_as_cancelled(database: str) -> None:
+async def test_messages_released_during_a_cancel_do_not_count_as_cancelled(database: str) -> None:
     """Three rows are released between the listing and the cancel, and a broken segment has other messages."""
     async with store(database, 2) as admin, sql(database) as other:
         both = rows(20, START_MS)
@@ -187,7 +187,7 @@ SOON = 0.9
 """Seconds in which a notified lane looks again; without a notification it takes five at least."""
 
 
-async def test_reschedule_of_waiting_held_and_keyed_ones(database: str) -> None:
+async def test_reschedule_of_waiting_and_held_messages_and_of_those_with_keys(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         now = place.now_upper_ms()
         await place.park(lane, [parcel(now + DAY_MS, b"a", key=b"a"), parcel(now + DAY_MS, b"b")], [])
@@ -211,7 +211,7 @@ async def test_reschedule_of_waiting_held_and_keyed_ones(database: str) -> None:
 
 
 @pytest.mark.parametrize("hold", [LATE, unfit("no destination")])
-async def test_messages_held_for_a_person_are_tried_after_a_reschedule(database: str, hold: Hold) -> None:
+async def test_messages_that_wait_for_an_operator_are_tried_after_a_reschedule(database: str, hold: Hold) -> None:
     """A held message without a retry instant moves relative to now, and its details name the new instant."""
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         now = place.now_upper_ms()
@@ -268,7 +268,7 @@ async def test_reschedule_into_the_past_is_now(database: str, by: str, packed: b
         assert began <= dues[3] <= ended if by == "--at" else dues[3] == began + 4 * DAY_MS
 
 
-async def test_a_lane_hears_of_a_reschedule_and_releases_in_time(database: str) -> None:
+async def test_a_lane_is_notified_of_a_reschedule_and_releases_on_time(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         await place.park(lane, [parcel(place.now_upper_ms() + DAY_MS)], [])
         assert await release_all(lane) == []
@@ -313,7 +313,7 @@ async def move(connection: asyncpg.Connection, ids: list[int]) -> dict[int, Foun
 
 
 @pytest.mark.parametrize(("act", "cancelled"), [(cancel, 1), (move, 0)])
-async def test_an_act_against_a_release_in_flight(
+async def test_a_change_waits_for_a_release_in_flight(
     database: str, act: Callable[[asyncpg.Connection, list[int]], Awaitable[dict[int, FoundIn]]], cancelled: int
 ) -> None:
     """The act waits for the end of the release, and then takes the row if it is still there."""

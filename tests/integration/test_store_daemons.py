@@ -59,7 +59,7 @@ async def test_messages_without_a_lane_of_ours_are_announced(database: str) -> N
         assert [len(await release_all(lane)) for lane in lanes] == [1] * 4
 
 
-async def test_a_lost_lane_takes_nothing(database: str) -> None:
+async def test_a_lost_lane_claims_nothing(database: str) -> None:
     async with opened(database) as one, opened(database) as two:
         [lane] = await free_lanes(one, 1)
         await lane.close()
@@ -80,7 +80,7 @@ async def test_a_lost_lane_takes_nothing(database: str) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 2])
-async def test_a_claim_shortened_by_a_cancel_hides_nothing(database: str, limit: int) -> None:
+async def test_a_claim_shortened_by_a_cancel_does_not_hide_later_rows(database: str, limit: int) -> None:
     """The claim waits for a row that the cancel removes, so it may take fewer rows than are due, perhaps none."""
     async with opened(database) as store, owned(store, 2) as lanes:
         lane, other = sorted(lanes, key=lambda each: each.number)

@@ -52,7 +52,7 @@ async def test_a_held_message_keeps_the_id_of_its_publish(database: str) -> None
             assert tokens == {b"before": before.token, b"never": b""}
 
 
-async def test_a_message_held_during_a_look_at_retries_is_retried(
+async def test_a_message_held_while_retries_are_queried_is_retried(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
@@ -95,7 +95,7 @@ async def test_a_retry_by_hand_is_never_early(database: str) -> None:
         await lane.claimers[0].give_up()
 
 
-async def test_after_a_retry_by_hand_the_pauses_begin_anew(database: str) -> None:
+async def test_after_a_retry_by_hand_the_pauses_start_over(database: str) -> None:
     """The destination was repaired, and its breaker stays open for half a minute: the pause must not be an hour."""
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await store.hold(lane, [(parcel(store.now_upper_ms()), NO_CONFIRM)])
@@ -141,7 +141,7 @@ async def test_held_messages_have_their_turn(database: str, size: int) -> None:
 
 
 @pytest.mark.words
-async def test_held_rows_come_again_until_they_are_released(database: str) -> None:
+async def test_held_rows_are_claimed_again_until_they_are_released(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await store.park(lane, [parcel(store.now_upper_ms() - 9 + n, b"%d" % n) for n in range(3)], [])
         rows = await lane.claimers[0].claim(MANY, ROOM)
@@ -200,7 +200,7 @@ async def test_held_rows_cannot_crowd_out_the_waiting(database: str) -> None:
                 assert claims == [[1] * few, [0] * limit] * 2
 
 
-async def test_a_locked_held_row_is_not_asked_for_without_a_pause(database: str) -> None:
+async def test_a_locked_held_row_is_queried_only_after_a_pause(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as other:
         await store.hold(lane, [(parcel(store.now_upper_ms(), b"held"), WHY)])
         await other.execute("UPDATE held SET retry_at = now()")

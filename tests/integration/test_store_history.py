@@ -129,7 +129,7 @@ def days(first: int, count: int) -> list[str]:
     return [name_of(day, "history").removeprefix("history_p") for day in range(first, first + count)]
 
 
-async def test_days_are_made_ahead_and_dropped_as_a_whole(database: str) -> None:
+async def test_days_are_created_ahead_and_dropped_as_a_whole(database: str) -> None:
     async with opened(database), sql(database) as admin:
         today = await admin.fetchval("SELECT statement_timestamp()") // DAY_MS
         for day in range(today - 6, today + 1):
@@ -146,7 +146,7 @@ async def test_days_are_made_ahead_and_dropped_as_a_whole(database: str) -> None
         assert (await partitions(admin), await admin.fetchval("SELECT count(*) FROM history")) == ([], 0)
 
 
-async def test_a_reader_delays_a_drop_and_no_release(database: str) -> None:
+async def test_a_reader_delays_a_drop_but_not_releases(database: str) -> None:
     async with opened(database, history_days=3) as store, owned(store) as lanes, sql(database) as admin:
         today = store.now_lower_ms() // DAY_MS
         async with sql(database) as reader, reader.transaction():
@@ -161,7 +161,7 @@ async def test_a_reader_delays_a_drop_and_no_release(database: str) -> None:
         assert await partitions(admin) == days(today + 50, 3)
 
 
-async def test_two_daemons_make_the_same_days_at_once(database: str) -> None:
+async def test_two_daemons_create_the_same_days_at_once(database: str) -> None:
     async with opened(database):
         stores = await asyncio.gather(*(Store.connect(lambda: database, history_days=3) for _ in range(3)))
         async with sql(database) as admin:

@@ -106,7 +106,7 @@ async def test_a_segment_without_messages_is_deleted(database: str) -> None:
         assert await bodies(admin) == {}
 
 
-async def test_a_group_cancel_meets_rows_held_ones_and_packed_ones(database: str) -> None:
+async def test_a_group_cancel_finds_waiting_held_and_packed_messages(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await park(store, lane, b"saga:1:a", b"saga:1:b", b"saga:2:a")
         await compact(admin)
@@ -117,7 +117,7 @@ async def test_a_group_cancel_meets_rows_held_ones_and_packed_ones(database: str
         assert (await conserved(admin))["cancelled"] == 4
 
 
-async def test_commands_meet_packed_messages_by_their_key(database: str) -> None:
+async def test_commands_find_packed_messages_by_their_key(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await park(store, lane, b"a", b"b", b"c")
         await compact(admin)
@@ -222,7 +222,7 @@ async def test_any_order_of_changes_compactions_and_restores(database: str, seed
             assert await bodies(admin) == expected
 
 
-async def test_changes_beside_compactions_and_restores(database: str) -> None:
+async def test_changes_during_compactions_and_restores(database: str) -> None:
     """No key loses its newest message, and every cancel meets its message, whoever moves it meanwhile."""
     keys = [b"key %d" % n for n in range(30)]
     async with opened(database) as store, sql(database) as admin, owned(store, 3) as lanes:

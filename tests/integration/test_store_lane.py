@@ -40,7 +40,7 @@ from tests.support.store import (
 )
 
 
-async def test_a_settle_behind_a_rollback_loses_its_claim(database: str) -> None:
+async def test_a_settle_after_a_rollback_loses_its_claim(database: str) -> None:
     """Without its transaction it would commit each statement by itself."""
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await store.park(lane, [parcel(store.now_upper_ms(), b"one")], [])
@@ -96,7 +96,7 @@ async def test_a_lane_that_settles_nothing_says_so_once(database: str, monkeypat
             assert not lane.stuck
 
 
-async def test_an_open_release_is_fed_but_not_for_ever(database: str) -> None:
+async def test_an_open_release_is_kept_alive_but_not_forever(database: str) -> None:
     async with opened(database, idle_timeout=2.0, transaction_timeout=4.0) as store, owned(store) as [lane]:
         await store.park(lane, [parcel(store.now_upper_ms())], [])
         rows = await lane.claimers[0].claim(MANY, ROOM)
@@ -108,7 +108,7 @@ async def test_an_open_release_is_fed_but_not_for_ever(database: str) -> None:
         assert len(await release_from(store, lane.number)) == 1
 
 
-async def test_rows_that_were_on_their_way_for_too_long_are_not_handed_out(database: str) -> None:
+async def test_rows_that_took_too_long_to_arrive_are_not_returned(database: str) -> None:
     """All rows may have arrived, but the server has rolled back by then, so a publish would repeat them."""
     address = urlsplit(database)
     async with Proxy(address.port or 0) as proxy, opened(database) as other:
@@ -122,7 +122,7 @@ async def test_rows_that_were_on_their_way_for_too_long_are_not_handed_out(datab
         assert len(await release_from(other, lane.number)) == 1
 
 
-async def test_a_fed_lane_outlives_its_idle_timeout(database: str) -> None:
+async def test_a_lane_that_is_kept_alive_outlives_its_idle_timeout(database: str) -> None:
     async with opened(database, idle_timeout=2.0) as store, owned(store) as [lane]:
         await release_all(lane)
         await lane.wait(4.0)
@@ -337,7 +337,7 @@ async def test_a_cancelled_call_does_not_wait_for_a_database_that_hangs() -> Non
 # Two claims of a lane are open at once.
 
 
-async def test_the_next_claim_begins_behind_an_open_one_and_neither_waits(database: str) -> None:
+async def test_the_next_claim_begins_after_the_rows_of_an_open_one_and_neither_waits(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane]:
         first, second = lane.claimers
         now = store.now_upper_ms()
@@ -365,7 +365,7 @@ async def test_a_lane_with_a_row_beyond_the_horizon_claims_again_at_the_horizon(
 
 
 @pytest.mark.parametrize("back_ms", [0, 5, 60_000])
-async def test_a_row_that_is_parked_among_those_of_an_open_claim_is_claimed_beside_it(
+async def test_a_row_parked_among_those_of_an_open_claim_is_claimed_while_that_is_open(
     database: str, back_ms: int
 ) -> None:
     async with opened(database) as store, owned(store) as [lane]:
@@ -445,9 +445,7 @@ async def test_the_loss_of_either_connection_ends_the_lane_and_an_open_claim_set
         assert (await conserved(admin))["released"] == 6
 
 
-async def test_a_claim_waits_for_a_cancel_that_is_rolled_back_and_takes_its_row_beside_an_open_claim(
-    database: str,
-) -> None:
+async def test_a_claim_waits_for_a_rolled_back_cancel_and_takes_its_row_next_to_an_open_claim(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin, sql(database) as other:
         now = store.now_upper_ms()
         await store.park(lane, [parcel(now - 9 + n, b"%d" % n) for n in range(6)], [])
@@ -464,7 +462,7 @@ async def test_a_claim_waits_for_a_cancel_that_is_rolled_back_and_takes_its_row_
         await lane.claimers[1].settle(b, [])
 
 
-async def test_held_rows_are_in_one_open_claim_only_and_are_not_passed_over(database: str) -> None:
+async def test_held_rows_are_in_only_one_open_claim_and_are_not_skipped(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await store.hold(lane, [(parcel(store.now_upper_ms(), b"%d" % n), WHY) for n in range(20)])
         await admin.execute("UPDATE held SET retry_at = now()")

@@ -55,7 +55,7 @@ async def test_one_claim_takes_one_large_row_in_its_order(database: str) -> None
         assert await claim(first) == b"4"
 
 
-async def test_lanes_share_the_turn_and_small_rows_need_none(database: str) -> None:
+async def test_lanes_share_the_large_row_lock_and_small_rows_do_not_need_it(database: str) -> None:
     async with opened(database) as store, owned(store, 2) as [one, two]:
         now = store.now_upper_ms()
         await store.park(one, [parcel(now, b"1" + LARGE)], [])
@@ -87,7 +87,7 @@ async def test_a_large_held_row_is_retried_next_to_rows_that_are_due(database: s
         assert b"h" in claimed
 
 
-async def test_a_claim_that_fails_gives_its_turn_back(database: str) -> None:
+async def test_a_claim_that_fails_frees_the_large_row_lock(database: str) -> None:
     async with opened(database) as store, owned(store, 2) as [one, two]:
         now = store.now_upper_ms()
         await store.park(one, [parcel(now, b"1" + LARGE)], [])

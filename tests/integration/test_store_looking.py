@@ -121,7 +121,7 @@ async def test_by_key(database: str) -> None:
         assert await waiting.count(admin, Filter(key=b"one")) == (1, 0)
 
 
-async def test_a_broken_segment_is_told(database: str) -> None:
+async def test_a_broken_segment_is_reported(database: str) -> None:
     async with store(database) as admin:
         await put(admin, rows(20, START_MS))
         await compact(admin)

@@ -20,7 +20,7 @@ FROM generate_series(1, $1::int)
 """
 
 
-async def test_rows_stand_in_the_partition_of_their_day(database: str) -> None:
+async def test_rows_are_in_the_partition_of_their_day(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         midnight = (store.now_upper_ms() // DAY_MS + 3) * DAY_MS
         await store.park(lane, [parcel(midnight - 1), parcel(midnight), parcel(midnight + DAY_MS - 1)], [])
@@ -40,7 +40,7 @@ async def test_too_far_and_too_old_go_to_the_default_partition(database: str) ->
         assert counts == {name_of(due // DAY_MS): 1 for due in (now - DAY_MS, now + 400 * DAY_MS)}
 
 
-async def test_maintenance_makes_a_week_ahead_and_drops_passed_days(database: str) -> None:
+async def test_maintenance_creates_a_week_ahead_and_drops_past_days(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         today = store.now_upper_ms() // DAY_MS
         for day in range(today - 5, today - 1):
@@ -66,7 +66,7 @@ async def test_a_new_partition_takes_its_rows_from_the_default_one(database: str
         assert await admin.fetchval("SELECT count(*) FROM message") == 2
 
 
-async def test_a_day_that_cannot_be_made_waits_in_the_default_partition(database: str) -> None:
+async def test_rows_of_a_day_without_a_partition_wait_in_the_default_one(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         today = store.now_upper_ms() // DAY_MS
         await admin.execute(FILL, partitions.MOVED_AT_MOST + 1)
@@ -99,7 +99,7 @@ async def test_partitions_are_not_waited_for(database: str) -> None:
         assert [tuple(row) for row in await admin.fetch(COUNT)] == [("message_default", 400)]
 
 
-async def test_one_park_makes_some_partitions_and_the_next_ones_the_rest(database: str) -> None:
+async def test_one_park_creates_some_partitions_and_the_next_parks_the_rest(database: str) -> None:
     async with opened(database) as store, sql(database) as admin:
         today, days = store.now_upper_ms() // DAY_MS, partitions.Days(())
         wanted = range(today, today + partitions.MADE_AT_ONCE + 4)
@@ -179,7 +179,7 @@ async def test_upkeep_remembers_failures(database: str) -> None:
         assert await partitions.existing(admin) == set(range(today, today + 8))
 
 
-async def test_daemons_that_need_the_same_days_make_each_once(database: str) -> None:
+async def test_daemons_that_need_the_same_days_create_each_once(database: str) -> None:
     async with opened(database) as one, opened(database) as two, owned(one) as [lane], owned(two) as [other]:
         now = one.now_upper_ms()
         batch = [parcel(now + day * DAY_MS) for day in range(10)]

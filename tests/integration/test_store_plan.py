@@ -157,7 +157,7 @@ async def scanning(_: Store, lane: PostgresLane) -> None:
 
 
 @pytest.mark.parametrize("step", [cancelling, scanning, releasing, released])
-async def test_a_lane_reads_no_more_beside_a_larger_backlog(stores: dict[int, str], step: Step) -> None:
+async def test_a_lane_reads_no_more_rows_with_a_larger_backlog(stores: dict[int, str], step: Step) -> None:
     read = {}
     for waiting, url in stores.items():
         async with opened(url) as store, owned(store):
@@ -184,7 +184,7 @@ async def sampled(url: str) -> None:
 
 
 @pytest.mark.parametrize("look", [looked, sampled])
-async def test_looking_around_reads_little(stores: dict[int, str], look: Callable[[str], Awaitable[None]]) -> None:
+async def test_status_queries_read_little(stores: dict[int, str], look: Callable[[str], Awaitable[None]]) -> None:
     """`delayer status`, and the repeated census of a daemon, with the sample of a larger store than fits here."""
     before = await counted(stores[MANY])
     await look(stores[MANY])

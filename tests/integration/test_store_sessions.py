@@ -139,7 +139,7 @@ VALUES = {
 }
 
 
-async def test_values_go_there_and_back(database: str) -> None:
+async def test_values_survive_a_round_trip(database: str) -> None:
     async with sql(database) as connection:
         for name, value in VALUES.items():
             assert await connection.fetchval(f"SELECT $1::{name}", value) == value

@@ -53,7 +53,7 @@ async def scene(url: str) -> AsyncIterator[Scene]:
         yield Scene(url, store, lane, admin, other, store.now_upper_ms() // DAY_MS)
 
 
-async def test_emptied_partitions_go_and_the_others_shrink(database: str) -> None:
+async def test_emptied_partitions_are_dropped_and_the_rest_shrink(database: str) -> None:
     async with scene(database) as it:
         near, emptied, partly, untouched = (it.today + DAYS_AHEAD + n for n in (0, 1, 2, 3))
         for day in (near, emptied, partly, untouched):
@@ -73,7 +73,7 @@ async def test_emptied_partitions_go_and_the_others_shrink(database: str) -> Non
         assert await it.admin.fetchval("SELECT count(*) FROM message") == 100 + ROWS
 
 
-async def test_the_next_compaction_finishes_a_dead_one(database: str) -> None:
+async def test_the_next_compaction_finishes_a_killed_one(database: str) -> None:
     """The server knows the places of dead rows: it frees their empty pages, also beside remaining rows."""
     async with scene(database) as it:
         emptied, partly, untouched = (it.today + DAYS_AHEAD + n for n in (1, 2, 3))
@@ -92,7 +92,7 @@ async def test_the_next_compaction_finishes_a_dead_one(database: str) -> None:
         assert (again.dropped, set(again.vacuumed) - {"message_default"}) == ((), set()), "no work is left"
 
 
-async def test_room_that_an_older_snapshot_keeps_is_told_and_comes_back_the_next_time(database: str) -> None:
+async def test_space_kept_by_an_older_snapshot_is_reported_and_freed_the_next_time(database: str) -> None:
     """A dump, a nightly audit or a query of a replica may still see dead rows, so VACUUM must not remove them."""
     async with scene(database) as it:
         day = it.today + DAYS_AHEAD + 2
@@ -113,7 +113,7 @@ async def test_room_that_an_older_snapshot_keeps_is_told_and_comes_back_the_next
         assert await compact.size(it.admin) < 0.3 * before
 
 
-async def test_a_daemon_that_knew_the_partition_goes_on_without_it(database: str) -> None:
+async def test_a_daemon_that_knew_a_dropped_partition_keeps_working(database: str) -> None:
     """Its rows wait in the default partition, and are released from there; upkeep updates its list of partitions."""
     async with scene(database) as it:
         day = it.today + 20
@@ -139,7 +139,7 @@ async def test_rows_of_no_day_are_vacuumed_in_the_default_partition(database: st
         assert await it.admin.fetchval("SELECT pg_relation_size('message_default')") == 0
 
 
-async def test_dropping_gives_way_and_dead_rows_are_vacuumed_all_the_same(database: str) -> None:
+async def test_dropping_yields_to_other_locks_but_dead_rows_are_vacuumed(database: str) -> None:
     async with scene(database) as it:
         day = it.today + 20
         await it.park(day)
@@ -169,7 +169,7 @@ async def test_a_partition_under_vacuum_is_left_for_the_next_time(database: str)
         assert (await it.shrink(day)).vacuumed == (name_of(day),)
 
 
-async def test_autovacuum_keeps_no_partition_from_being_dropped() -> None:
+async def test_autovacuum_does_not_prevent_a_drop() -> None:
     """Autovacuum works on emptied partitions. Here it never ends by itself, and gives way to a waiting session."""
     slowest = {"autovacuum_vacuum_cost_delay": "100ms", "autovacuum_vacuum_cost_limit": 1}
     with Postgres(settings={"autovacuum_naptime": "1s", **slowest}) as server:

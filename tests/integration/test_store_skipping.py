@@ -33,7 +33,7 @@ async def park(database: str, count: int) -> set[int]:
     return await ids(database) - before
 
 
-async def test_an_older_copy_gives_ids_again(delayer: Run, database: str) -> None:
+async def test_an_older_copy_issues_ids_again(delayer: Run, database: str) -> None:
     """A copy made before 50 messages acts as a backup: without the command it gives their numbers to others."""
     await park(database, 10)
     async with sql(database) as connection:
@@ -53,7 +53,7 @@ async def test_an_older_copy_gives_ids_again(delayer: Run, database: str) -> Non
     assert min(await park(database, 1)) > 1_000_000_000_000_000
 
 
-async def test_a_skip_beside_daemons_never_goes_back(delayer: Run, database: str) -> None:
+async def test_a_skip_while_daemons_run_never_goes_back(delayer: Run, database: str) -> None:
     """Also with the smallest skip, no number comes twice, and none is below a reported one."""
     given: Counter[int] = Counter()
     over = asyncio.Event()
@@ -73,7 +73,7 @@ async def test_a_skip_beside_daemons_never_goes_back(delayer: Run, database: str
     assert firsts == sorted(set(firsts))
 
 
-async def test_beside_a_long_transaction_others_get_their_numbers(database: str) -> None:
+async def test_other_sessions_get_ids_during_a_long_transaction(database: str) -> None:
     async with sql(database) as long, sql(database) as other, sql(database) as admin:
         async with long.transaction():
             before = await long.fetchval("SELECT nextval('message_id')")

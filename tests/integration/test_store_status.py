@@ -92,7 +92,7 @@ async def counted(database: str, **more: int) -> stats.Census:
         return await stats.take_census(connection, **more)
 
 
-async def test_little_is_counted_exactly(database: str) -> None:
+async def test_a_small_backlog_is_counted_exactly(database: str) -> None:
     async with opened(database) as store, owned(store, 2) as [one, other]:
         now = store.now_upper_ms()
         assert (await counted(database)).counts == {}
@@ -125,7 +125,7 @@ async def test_destinations_have_their_waiting_and_held_messages(database: str) 
         assert far[0].due_ms <= (there[a].next_due_ms or 0) <= far[-1].due_ms
 
 
-async def test_much_is_estimated_and_adds_up(database: str) -> None:
+async def test_a_large_backlog_is_estimated_and_adds_up(database: str) -> None:
     async with opened(database) as store, owned(store, 1) as [lane]:
         now = store.now_upper_ms()
         rows = [parcel(now + 2 * DAY_MS + n * 1000)._replace(route=b"a" if n % 4 else b"b") for n in range(12_000)]

@@ -43,7 +43,7 @@ async def test_a_daemon_with_nothing_to_do_is_no_traffic(database: str) -> None:
         assert not await seen.look(admin)
 
 
-async def test_a_turn_goes_with_its_session(database: str) -> None:
+async def test_a_work_lock_ends_with_its_session(database: str) -> None:
     async with opened(database), sql(database) as other:
         async with sql(database) as admin:
             assert await traffic.take_turn(admin)
@@ -76,7 +76,7 @@ class Working:
                 self.now -= 1
 
 
-async def test_one_executor_at_a_time_works_beside_traffic(database: str) -> None:
+async def test_one_executor_at_a_time_works_under_load(database: str) -> None:
     working = Working()
     over = asyncio.Event()
 
@@ -103,7 +103,7 @@ async def test_without_traffic_all_executors_work(database: str) -> None:
     assert working.most == 2
 
 
-async def test_work_that_fails_ends_its_turn(database: str) -> None:
+async def test_work_that_fails_releases_its_lock(database: str) -> None:
     async with daemon(database), sql(database) as one, sql(database) as two:
         with pytest.raises(asyncpg.DivisionByZeroError):
             async with turn(one, Traffic()), one.transaction():

@@ -140,7 +140,7 @@ async def test_verification_can_be_switched_off(case: Case, papers: Papers) -> N
         assert front.heard
 
 
-async def test_a_server_without_tls_is_not_spoken_to(case: Case, papers: Papers) -> None:
+async def test_a_server_without_tls_is_rejected(case: Case, papers: Papers) -> None:
     with pytest.raises((BrokerLost, StoreLost)) as refused:
         await case.connect(case.url(case.port, papers.ca))
     assert SECRET not in str(refused.value)

@@ -158,7 +158,7 @@ def _read_package() -> dict[str, str]:
     return sources
 
 
-def test_imports_go_down_only() -> None:
+def test_imports_only_go_down_the_layers() -> None:
     sources = _read_package()
     assert "delayer.core.message" in sources
     assert violations(sources) == []

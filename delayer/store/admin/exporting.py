@@ -24,8 +24,8 @@ SELECT floor(due_us / {_DAY_US}.0)::bigint, route, count(*), sum(id * (due_us # 
 FROM (SELECT id, (extract(epoch FROM due_at) * 1000000)::bigint AS due_us, checksum, route FROM message) AS waiting
 GROUP BY 1, 2
 """
-# The first query after this takes the snapshot, which does not cover the catalog. So lock the parent, so that no
-# partition is dropped, and the default partition, so that none is attached after its rows moved.
+# The first query after this takes the snapshot, which does not cover the catalog. The lock on the parent keeps
+# partitions from being dropped. The lock on the default partition keeps its rows from moving into a new one.
 _KEEP_PARTITIONS: Final = "LOCK TABLE ONLY message, ONLY message_default IN ACCESS SHARE MODE"
 _NO_TIMEOUTS: Final = """
 SELECT set_config(name, '0', false) FROM pg_settings

@@ -124,8 +124,8 @@ RIGHTS: Final[Mapping[str, str]] = {
 """The rights of a daemon, as docs/security.md grants them."""
 OF_HISTORY: Final[Mapping[str, str]] = {"history": "OWNER", "history_default": "SELECT, DELETE"}
 
-# The roles of live daemons; without any, the one that asks, unless it only reads: then it is an operator's. Only the
-# named function of a CASE is called.
+# The roles of live daemons. Without a live daemon, the current role, unless it only reads: then it is an operator's.
+# Only the named function of a CASE is called.
 _MISSING: Final = """
 WITH live AS (
     SELECT DISTINCT usename AS role FROM pg_stat_activity

@@ -55,7 +55,7 @@ async def skip_ids(url: str, by: int) -> int:
     """Skip ``by`` ids. Returns the minimum for the next message's id. Safe while daemons run, and to repeat. Raises
     StoreLost, BadStoreUrl, SchemaOutdated."""
     try:
-        async with opened(url, "delayer skip-ids", "move the ids on") as connection, pool.transaction(connection):
+        async with opened(url, "delayer skip-ids", "skip ids") as connection, pool.transaction(connection):
             await check(connection)
             await connection.execute(f"SET LOCAL lock_timeout = {LOCK_SECONDS * 1000:.0f}")
             await connection.execute(_ALONE)

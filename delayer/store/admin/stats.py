@@ -23,7 +23,7 @@ from delayer.store.session import opened
 
 LANE_KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
 RESTORED_MS = HOUR_MS
-"""Time from a segment's restore to its first due instant, at least. Daemons begin a day before, and take seconds for a
+"""Minimum time from a segment's restore to its first due instant. Daemons begin a day before, and take seconds for a
 million messages."""
 STUCK_MS: Final = 30_000
 """A lane may have due messages for this long without settling a claim. A claim takes at most ten seconds."""

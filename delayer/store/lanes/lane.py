@@ -58,7 +58,7 @@ class PostgresClaimer:
         self.opened: Claim | None = None
         self._has_session = False
         self._large: Take | None = None
-        """Takes the next row, if it needs the turn for large rows."""
+        """Claims the next row, if this row needs the large-row lock."""
         self._lane = lane
         self._clock = lane.clock
 

@@ -19,7 +19,7 @@ log = structlog.get_logger(__name__)
 
 KEEPALIVE_SECONDS: Final = 1.0
 TURN_SECONDS: Final = 1.0
-"""How long a claim waits for its turns. Then its caller feeds the watchdog and tries again."""
+"""How long a claim waits for its locks. Then its caller feeds the watchdog and tries again."""
 
 
 class LaneSession:
@@ -33,7 +33,7 @@ class LaneSession:
         self.kept_alive_until = math.inf
         """When to stop keeping an open claim from the server's idle timeout, in monotonic seconds."""
         self._large_turn = large_turn
-        self._held = ExitStack()  # Releases the turns of the open claim.
+        self._held = ExitStack()  # Releases the locks of the open claim.
         self._clock = clock
         self._name = name
         self._closing = asyncio.Event()
@@ -45,9 +45,9 @@ class LaneSession:
         return not self.connection.is_closed()
 
     async def begin_claim(self, *, large: bool) -> None:
-        """Take the turns of a claim. Lanes may share the session, and a turn may last as long as a publish. Raises
+        """Acquire the locks of a claim. Lanes may share the session, and a claim may last as long as a publish. Raises
         TimeoutError."""
-        # In this order, because a wait for the large turn must not keep other lanes from the session.
+        # The large-row lock first, because waiting for it must not keep other lanes from the session.
         with ExitStack() as taken:
             async with asyncio.timeout(TURN_SECONDS):
                 for turn in [self._large_turn, self.claims] if large else [self.claims]:
@@ -56,7 +56,7 @@ class LaneSession:
             self._held = taken.pop_all()
 
     def end_claim(self) -> None:
-        """Release the turns of the claim."""
+        """Release the locks of the claim."""
         self.kept_alive_until = math.inf
         self._held.close()
 

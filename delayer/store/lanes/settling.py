@@ -130,7 +130,8 @@ class Settlement:
             await self._write_plain(*rows[0], error)
 
     async def _write_plain(self, due: Due, hold: Hold | None, at_ms: float, error: asyncpg.PostgresError) -> None:
-        """Write a rejected row with as little data as possible. If ``held`` does not let go of it, it stays there."""
+        """Write a rejected row with as little data as possible. If the database does not even delete it from ``held``,
+        it stays there."""
         reason = describe(error)
         log.error("row rejected", lane=self.lane, id=due.id, reason=reason, next_step=NEXT_STEP)
         text = plain_reason(error)

@@ -60,7 +60,7 @@ async def test_each_message_is_written_when_it_is_due() -> None:
         assert pace.written_ms == {0: 0, 1: 10, 2: 10, 3: 11}
 
 
-async def test_a_channel_that_closes_before_all_messages_are_due_leaves_the_others_unwritten() -> None:
+async def test_a_channel_that_closes_before_all_messages_are_due_does_not_write_the_rest() -> None:
     clock = Clock()
     async with scripted_channel(confirms=True) as (_, channel, peer):
         batch = [message(token) for token in "12"]
@@ -115,7 +115,7 @@ async def test_missing_confirms_close_the_channel() -> None:
         await another(connection, peer, 1)
 
 
-async def test_a_cancelled_publish_leaves_the_channel_in_order() -> None:
+async def test_a_cancelled_publish_leaves_the_channel_usable() -> None:
     async with scripted_channel(confirms=True) as (_, channel, peer):
         given_up = await in_flight(channel, peer, "1", "2")
         given_up.cancel()
@@ -231,7 +231,7 @@ async def test_channel_numbers_run_out() -> None:
 # Consumers.
 
 
-async def test_the_first_delivery_stands_right_behind_the_answer() -> None:
+async def test_the_first_delivery_directly_follows_the_answer() -> None:
     async with scripted_channel() as (_, channel, peer):
         seen: asyncio.Queue[Delivery] = asyncio.Queue()
         consuming = asyncio.create_task(channel.consume("q", seen.put_nowait, lambda: None))

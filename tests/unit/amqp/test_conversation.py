@@ -198,7 +198,7 @@ async def publishing_into_a_full_buffer(
         yield publishing, channel, peer
 
 
-async def test_a_full_buffer_holds_publishes_back() -> None:
+async def test_a_full_buffer_delays_publishes() -> None:
     """The write buffer is bounded, and all messages arrive in order once the peer reads."""
     async with publishing_into_a_full_buffer() as (publishing, _, peer):
         peer.reader._transport.resume_reading()  # type: ignore[attr-defined]

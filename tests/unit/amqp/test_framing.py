@@ -68,7 +68,7 @@ def test_names_of_255_bytes() -> None:
     assert events_of(start + content(b"\0\0", b"b")) == [(1, Delivery(1, False, *names, b"\0\0", b"b"))]
 
 
-def test_a_text_clipped_in_the_middle_of_a_letter() -> None:
+def test_a_text_cut_in_the_middle_of_a_character() -> None:
     text = "ü".encode()[:1]
     wire = frame_of(1, 1, struct.pack(">HHHB", 20, 40, 404, 255) + b"n" * 254 + text + struct.pack(">HH", 50, 10))
     arguments = {"reply_code": 404, "reply_text": "n" * 254 + "\ufffd", "class_id": 50, "method_id": 10}
@@ -153,7 +153,7 @@ def test_bytes_that_are_not_amqp_are_an_error(wire: bytes, code: int, why: str) 
         assert found.value.code == code
 
 
-def test_a_large_content_frame_behind_a_delivery_is_not_taken() -> None:
+def test_a_too_large_content_frame_after_a_delivery_is_rejected() -> None:
     """The fast path for whole contents checks the frame limit too."""
     parser, events = reading(frame_max=64)
     with pytest.raises(ProtocolError, match="frame of 108 bytes"):

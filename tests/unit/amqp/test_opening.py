@@ -125,7 +125,7 @@ async def test_a_cancelled_open_leaves_no_socket() -> None:
         (ProtocolError(505, "ours"), False),
     ],
 )
-def test_some_close_codes_object_to_a_message(loss: ConnectionLost, objects: bool) -> None:
+def test_some_close_codes_blame_a_message(loss: ConnectionLost, objects: bool) -> None:
     assert loss.objects is objects
 
 

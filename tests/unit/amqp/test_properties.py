@@ -142,7 +142,7 @@ def test_random_bytes_are_properties_or_malformed(raw: bytes) -> None:
 
 
 @given(properties())
-def test_an_empty_edit_changes_no_byte(raw: bytes) -> None:
+def test_an_empty_edit_does_not_change_any_byte(raw: bytes) -> None:
     assert splice(raw) == raw
     assert splice(Properties.parse(raw), remove={b"no such name here"}, remove_prefixes=(b"no such prefix",)) == raw
 
@@ -235,7 +235,7 @@ def test_pamqp_reads_the_same(kind: str, raw: bytes, expected: Value) -> None:
     assert oracle.embedded_value(kind.encode() + raw) == (1 + len(raw), expected)
 
 
-def test_a_timestamp_is_told_from_an_integer() -> None:
+def test_a_timestamp_differs_from_an_integer() -> None:
     assert isinstance(decode(ord("T"), bytes(8)), Timestamp)
     assert not isinstance(decode(ord("l"), bytes(8)), Timestamp)
     assert decode(ord("L"), struct.pack(">q", -2)) == -2, "as other clients write it"

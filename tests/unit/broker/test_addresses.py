@@ -58,7 +58,7 @@ async def test_every_address_is_tried_once_a_round() -> None:
     assert firsts == places
 
 
-async def test_the_first_that_answers_is_taken() -> None:
+async def test_the_first_address_that_answers_is_used() -> None:
     for seed in range(20):
         random.seed(seed)
         attempts = Attempts("10.0.0.2")
@@ -66,7 +66,7 @@ async def test_the_first_that_answers_is_taken() -> None:
         assert len(set(attempts.tried)) == len(attempts.tried) <= 3
 
 
-async def test_the_one_that_was_lost_last_comes_last() -> None:
+async def test_the_address_lost_last_is_tried_last() -> None:
     _, lost = addresses_of("amqp://a/,amqp://b/")
     for seed in range(20):
         random.seed(seed)
@@ -75,7 +75,7 @@ async def test_the_one_that_was_lost_last_comes_last() -> None:
         assert attempts.tried == ["c"]
 
 
-async def test_a_refusal_is_told_before_an_outage() -> None:
+async def test_a_refusal_is_reported_before_an_outage() -> None:
     refusals: list[Exception] = [AccessRefused(403, "no"), BrokerRefused("no"), ConnectionLost(0, "no")]
     refusals[2].advice = "do this"  # type: ignore[attr-defined]
     for refusal in refusals:
@@ -83,7 +83,7 @@ async def test_a_refusal_is_told_before_an_outage() -> None:
             await first_success(addresses_of("amqp://a/,amqp://b/,amqp://c/"), Attempts(b=refusal))
 
 
-async def test_every_failure_is_told_even_if_others_succeed() -> None:
+async def test_every_failure_is_reported_even_if_others_succeed() -> None:
     refused = AccessRefused(403, "no")
     attempts = Attempts("10.0.0.1", "single", **{"10.0.0.2": refused})
     losses = await losses_of(addresses_of("amqp://nowhere/,amqp://cluster/,amqp://dead/,amqp://10.0.0.3/"), attempts)
@@ -94,7 +94,7 @@ async def test_every_failure_is_told_even_if_others_succeed() -> None:
     assert not attempts.tried
 
 
-async def test_a_single_failure_is_told_as_it_is() -> None:
+async def test_a_single_failure_is_reported_unchanged() -> None:
     with pytest.raises(ConnectionLost):
         await first_success(addresses_of("amqp://a/"), Attempts())
     with pytest.raises(BrokerUnreachable, match="no such name"):

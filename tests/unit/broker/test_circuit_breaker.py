@@ -65,7 +65,7 @@ def test_few_batches_wait_for_silent_queues() -> None:
     assert it.sort(to(b"c"), to(b"d"))[1] == [0, 1]
 
 
-def test_keys_beside_many_silent_ones_are_doubtful_until_they_answer() -> None:
+def test_keys_of_an_exchange_with_many_silent_ones_are_doubtful_until_they_answer() -> None:
     it = Scene()
     for number in range(MANY):
         assert it.sort(to(b"new")) == ({}, [])

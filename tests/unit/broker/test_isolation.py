@@ -77,7 +77,7 @@ def test_after_a_portion(
     assert before.after_portion(sent, lost, is_all_probed=True, batch_size=100) == after
 
 
-def test_probes_go_on_until_every_destination_is_probed() -> None:
+def test_probes_continue_until_every_destination_is_probed() -> None:
     """The messages of answered destinations go first, then the largest group."""
     groups = {A: [0, 3], B: [1], Destination(b"c", b"k"): [2, 4, 5]}
     search = FaultSearch.begin(DESTINATION)

@@ -243,7 +243,7 @@ def test_every_expected_error_has_a_code_and_a_next_step(error: Exception, code:
     ],
     ids=" ".join,
 )
-def test_the_error_for_an_option_behind_its_verb_shows_its_place(arguments: list[str], told: str) -> None:
+def test_the_error_for_an_option_after_its_verb_shows_its_place(arguments: list[str], told: str) -> None:
     result = call(*arguments)
     assert result.exit_code == ExitCode.USAGE
     assert f"Error: {told}\n" in result.stderr
@@ -280,7 +280,7 @@ def composed(draft: Draft, **keys: object) -> tuple[dict[str, object], float | N
         ({"delay_from": ["timestamp"]}, 5, None, {}, 1_800_000_001, 1_800_000_001_000),
     ],
 )
-def test_the_delay_is_said_in_a_form_that_the_route_reads(
+def test_the_delay_is_sent_in_a_form_that_the_route_reads(
     keys: dict[str, object],
     delay_ms: int | None,
     at_ms: int | None,
@@ -303,7 +303,7 @@ def test_the_delay_is_said_in_a_form_that_the_route_reads(
         ({"x-delay-cancel": "k", "X-Delay": 1}, ["x-delay"], None),
     ],
 )
-def test_a_delay_of_the_users_own_is_read_as_the_daemon_reads_it(
+def test_a_delay_in_the_users_header_is_read_as_the_daemon_reads_it(
     headers: dict[str, Scalar], delay_from: list[str], due_ms: int | None
 ) -> None:
     draft = Draft.model_construct(headers=headers, body=b'{"at": %d}' % (NOW_MS + 9))

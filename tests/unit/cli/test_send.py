@@ -41,7 +41,7 @@ def test_an_instant_that_no_timestamp_holds_is_refused(at: str) -> None:
 
 
 @pytest.mark.parametrize("at", ["1969-12-31T23:59:59.5Z", "1970-01-01T00:00:00Z", "1970-01-01T00:00:00.5Z"])
-def test_an_early_instant_is_a_timestamp(at: str) -> None:
+def test_an_instant_from_1970_on_can_be_sent_as_a_timestamp(at: str) -> None:
     _, one = composed(json.dumps({"at": at}), "timestamp")
     assert one.properties.timestamp == datetime(1970, 1, 1, 0, 0, int(at.endswith("00.5Z")), tzinfo=UTC)
 

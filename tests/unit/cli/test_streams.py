@@ -47,7 +47,7 @@ def test_a_full_disk_without_stderr_gives_an_exit_code(redirected: str) -> None:
     ids=lambda value: str(value[-1]) if isinstance(value, tuple) else "",
 )
 @pytest.mark.parametrize("redirected", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_a_closed_stream_changes_no_exit_code(arguments: tuple[str, ...], code: int, redirected: str) -> None:
+def test_a_closed_stream_does_not_change_the_exit_code(arguments: tuple[str, ...], code: int, redirected: str) -> None:
     done = shell(redirected, *arguments)
     assert done.returncode == code
     assert "Traceback" not in done.stderr + done.stdout

@@ -31,7 +31,7 @@ def test_credentials_named_in_unit_and_configuration_agree() -> None:
         assert f'# url_file = "${{CREDENTIALS_DIRECTORY}}/{credential}"' in sample
 
 
-def test_an_instance_is_the_same_service_with_an_environment_of_its_own() -> None:
+def test_an_instance_is_the_same_service_with_its_own_environment() -> None:
     """delayer@.service is delayer.service, except for the path to its configuration."""
     one, many = UNIT.read_text(), UNIT.with_name("delayer@.service").read_text()
     service = unit(UNIT.with_name("delayer@.service"))["Service"]

@@ -332,7 +332,7 @@ def test_the_shipped_file_names_every_key() -> None:
             assert name in lines or table is RetryTable, name
 
 
-def test_the_shipped_file_loads_with_its_comments_opened() -> None:
+def test_the_shipped_file_loads_with_its_comments_as_settings() -> None:
     """The commented keys of routes are valid too, and have their defaults."""
     text = (ROOT / "config" / "delayer.toml").read_text()
     route = text.partition("[[route]]")[2].partition("# [[route]]")[0]

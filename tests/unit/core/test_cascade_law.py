@@ -103,7 +103,7 @@ CORNERS = sorted(
 
 
 @pytest.mark.parametrize("kind", CASCADE_KINDS)
-def test_the_law_at_every_power_of_two_and_beside_it(kind: str) -> None:
+def test_the_law_at_every_power_of_two_and_next_to_it(kind: str) -> None:
     for seconds in CORNERS:
         obey(kind, seconds)
 
@@ -145,7 +145,7 @@ def test_an_unbound_address_ends_in_the_strays_queue() -> None:
 
 
 @pytest.mark.parametrize("kind", CASCADE_KINDS)
-def test_the_daemons_own_queue_stands_at_the_end(kind: str) -> None:
+def test_the_daemons_own_queue_is_at_the_end(kind: str) -> None:
     cascade = Cascade(kind)  # type: ignore[arg-type]
     broker = Interpreter(cascade.topology() + due_topology(cascade))
     ends, _ = broker.run(cascade.entry(7), routing_key(7, b"delays.due").decode())

@@ -22,7 +22,7 @@ HOLDS = st.builds(Hold, st.sampled_from(HoldKind), st.text(max_size=5), st.boole
 
 
 @given(HOLDS, HOLDS, HOLDS)
-def test_flags_of_earlier_objections_stay(first: Hold, second: Hold, third: Hold) -> None:
+def test_flags_of_earlier_holds_stay(first: Hold, second: Hold, third: Hold) -> None:
     last = third.after(second.after(first))
     every = (first, second, third)
     assert (last.kind, last.text) == (third.kind, third.text)
@@ -31,12 +31,12 @@ def test_flags_of_earlier_objections_stay(first: Hold, second: Hold, third: Hold
 
 
 @given(HOLDS)
-def test_a_first_objection_stays_unchanged(hold: Hold) -> None:
+def test_a_first_hold_stays_unchanged(hold: Hold) -> None:
     assert hold.after(None) == hold
 
 
 @given(HOLDS, st.integers(0, 10**12))
-def test_late_and_unfit_messages_wait_for_a_person(hold: Hold, again_ms: int) -> None:
+def test_late_and_unfit_messages_wait_for_an_operator(hold: Hold, again_ms: int) -> None:
     assert hold.retry_ms(again_ms) == (None if hold.kind in FOR_A_PERSON else again_ms)
 
 
@@ -51,7 +51,7 @@ def test_late_and_unfit_messages_wait_for_a_person(hold: Hold, again_ms: int) ->
         (closed_connection(541, "INTERNAL_ERROR"), HoldKind.CLOSED_CONNECTION, False, True, "541 INTERNAL_ERROR"),
     ],
 )
-def test_every_unhappy_outcome_has_its_kind_and_flags(
+def test_every_outcome_that_holds_a_message_has_its_kind_and_flags(
     hold: Hold, kind: HoldKind, may_be_delivered: bool, isolated: bool, says: str
 ) -> None:
     assert (hold.kind, hold.may_be_delivered, hold.isolated) == (kind, may_be_delivered, isolated)

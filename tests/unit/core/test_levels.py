@@ -111,7 +111,7 @@ def test_a_task_of_celery(eta: object, due_ms: int) -> None:
     assert due_at_level(Cascade("celery"), 11, routing_key(HOUR, b"celery"), {b"eta": eta}, NOW) == due_ms
 
 
-def test_a_message_of_our_own_cascade_knows_its_due_instant() -> None:
+def test_a_message_of_our_own_cascade_contains_its_due_instant() -> None:
     said = {b"x-delayer-due": NOW + 3_000_000}
     assert due_at_level(Cascade(), 11, routing_key(HOUR, b"q"), said, NOW) == NOW + 3_000_000
 
@@ -153,7 +153,7 @@ def test_the_due_instant_is_never_early_and_as_soon_as_known(
 @given(
     delay=st.integers(1, MAX_SECONDS), waited=st.floats(0, 1), old_s=st.integers(0, 400_000_000), expires=st.booleans()
 )
-def test_an_old_time_sent_is_not_believed(delay: int, waited: float, old_s: int, expires: bool) -> None:
+def test_an_old_time_sent_is_ignored(delay: int, waited: float, old_s: int, expires: bool) -> None:
     """A message waits again with the TimeSent of its first sending. It is early at most by the age of that sending, and
     only if the first sending could be this one."""
     level = delay.bit_length() - 1

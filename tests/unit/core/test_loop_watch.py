@@ -27,12 +27,12 @@ def test_it_is_reported_after_ten_seconds() -> None:
     assert 1_000 <= said.index(True) <= 1_002
 
 
-def test_many_messages_that_return_once_each_are_no_loop() -> None:
+def test_many_messages_that_return_once_each_are_not_a_loop() -> None:
     watch = LoopWatch()
     assert not any(watch.returned(ROUTE, b"%d" % now_ms, now_ms, now_ms) for now_ms in range(30_000))
 
 
-def test_many_messages_that_return_once_each_hide_no_loop() -> None:
+def test_many_messages_that_return_once_each_do_not_hide_a_loop() -> None:
     watch = LoopWatch()
     said = 0
     for now_ms, looping in zip(range(10, 30_000, 10), loop(watch, 10), strict=False):
@@ -47,7 +47,7 @@ def test_a_message_that_left_its_loop_makes_room_for_another() -> None:
     assert sum(loop(watch, 10, b"other", start_ms=20)) == 1
 
 
-def test_a_message_that_waits_hides_no_loop() -> None:
+def test_a_message_that_waits_does_not_hide_a_loop() -> None:
     watch = LoopWatch()
     assert not watch.returned(ROUTE, b"later", 30 * 86_400_000, 10)
     assert sum(loop(watch, 10, start_ms=20)) == 1

@@ -421,7 +421,7 @@ def test_a_relative_delay_counts_from_an_old_reading() -> None:
     assert decide(says(x_delay=3_000), NATIVE, NOW - 400, NOW) == cascade(2, NOW + 2_600)
 
 
-def test_the_earlier_clock_judges_due_and_the_later_one_starts_a_delay() -> None:
+def test_the_lower_bound_decides_what_is_due_and_the_upper_bound_starts_a_delay() -> None:
     """The store's clock is between the two. A message due only by the later clock may be early."""
     at = says(x_deliver_at=NOW - 5)
     assert isinstance(decide(at, STORE, NOW, now_lower_ms=NOW - 10), Park)

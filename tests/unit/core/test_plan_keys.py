@@ -52,7 +52,7 @@ def test_a_property_or_header_of_the_publisher_is_the_key(
     assert decide(asked, policy, NOW) == Park(NOW + 5_000, OUT, key, undelayed)
 
 
-def test_a_message_that_is_due_at_once_is_parked_for_what_it_replaces() -> None:
+def test_a_message_due_at_once_is_parked_so_that_it_can_replace_another() -> None:
     assert decide(ask(b"id.in", message_id=b"order-7"), STORE, NOW) == Park(NOW, OUT, b"order-7", undelayed=True)
 
 

@@ -67,7 +67,7 @@ async def attached(bond: Any, store: FakeStore) -> None:
     await bond.attach(store, [])
 
 
-async def test_a_store_that_hangs_keeps_no_connection_from_the_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_store_that_hangs_does_not_block_connections_to_the_broker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_bond, "IDENTITY_SECONDS", 0.01)
     bond: Any = StoreBond()
     store = FakeStore()

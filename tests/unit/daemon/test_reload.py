@@ -164,7 +164,7 @@ async def test_a_new_route_is_known_before_its_binding_exists() -> None:
     assert daemon.routes_when_declared == ["a", "b"]
 
 
-def test_added_routes_leave_the_old_ones_as_they_are() -> None:
+def test_added_routes_do_not_change_the_old_ones() -> None:
     old = settings(route=[{"from": "a", "default_delay": "1s"}])
     live = LiveSettings(old, cascade_of(old), ScriptedPublisher(), cast(PostgresBacklog, StubDaemon(old)))
     live.add_routes(settings(route=[{"from": "a", "default_delay": "2s"}, {"from": "b"}]))

@@ -99,7 +99,7 @@ async def test_the_first_failure_is_raised_and_the_others_are_logged() -> None:
     assert [(one["event"], one["reason"]) for one in logs] == [("part failed too", "KeyError('second')")]
 
 
-async def test_a_stop_waits_for_a_part_added_meanwhile() -> None:
+async def test_a_stop_waits_for_a_part_added_during_it() -> None:
     group, events = ServiceGroup(), list[str]()
 
     async def adds(stopping: asyncio.Event) -> None:

@@ -167,7 +167,7 @@ async def test_no_watchdog_is_fed_without_an_interval() -> None:
     assert line.fed == 0
 
 
-async def test_the_watchdog_is_fed_while_every_loop_moves() -> None:
+async def test_the_watchdog_is_fed_while_every_loop_makes_progress() -> None:
     line, clock, stopping = Line(0.0001), Clock(), asyncio.Event()
     watched = Watchdog(line, clock.monotonic)
     watched.beat("delays")

@@ -10,7 +10,7 @@ from delayer.config.errors import ConfigError
 from delayer.daemon.app import spans_of
 
 
-def test_a_collector_without_the_extra_is_a_mistake_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collector_without_the_extra_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spans_of({}) is None
     monkeypatch.delitem(sys.modules, "delayer.daemon.tracing", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)

@@ -144,7 +144,7 @@ CASCADE = Endpoints(Cascade(), b"delays.due", b"delays.refused", MAX)
 
 
 @given(parcels, held, st.integers(BROKER_LEAD_MS, LATEST_MS))
-def test_a_broker_that_delays_gets_the_same_envelope_with_a_time_that_ends_no_queue(
+def test_a_broker_that_delays_gets_the_same_envelope_with_a_safe_delivery_time(
     parcel: Parcel, note: HoldNote | None, at_ms: int
 ) -> None:
     sent = into_broker(parcel, b"id", at_ms, 0, replace(CASCADE, broker_delays=True), held=note)

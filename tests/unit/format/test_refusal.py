@@ -121,7 +121,7 @@ def test_forged_headers_stop_a_retry(stands: Delivery, why: str) -> None:
 
 
 @pytest.mark.parametrize("when", [number("l", 1_800_000_000_000_000), number("T", 1_800_000_000_000)])
-def test_no_retry_carries_a_time_that_ends_a_queue_of_rabbitmq_44(when: Value) -> None:
+def test_no_retry_carries_a_delivery_time_that_crashes_a_queue_of_rabbitmq_44(when: Value) -> None:
     came = Delivery(1, False, b"delayer.in", b"k", Props(headers=((b"x-opt-delivery-time", when),)).encode(), b"")
     properties, _ = refused_properties(came, "too long", b"abc", LIMIT)
     assert b"x-opt-delivery-time" not in properties, "the header would end the refused queue too"
@@ -129,7 +129,7 @@ def test_no_retry_carries_a_time_that_ends_a_queue_of_rabbitmq_44(when: Value) -
     assert isinstance(back, str) and "too far ahead" in back
 
 
-def test_a_decimal_time_leaves_by_no_publish() -> None:
+def test_a_decimal_delivery_time_is_never_published() -> None:
     """RabbitMQ 4.4 would close the connection of the daemon."""
     when = decimal(3, 1_800_000_000)
     came = Delivery(1, False, b"delayer.in", b"k", Props(headers=((b"x-opt-delivery-time", when),)).encode(), b"")
@@ -142,7 +142,7 @@ def test_a_decimal_time_leaves_by_no_publish() -> None:
     )
 
 
-def test_a_new_time_that_ends_a_queue_stops_a_retry() -> None:
+def test_a_new_delivery_time_that_crashes_a_queue_stops_a_retry() -> None:
     mend = RetryEdits.of(None, {"x-opt-delivery-time": 1_800_000_000_000_000}, [], {})
     assert "too far ahead" in str(build_retry(standing(*says("delayer.in")), ENTRIES, LIMIT, mend))
 

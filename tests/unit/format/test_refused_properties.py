@@ -48,7 +48,7 @@ def refused(raw: bytes, max_properties: int = MAX) -> tuple[bytes, bytes]:
     return refused_properties(delivered(raw), "why", b"id", max_properties)
 
 
-def test_a_second_refusal_adds_no_headers() -> None:
+def test_a_second_refusal_does_not_add_headers() -> None:
     once, _ = refused(with_headers(text("a")))
     assert refused(once) == (once, b"id")
 

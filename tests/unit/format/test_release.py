@@ -60,7 +60,7 @@ def test_headers_of_the_broker_and_the_delay_are_removed() -> None:
     assert released(raw) == with_headers(text("a"), *map(text, stay), text("z"), ADDED)
 
 
-def test_the_first_delay_after_a_mark_counts_and_is_turned() -> None:
+def test_the_first_delay_after_a_mark_counts_and_its_sign_is_flipped() -> None:
     mark, delay, other = (entry(b"x-delay", int64(value)) for value in (-1, 5_000, 7_000))
     properties = Properties.parse(with_headers(mark, delay, other))
     assert read_request(delivered(properties.raw), properties).headers == {b"x-delay": 5_000}
@@ -88,7 +88,7 @@ def test_the_first_delay_after_a_mark_counts_and_is_turned() -> None:
     ],
     ids=repr,
 )
-def test_the_delay_stays_with_its_sign_turned(said: bytes, stays: bytes) -> None:
+def test_the_delay_stays_with_its_sign_flipped(said: bytes, stays: bytes) -> None:
     raw = with_headers(text("a"), entry(b"x-delay", said), text("z"))
     assert released(raw) == with_headers(text("a"), entry(b"x-delay", stays), text("z"), ADDED)
     assert released(released(raw)) == with_headers(text("a"), entry(b"x-delay", stays), text("z"), ADDED)
@@ -160,7 +160,7 @@ def test_the_history_keeps_the_first_failure_and_the_last_ones() -> None:
     assert value(found, "x-delayer-retries") == 100
 
 
-def test_the_history_begins_anew_in_another_queue() -> None:
+def test_the_history_starts_over_in_another_queue() -> None:
     found = failed(failed(b"\0\0").raw, FAILED._replace(queue=b"billing"))
     assert [one["queue"] for one in value(found, "x-delayer-history")] == ["billing"]
 

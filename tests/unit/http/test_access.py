@@ -82,7 +82,7 @@ async def test_the_token_opens_a_session_for_a_while(place: Place) -> None:
     assert place.sessions.who(request(name)) is None
 
 
-async def test_no_session_lasts_for_ever(place: Place) -> None:
+async def test_no_session_lasts_forever(place: Place) -> None:
     name = place.sessions.open(TOKEN, "ada")
     while place.now < LONGEST:
         assert place.sessions.who(request(name)) == "ada"

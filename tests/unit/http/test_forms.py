@@ -98,7 +98,7 @@ def test_an_invalid_filter_is_reported(form: dict[str, str]) -> None:
         searched(form, NOW)
 
 
-def test_a_counted_filter_selects_the_same_messages_later() -> None:
+def test_a_filter_with_relative_times_selects_the_same_messages_later() -> None:
     first = searched({"due_after": "-1h", "due_before": "2h", "key": "k"}, NOW)
     again = meant({name: [text] for name, text in fixed(first).items()}, NOW + 7 * HOUR)
     assert again.wanted == first.wanted
@@ -158,5 +158,5 @@ def test_ids_and_pages() -> None:
         ("https://evil.example", "/waiting"),
     ],
 )
-def test_a_form_goes_on_to_a_path_of_this_server(wish: str, path: str) -> None:
+def test_a_form_redirects_only_to_paths_of_this_server(wish: str, path: str) -> None:
     assert back({"back": [wish]}, "/waiting") == path

@@ -73,7 +73,7 @@ def shown(of: MetricSources) -> dict[tuple[str, ...], float]:
     return samples(generate_latest(of).decode())
 
 
-def test_every_metric_is_documented_as_it_is() -> None:
+def test_every_metric_is_documented_as_defined() -> None:
     said = {
         name.removeprefix(PREFIX): (kind, unit.strip(), tuple(re.findall(r"`(\w+)`", labels)), meaning)
         for name, kind, unit, labels, meaning in _ROW.findall((ROOT / "docs" / "metrics.md").read_text())

@@ -25,7 +25,7 @@ def test_each_step_has_the_counts_since_the_last_step() -> None:
     assert [(one.at_ms, one.counts["parked"]) for one in recent.steps] == [(STEP_MS, 10), (2 * STEP_MS, 119)]
 
 
-def test_a_clock_that_is_set_back_ends_what_was_seen_before() -> None:
+def test_a_clock_that_is_set_back_discards_earlier_steps() -> None:
     counters = Counters()
     recent = Recent(counters, 100 * STEP_MS)
     for step, parked in ((101, 10), (41, 20), (42, 30)):

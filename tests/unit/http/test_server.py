@@ -177,7 +177,7 @@ async def test_changes_need_the_token(headers: dict[str, str], status: int) -> N
     ],
     ids=str,
 )  # fmt: skip
-async def test_a_retry_of_refused_messages_mends_headers(form: dict[str, Any], mend: RetryEdits | str) -> None:
+async def test_a_retry_of_refused_messages_fixes_headers(form: dict[str, Any], mend: RetryEdits | str) -> None:
     inside = Inside()
     async with served(inside) as web:
         headers = {"Authorization": f"Bearer {TOKEN}", "Accept": "application/json"}
@@ -203,7 +203,7 @@ async def test_a_program_with_the_token_lists_what_is_set_aside() -> None:
         assert (held.status, "No store" in held.json["error"]) == (404, True)
 
 
-async def test_the_menu_counts_without_a_look_into_a_queue() -> None:
+async def test_the_menu_counts_without_reading_a_queue() -> None:
     inside = Inside()
 
     async def look(name: str, limit: int) -> Result:
@@ -220,7 +220,7 @@ async def test_the_menu_counts_without_a_look_into_a_queue() -> None:
         assert "count" not in (await web.get("/login")).text
 
 
-async def test_looks_at_refused_messages_are_shared_for_seconds() -> None:
+async def test_reads_of_refused_messages_are_shared_for_seconds() -> None:
     inside = Inside()
     looks = []
 

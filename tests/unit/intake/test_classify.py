@@ -277,7 +277,7 @@ async def test_a_failed_reply_does_not_stop_the_acknowledgement(failure: Hold | 
     assert it.acks.acked == [(1, True)]
 
 
-async def test_a_queue_that_does_not_confirm_its_replies_delays_no_batch() -> None:
+async def test_a_queue_that_does_not_confirm_its_replies_does_not_delay_batches() -> None:
     it = Gathered()
     silent = asyncio.Event()
 
@@ -345,7 +345,7 @@ def asks(tag: int, delay_ms: int, **more: float) -> Delivery:
     return delivery(tag, says(b"x-delay", delay_ms), body=b"%d" % tag)._replace(**more)
 
 
-async def test_parcels_wait_for_company_and_a_full_park_does_not() -> None:
+async def test_a_park_waits_for_more_parcels_unless_it_is_full() -> None:
     it, bodies = Gathered(), [bytes(PARK_BYTES // part) for part in (4, 4, 2)]
     batch = [asks(tag, 50_000)._replace(body=body) for tag, body in enumerate(bodies, 1)]
     it.session.acks.add(batch)
@@ -440,7 +440,7 @@ async def test_waiting_batches_with_keys_are_bounded() -> None:
     assert sum(map(len, it.parks)) == len(batch)
 
 
-async def test_a_full_prefetch_ends_the_wait_for_company() -> None:
+async def test_a_full_prefetch_ends_the_wait_for_more_parcels() -> None:
     it = Gathered(prefetch=2)
     await it.take(asks(1, 5_000))
     assert it.parks == []
@@ -467,7 +467,7 @@ async def test_kept_messages_do_not_fill_the_prefetch() -> None:
     assert it.parks == [[b"4"]]
 
 
-async def test_a_delay_counts_from_the_reading() -> None:
+async def test_a_delay_counts_from_the_moment_of_reading() -> None:
     it = Gathered()
     await it.take(asks(1, 5_000, read_at=time.monotonic() - 2.0))
     it.handler.flush()
@@ -488,7 +488,7 @@ class PausedLive(ScriptedLive):
         return self.now
 
 
-async def test_a_pause_of_the_process_shortens_no_delay() -> None:
+async def test_a_pause_of_the_process_does_not_shorten_delays() -> None:
     live = PausedLive(replace(STORE, keep_ms=150), NAMES)
     it = Gathered(live)
     read_at = time.monotonic()

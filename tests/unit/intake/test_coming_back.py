@@ -166,7 +166,7 @@ def test_no_form_of_the_mark_makes_a_delay_count_again(form: str, mark: Value) -
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("again", ASKS)
 @pytest.mark.parametrize("form", ASKS)
-def test_a_new_delay_counts_beside_what_is_left_of_the_last(form: str, again: str, mode: Mode) -> None:
+def test_a_new_delay_applies_despite_leftovers_of_the_last(form: str, again: str, mode: Mode) -> None:
     back, new = trip(ASKS[form](NOW), NOW, mode), ASKS[again](BACK)
     renewed = {name for name, _ in new.headers}
     both = Message(
@@ -181,7 +181,9 @@ def test_a_new_delay_counts_beside_what_is_left_of_the_last(form: str, again: st
 
 
 @given(st.sampled_from(list(ASKS)), st.lists(st.sampled_from(MARKS), max_size=4), st.sampled_from(MODES), st.booleans())
-def test_marks_are_no_delay_and_hide_none(form: str, marks: list[tuple[Header, ...]], mode: Mode, first: bool) -> None:
+def test_marks_are_not_a_delay_and_do_not_hide_one(
+    form: str, marks: list[tuple[Header, ...]], mode: Mode, first: bool
+) -> None:
     left = tuple(one for mark in marks for one in mark)
     bare = plan(Message(left), BACK, mode=mode)[2]
     assert isinstance(bare, AtOnce)
@@ -227,7 +229,7 @@ def test_every_form_is_tried() -> None:
         (((b"x-death", array(table((b"time", text("now"))))),), 0, False),
     ],
 )
-def test_a_stamp_is_believed_only_where_it_can_be_right(marks: tuple[Header, ...], age_ms: int, believed: bool) -> None:
+def test_a_stamp_is_used_only_if_it_can_be_right(marks: tuple[Header, ...], age_ms: int, believed: bool) -> None:
     stamp = (b"timestamp_in_ms", number("l", BACK - age_ms))
     asked = Message(((b"x-delay", number("I", 4_000_000)), stamp, *marks))
     found = plan(asked, BACK, mode=Mode.STORE)[2]

@@ -240,7 +240,7 @@ async def test_messages_without_room_do_not_lengthen_the_pause() -> None:
     assert it.attempts[:4] == [0, 1, 0, 0]
 
 
-async def test_an_overrun_subscription_ends_in_order_and_begins_again() -> None:
+async def test_an_overrun_subscription_closes_cleanly_and_begins_again() -> None:
     """The consumer settles the batches in flight, and then subscribes again without a pause."""
     first, second = ScriptedSubscription([batch(1), batch(2)]), ScriptedSubscription([batch(1)])
     it = Scene(first, second)
@@ -320,7 +320,7 @@ async def test_a_pause_frees_reference_cycles() -> None:
 # Acknowledgements.
 
 
-def test_deliveries_behind_a_kept_one_are_acknowledged_one_by_one() -> None:
+def test_deliveries_after_a_kept_one_are_acknowledged_one_by_one() -> None:
     acks = ScriptedSubscription()
     settler = AckTracker(acks)
     settler.add(batch(1, 2, 3, 4))

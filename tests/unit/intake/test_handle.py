@@ -122,7 +122,7 @@ async def test_messages_that_the_cascade_does_not_take_return_to_the_queue(answe
     assert len(it.held) == 1
 
 
-async def test_a_publish_in_doubt_accepts_no_delivery() -> None:
+async def test_a_publish_in_doubt_does_not_accept_deliveries() -> None:
     it = Scene({b"lost": BrokerLost("in doubt")})
     with pytest.raises(BrokerLost):
         await it.run(publication(1), publication(2, b"lost"))
@@ -186,7 +186,7 @@ async def test_a_failed_hold_does_not_repeat_the_others(answer: Outcome | Unconf
 
 
 @pytest.mark.parametrize("kind", [HoldKind.LATE, HoldKind.UNFIT])
-async def test_messages_for_a_person_go_to_the_strays_at_once(kind: HoldKind) -> None:
+async def test_messages_for_an_operator_go_to_the_strays_at_once(kind: HoldKind) -> None:
     it = Scene()
     it.live.holds_in_store = False
     await it.dispatch.hold([Objection(delivery(1), PARCEL, Hold(kind, "why"))], it.tracker)
@@ -245,7 +245,7 @@ async def test_an_envelope_early_by_a_moment_waits_in_memory(early_ms: int) -> N
     assert [message.exchange for message in it.publisher.published] == [b"orders.out"] * 2
 
 
-async def test_the_rest_of_a_delay_counts_although_the_clock_was_set_forward() -> None:
+async def test_a_message_waits_for_the_rest_of_its_delay_after_a_clock_is_set_forward() -> None:
     """The cascade counted whole seconds, rounded down; by the clock the message seems due already."""
     it = Scene()
     await it.carry(carried(1, NOW - 3600_000, rest_ms=700))

@@ -30,7 +30,7 @@ def test_an_empty_queue_may_hide_messages(delayed: int | None, may_delay: bool, 
     ("given", "expected"),
     [("id:7", Token(7)), ("id:48213@1795291200000", Token(48213, 1795291200000)), (" id:5@-1 ", Token(5, -1))],
 )
-def test_tokens(given: str, expected: Token) -> None:
+def test_ids_of_delayer_are_parsed(given: str, expected: Token) -> None:
     assert read_token(given) == expected
     assert read_token(str(expected)) == expected
 
@@ -40,7 +40,7 @@ def test_tokens(given: str, expected: Token) -> None:
     ["", "5", "48213@1795291200000", "#5", "ID:5", "id:", "id:x", "id:5@", "id:@5", "id:-5", "id:5@x", "id:5@1@2",
      "id:9223372036854775808"],
 )  # fmt: skip
-def test_invalid_tokens(given: str) -> None:
+def test_invalid_ids_of_delayer_are_rejected(given: str) -> None:
     with pytest.raises(ValueError, match="an id as"):
         read_token(given)
 

@@ -58,7 +58,7 @@ async def test_cancels_around_a_rejected_message_keep_their_answers() -> None:
     assert {one["key"]: one["outcome"] for one in answers} == {"a": "cancelled", "b": "too late", "c": "too late"}
 
 
-async def test_a_store_that_is_lost_in_between_repeats_only_what_it_does_not_have() -> None:
+async def test_a_store_lost_between_two_writes_repeats_only_the_missing_messages() -> None:
     it = Rejecting()
     apply = it.apply
 

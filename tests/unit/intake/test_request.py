@@ -51,7 +51,7 @@ def test_chance_is_for_dead_letters() -> None:
     assert read_request(delivered(plain), Properties.parse(plain)).chance == 0
 
 
-def test_messages_that_are_alike_do_not_come_back_together() -> None:
+def test_identical_messages_are_not_retried_together() -> None:
     """These messages have no id and were rejected in the same second."""
     raw = with_headers(entry(b"x-death", b"A" + sized(b"S" + sized(b"x"))))
     found = Properties.parse(raw)

@@ -80,7 +80,7 @@ class Scene:
         await task
 
 
-async def test_broken_bytes_are_parked_as_they_are() -> None:
+async def test_broken_bytes_are_parked_unchanged() -> None:
     broken = [met(1)._replace(properties=b"\x20\x00\xff"), met(2)._replace(properties=b"\x20\x00\0\0\0\x02\x01x")]
     subscription = ScriptedSubscription([broken])
     it = Scene(subscription)
@@ -116,7 +116,7 @@ async def test_a_message_delivered_too_often_ends_the_takeover(size: int) -> Non
     assert it.heartbeat.forgotten == ["nsb.v2.delay-level-11"]
 
 
-async def test_a_forged_count_ends_no_takeover() -> None:
+async def test_a_forged_count_does_not_end_a_takeover() -> None:
     """A classic queue counts no deliveries and drops no message, so the header is its publisher's own."""
     subscription = ScriptedSubscription([[again(1, MOST_DELIVERIES), met(2)]])
     it = Scene(subscription, cascade="nservicebus-v1")
@@ -124,7 +124,7 @@ async def test_a_forged_count_ends_no_takeover() -> None:
     assert [parcel.body for parcel in it.parked] == [b"1", b"2"]
 
 
-async def test_deliveries_of_other_queues_end_no_takeover() -> None:
+async def test_deliveries_of_other_queues_do_not_end_a_takeover() -> None:
     """A consumer of another queue passed the message on with that queue's count."""
     subscription = ScriptedSubscription([[met(1, delivered(MOST_DELIVERIES))], [met(2)]])
     it = Scene(subscription)

@@ -83,7 +83,7 @@ async def test_the_next_claim_overlaps_with_the_publish_of_the_last() -> None:
         await until(lambda: len(it.lane.settled) == 2)
 
 
-async def test_an_objection_holds_the_message_with_its_reason() -> None:
+async def test_a_failed_publish_holds_the_message_with_its_reason() -> None:
     publisher = ScriptedPublisher({b"gone": returned(312, "NO_ROUTE"), b"full": NACKED})
     rows = [due(1), due(2, key=b"gone"), due(3, key=b"full", attempts=4)]
     it = Scene(ScriptedLane(claims=[rows]), publisher)
@@ -157,7 +157,7 @@ async def test_unconfirmed_rows_are_rolled_back(failure: Exception) -> None:
     assert it.count("released") == 0
 
 
-async def test_a_commit_in_doubt_counts_no_release() -> None:
+async def test_a_commit_in_doubt_does_not_count_as_a_release() -> None:
     it = Scene(ScriptedLane(claims=[[due(1)]]))
     it.lane.fail_settle = StoreLost("in doubt")
     await run_dry(it)
@@ -198,7 +198,7 @@ async def test_a_lost_lane_ends_the_loop_and_is_dropped(loss: Exception) -> None
     assert it.publisher.closed == 1
 
 
-async def test_a_lane_that_an_operator_must_help_is_kept_and_tried_again() -> None:
+async def test_a_lane_that_needs_an_operator_is_kept_and_tried_again() -> None:
     """Every process would meet the same refusal. Pauses grow as after other losses."""
     pauses: list[int] = []
     it = Scene(ScriptedLane(claims=[StoreLost("denied", "grant it"), StoreLost("denied", "grant it"), [due(1)]]))

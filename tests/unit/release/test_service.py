@@ -69,7 +69,7 @@ async def test_two_processes_release_each_message_and_none_early(death: bool) ->
     assert store.conserved() == {"parked": 100, "released": 100}
 
 
-async def test_a_message_that_nobody_takes_is_held() -> None:
+async def test_a_message_that_no_queue_takes_is_held() -> None:
     store, broker = MemoryStore(host_ms, lanes=1), MemoryBroker()
     one = Process(store, broker)
     await until(lambda: one.backlog.usable)
@@ -97,7 +97,7 @@ def scripted(lane: Lane) -> LaneRelease:
     return LaneRelease(lane, ScriptedPublisher(), ScriptedLive(), heartbeat=Heartbeat(), counters=Counters())
 
 
-async def test_a_lost_lane_ends_its_loop_alone_and_the_end_of_the_store_all() -> None:
+async def test_a_lost_lane_ends_only_its_loop_and_the_end_of_the_store_ends_all() -> None:
     first, second = ScriptedLane(1), ScriptedLane(2)
     store, stopping = Yields(first, second), asyncio.Event()
     task = asyncio.create_task(ReleaseService(store, scripted).run(stopping))

@@ -59,7 +59,7 @@ async def test_small_parks_stay_in_one_lane_for_a_while_only() -> None:
         assert [number for number, _, _ in it.store.parked] == [1, 2, 1, 2]
 
 
-async def test_messages_due_later_take_turns_over_all_lanes() -> None:
+async def test_messages_due_later_go_to_all_lanes_one_after_another() -> None:
     """Other processes own half of the lanes."""
     store = ScriptedStore(4)
     store.live, store.others = 2, {3, 4}
@@ -87,7 +87,7 @@ def test_the_lane_of_a_message(due_ms: int, route: bytes, lane: int) -> None:
 
 
 @pytest.mark.parametrize("write", ["park", "hold"])
-async def test_a_lane_lost_under_a_write_costs_one_try(write: str) -> None:
+async def test_a_lane_lost_during_a_write_costs_one_attempt(write: str) -> None:
     store = ScriptedStore()
 
     async def lost(number: int) -> None:
@@ -121,7 +121,7 @@ async def test_the_loss_of_all_lanes_is_a_lost_store() -> None:
         assert store.parked
 
 
-async def test_slow_upkeep_delays_neither_looks_nor_the_end() -> None:
+async def test_slow_upkeep_delays_neither_polls_nor_the_stop() -> None:
     store, cancelled = ScriptedStore(), asyncio.Event()
 
     async def for_ever() -> None:
@@ -155,7 +155,7 @@ async def test_failed_upkeep_is_tried_again() -> None:
 
 
 @pytest.mark.parametrize("where", ["loop", "look around"])
-async def test_a_bug_ends_the_lanes_and_does_not_hang(where: str) -> None:
+async def test_a_bug_closes_the_lanes_and_does_not_hang(where: str) -> None:
     """The manager also drops the lanes of the other loops, which were not told to stop."""
     async with at_work() as it:
         first, second = it.store.made
@@ -193,7 +193,7 @@ async def test_a_forced_stop_while_a_loop_does_not_end() -> None:
 
 
 @pytest.mark.parametrize(("lanes", "live"), [(4, 1), (4, 2), (4, 3), (5, 3), (3, 8), (64, 7)])
-def test_shares_add_up_and_differ_by_one_at_most(lanes: int, live: int) -> None:
+def test_shares_add_up_and_differ_by_at_most_one(lanes: int, live: int) -> None:
     shares = [share(lanes, live, rank) for rank in range(live)]
     assert sum(shares) == lanes
     assert max(shares) - min(shares) <= 1

@@ -136,7 +136,7 @@ def test_every_flipped_bit_and_every_cut_is_found() -> None:
             read_back(packed._replace(packed=parquet))
 
 
-def test_broken_bytes_with_a_right_digest_are_segment_broken() -> None:
+def test_broken_bytes_with_a_matching_digest_raise_segment_broken() -> None:
     """A bug of ours could write such bytes: every error of the decoder becomes SegmentBroken."""
     packed = small()
     chance = random.Random(7)

@@ -58,7 +58,7 @@ async def test_parameters_of_the_driver_are_valid(query: str) -> None:
     assert not isinstance(refused.value, ValueError)
 
 
-def test_a_root_certificate_of_the_user_counts(tmp_path: Path) -> None:
+def test_the_users_root_certificate_is_used(tmp_path: Path) -> None:
     verified = f"{URL}?sslmode=verify-ca"
     assert mistakes(verified, {"PGSSLROOTCERT": "/etc/ca.pem"}) == []
     assert mistakes(verified, {})

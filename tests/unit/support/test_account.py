@@ -103,7 +103,7 @@ def test_a_changed_message_is_not_missing() -> None:
         (Window(DUE_MS + 5, DUE_MS + 50), True), (Window(DUE_MS + 6, DUE_MS + 50), False),
     ],
 )  # fmt: skip
-def test_a_fault_excuses_messages_under_way(window: Window, excused: bool) -> None:
+def test_a_fault_excuses_messages_in_flight(window: Window, excused: bool) -> None:
     verdict = verdict_of(arrival(), arrival(), windows=[window])
     assert (verdict.unexcused == []) is excused
 
@@ -117,7 +117,7 @@ def test_a_fault_excuses_messages_under_way(window: Window, excused: bool) -> No
         ((b"17", b"17"), Form.EPOCH, True),  # an instant does not tell the time of the read
     ],
 )
-def test_a_fault_before_it_was_read_excuses_no_copy_of_one_row(
+def test_a_fault_before_a_message_was_read_does_not_excuse_copies_of_its_row(
     copies: tuple[bytes, bytes], form: Form, excused: bool
 ) -> None:
     late_ms = 20_000 if form is Form.INT64 else 0
@@ -128,7 +128,7 @@ def test_a_fault_before_it_was_read_excuses_no_copy_of_one_row(
 
 
 @pytest.mark.parametrize(("copies", "excused"), [((b"17", b"18"), True), ((b"17", b"17"), False)])
-def test_a_ledger_that_published_twice_excuses_two_messages_and_no_copy(
+def test_a_ledger_that_published_twice_excuses_two_messages_but_not_copies(
     copies: tuple[bytes, bytes], excused: bool
 ) -> None:
     account = Account()

@@ -9,7 +9,7 @@ from tests.mutants.listed import MUTANTS, Mutant
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[one.name for one in MUTANTS])
-def test_a_mutant_fits_the_program(mutant: Mutant) -> None:
+def test_a_mutant_matches_the_source(mutant: Mutant) -> None:
     assert (ROOT / mutant.file).read_text().count(mutant.text) == mutant.times
     assert mutant.replacement != mutant.text
     assert mutant.tests

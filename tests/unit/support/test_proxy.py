@@ -40,7 +40,7 @@ async def first_byte(proxy: Proxy) -> bytes:
         writer.close()
 
 
-async def test_a_connection_leads_to_the_server_that_took_the_last_one() -> None:
+async def test_a_connection_goes_to_the_server_that_accepted_the_last_one() -> None:
     one, two = ports.reserve(), ports.reserve()
     async with Proxy(one, two) as proxy, server(two, b"2"):
         async with server(one, b"1"):
@@ -50,7 +50,7 @@ async def test_a_connection_leads_to_the_server_that_took_the_last_one() -> None
             assert [await first_byte(proxy), proxy.target] == [b"2", two]
 
 
-async def test_a_server_that_never_answers_goes_to_the_end_of_the_line() -> None:
+async def test_a_server_that_never_answers_is_tried_last() -> None:
     one, two = ports.reserve(), ports.reserve()
     async with Proxy(one, two) as proxy, server(one, b""), server(two, b"2"):
         assert await first_byte(proxy) == b""
