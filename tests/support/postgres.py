@@ -165,15 +165,9 @@ class Postgres(Server):
             config.writelines(f"{key} = '{value}'\n" for key, value in lines.items())
 
     def _is_ready(self) -> bool:
-        async def connect() -> None:
-            connection = await asyncpg.connect(self.url(), timeout=2)
-            await connection.close()
-
-        try:
-            run_apart(connect())
-        except (OSError, asyncpg.PostgresError, TimeoutError):  # refused, "the database system is starting up"
-            return False
-        return True
+        # asyncpg would leave a socket open for each attempt that a starting server refuses.
+        command = [self._programs / "pg_isready", "--quiet", "--host", "127.0.0.1", "--port", str(self.port)]
+        return subprocess.run(command, check=False, env=self._environment).returncode == 0
 
     def _free_shared_memory(self) -> None:
         """A killed server leaves a small System V segment, which only its next start would reuse."""
