@@ -96,7 +96,7 @@ class FaultSearch:
         return fresh, sorted(index for one in groups.keys() & probed for index in groups[one])
 
     def has_found(self, sent: int, lost: _Loss | None) -> bool:
-        """Whether the loss of a portion of ``sent`` messages proves that its only message is at fault."""
+        """Whether ``lost`` proves one message at fault: the broker closed something, and the portion was that one."""
         if isinstance(lost, ConnectionLost) and not self.is_exclusive:
             return False  # A message of another round may have ended the connection.
         return sent == 1 and lost is not None and not isinstance(lost, ConfirmTimeout)
@@ -136,7 +136,8 @@ class Pending:
     pace: Pace | None = None
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     in_doubt: set[int] = field(default_factory=set)
-    """Messages not to publish again: the broker answered nothing at all, or the isolation was interrupted."""
+    """Messages that were written, got no answer, and are not to be published again now: the broker was silent as a
+    whole, or the isolation was interrupted."""
 
     def publishable(self, indexes: Sequence[int]) -> list[int]:
         """Return the indexes of messages that can be published again."""
@@ -186,7 +187,8 @@ class Isolation:
     async def publish(
         self, pending: Pending, indexes: Sequence[int], suspicion: Suspicion = Suspicion.DESTINATION
     ) -> None:
-        """Publish these messages once all are due. A message without an outcome afterwards is in doubt.
+        """Publish these messages once all are due. A message that was written and has no outcome is then in doubt; one
+        that was not written may be published again.
 
         If all may end connections, each gets an outcome within two seconds, because the rest of the batch waits.
         """
@@ -237,8 +239,8 @@ class Isolation:
 
     async def _probe(self, case: _Case, connection: Connection, groups: _Groups) -> _Loss | None:
         """Publish the first message of each group on its own channel, and hold the groups of silent destinations.
-        Returns the connection's loss, or None. A silence proves something only if the broker answered early in this
-        round."""
+        Returns the connection's loss, or None. A silent destination is held only if the broker confirmed another
+        publish early in this round; otherwise its messages are in doubt."""
         suspect = all(self.breaker.suspects(one) for one in groups)
         seconds = min(self._probe_seconds / (2 if suspect else 1), case.until - MARGIN_SECONDS - _now())
         before = {one: self.breaker.table.get(one) for one in groups}

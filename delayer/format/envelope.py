@@ -55,7 +55,7 @@ class HoldNote(NamedTuple):
 
 
 class Envelope(NamedTuple):
-    """The content of an envelope. ``held`` is None if no destination has refused the message yet. ``rest_ms`` is the
+    """The content of an envelope. ``held`` is None if the message was not held yet. ``rest_ms`` is the
     part of the delay beyond the cascade's whole seconds."""
 
     id: bytes
@@ -93,7 +93,8 @@ def into_broker(
     rest_ms: int = 0,
 ) -> Outgoing:
     """Build the publish of an envelope that comes back at ``at_ms``: after ``seconds`` in the cascade and ``rest_ms``
-    in the daemon, or with ``broker_delays`` from the due queue, BROKER_LEAD_MS early, for the daemon to keep."""
+    in the daemon. With ``broker_delays``, the due queue delivers it BROKER_LEAD_MS early and the daemon keeps it that
+    long; ``seconds`` and ``rest_ms`` are then unused."""
     if not names.broker_delays:
         return into_cascade(parcel, id, seconds, names, held=held, rest_ms=rest_ms)
     more = entry(OPT_TIME, int64(min(at_ms - BROKER_LEAD_MS, LONGEST_TIMER_MS)))

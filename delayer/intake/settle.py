@@ -1,8 +1,8 @@
 """Settles deliveries: runs their work, publishes or holds their messages, and acknowledges those that are safe.
 
-Held messages go to the store if there is one. Without a store they return to the cascade, in an envelope that counts
-the attempts. After :data:`MAX_ATTEMPTS`, or if only an operator can decide, they go to the strays queue (``delayer
-strays``).
+Held messages go to the store if this process has a lane. Without one they return to the cascade, in an envelope that
+counts the attempts. After :data:`MAX_ATTEMPTS`, or if only an operator can decide, they go to the strays queue
+(``delayer strays``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ T = TypeVar("T")
 KEPT_BYTES: Final = 16 << 20
 """A session reads no batch while it keeps this many bytes. It keeps large messages, and those not due yet."""
 LARGE_BYTES: Final = 1 << 20
-"""The batches in flight bound the memory of smaller messages."""
+"""A delivery with a larger body counts as kept. The number of batches in flight bounds the memory of the others."""
 MAX_ATTEMPTS: Final = 10
 """Attempts after which a message in the cascade goes to the strays queue."""
 
@@ -53,7 +53,8 @@ class AckTracker:
     an acknowledgement waits until every delivery before it is accepted, and one frame settles thousands. The cost is
     that a crash repeats the finished batches after the oldest unfinished one.
 
-    A kept delivery (large, or not due yet) would hold up all that follow, so those are acknowledged one by one.
+    A kept delivery (large, or not due yet) would hold up all that follow, so while one is kept, the later ones are
+    acknowledged one by one.
 
     Deliveries that are never accepted return to the queue when the channel closes.
     """
@@ -222,7 +223,7 @@ class Session:
         await self._wait_until(lambda: not self.is_busy)
 
     async def wait_while(self, is_waiting: Callable[[], bool]) -> None:
-        """Wait for work to begin, even after a failure."""
+        """Wait while ``is_waiting`` holds, even after a failure."""
         while is_waiting():
             self._changed.clear()
             await self._changed.wait()
@@ -259,9 +260,9 @@ def new_id() -> bytes:
 class Publication(NamedTuple):
     """A publish on behalf of a delivery.
 
-    ``parcel``: the message to hold if its destination does not take it. None if the publish must succeed (cascade,
-    refused queue); otherwise the delivery returns to the queue. ``refusal``: the reason, of a refused message.
-    ``earlier``: the note of earlier attempts. ``undelayed``: whether the message asked for no delay.
+    ``parcel``: the message to hold if its destination does not take it. None for the cascade and the refused queue,
+    which must take it: if they do not, the delivery returns to its queue. ``refusal``: the reason, of a refused
+    message. ``earlier``: the note of earlier attempts. ``undelayed``: whether the message asked for no delay.
     """
 
     delivery: Delivery

@@ -36,15 +36,15 @@ AT_ONCE: Final = 16
 SCAN: Final = 10_000
 """Maximum number of rows that one page reads, of all lanes together, to find those that match."""
 SEGMENTS: Final = 4
-"""Maximum number of segments that begin after a page's first place and that the page unpacks, at about 50 ms each. A
-page also unpacks every segment across its first place: one more for each compaction of the same days."""
+"""A page unpacks every segment that spans its first place, and at most this many that begin after it. Each takes about
+50 ms."""
 NAMED: Final = 10
 """Maximum number of messages that :func:`called` finds for one name."""
 COLUMNS: Final = """
 lane, (extract(epoch FROM due_at) * 1000000)::bigint AS due_us, id, parked_at, route, exchange, routing_key,
 to_exchange, to_key, key, octet_length(body) AS size, properties, checksum, format, {body} AS body
 """
-"""The columns of ``message`` and ``held`` for :func:`entry_of`."""
+"""The columns of ``message`` and ``held``. :func:`entry_of` and held_messages.py count them."""
 NO_BODY, BEGINNING_OF_BODY = "''::bytea", "substring(body FROM 1 FOR ${})"
 _AT_PLACES: Final = f"SELECT {COLUMNS.format(body=BEGINNING_OF_BODY.format(6))} {AT_PLACES}"
 _BODIES: Final = f"SELECT id, body {AT_PLACES}"
@@ -151,6 +151,7 @@ async def find(
             connection, wanted, limit=limit, after=after, end=end_of_rows, bodies=bodies
         )
     end = min((one for one in (end_of_rows, end_of_segments) if one is not None), default=None)
+    # Beyond ``end`` one of the two was not read.
     sure = [one for one in sorted([*rows, *packed]) if end is None or one.place[:2] <= end]
     full = len(sure) >= limit and (len(sure) > limit or end is not None)
     if full:
@@ -181,7 +182,7 @@ async def _in_rows(
 ) -> tuple[list[Entry], Position | None]:
     """The first matching rows after ``after``, more than ``limit`` if there are that many. Also the position up to
     which these are complete; None if it read to the end. Reads windows of one day ahead, then two, then four, because a
-    statement over all partitions would open hundreds of them for the first page of one."""
+    statement over all partitions would open hundreds of them even if the first day already fills the page."""
     lanes = [lane for (lane,) in await connection.fetch(_LANES)]
     now_ms = await connection.fetchval("SELECT now()")
     first_ms, last_ms = _bounds(wanted)
@@ -215,7 +216,7 @@ async def _in_rows(
 
 
 def _conditions(wanted: Filter, first: int) -> tuple[str, list[bytes]]:
-    """The filters without an index, as SQL with parameters numbered from ``first``, and their values."""
+    """The filters on columns without an index, as SQL with parameters numbered from ``first``, and their values."""
     asked = {"route": wanted.route, "to_exchange": wanted.to_exchange, "to_key": wanted.to_key}
     given = {column: value for column, value in asked.items() if value is not None}
     terms = [f"{column} = ${number}" for number, column in enumerate(given, first)]
@@ -325,9 +326,9 @@ async def named(
 
 
 async def called(connection: Connection, names: Sequence[bytes], *, packed: bool) -> dict[bytes, list[Token]]:
-    """The ids of waiting and held messages with one of these message_ids, or of held messages with that
-    ``x-delayer-id`` after ``id:``. Reads every row, and if
-    ``packed`` every segment, however long it takes. Raises the driver's errors."""
+    """The ids of waiting and held messages with one of these message_ids. A name ``id:X`` finds held messages whose
+    ``x-delayer-id`` is X. Reads every row, and if ``packed`` every segment, however long it takes. Raises the driver's
+    errors."""
     found: dict[bytes, list[Token]] = {name: [] for name in names}
     published = {name for name in names if not name.startswith(OWN.encode())}
     # As in properties: a length byte, then the text.

@@ -58,7 +58,7 @@ class PostgresClaimer:
         self.opened: Claim | None = None
         self._has_session = False
         self._large: Take | None = None
-        """Claims the next row, if this row needs the large-row lock."""
+        """What to claim one row of, if that row exceeds the byte limit: one claim of the process at a time may."""
         self._lane = lane
         self._clock = lane.clock
 
@@ -154,8 +154,9 @@ class PostgresClaimer:
         full = len(rows) >= limit or sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows) >= max_bytes
         last, next_ms = _place(rows[-1]) if rows else start, None
         if not full or (rows and rows[-1].due_ms > before):
-            # If the claim is not full, more rows may follow: a cancel may have removed rows while the claim waited for
-            # a lock. If the last row is not due yet, read the store's clock as well, because it may have been set.
+            # A claim that is not full may still have rows after it, because a cancel can remove some while the claim
+            # waits for a lock. If the last row is not due yet, read the store's clock as well, because it may have been
+            # set.
             asked = clock.monotonic()
             next_ms, server_ms = await connection.fetchrow(statements.NEXT_DUE, lane.number, *last, horizon_ms, claimed)
             clock.observe(asked, server_ms, clock.monotonic())
@@ -203,7 +204,7 @@ class PostgresClaimer:
         written_ms: Callable[[], Sequence[float]],
     ) -> int:
         """Write the claim's outcome in its open transaction, counters last. Returns the first retry. The claim has
-        already deleted the waiting rows, so most releases write nothing else."""
+        already deleted the waiting rows, so most releases write only the counters."""
         lane, clock = self._lane, self._clock
         counted, retry_ms = {"released": len(released)}, NEVER_MS
         if held or lane.history or any(due.attempts or due.parcel.key is not None for due in released):
