@@ -295,7 +295,10 @@ class StoreSource(DataSource):
         return NAME
 
     def schema(self) -> StructType:
-        return from_arrow_schema(RELATIONS[self.options["relation"]].schema)
+        name = self.options["relation"]
+        if name not in RELATIONS:
+            raise ValueError(f"no relation {name!r}; there are {', '.join(RELATIONS)}")
+        return from_arrow_schema(RELATIONS[name].schema)
 
     def reader(self, schema: StructType) -> StoreReader:
         return StoreReader(self.options, self.url)

@@ -34,7 +34,7 @@ def not_ready(state: State, intake: str, store: StoreOverview | None, error: str
         found.append("nothing is delivered: no connection to publish by")
     elif publishing["blocked"]:
         found.append("nothing is delivered: the broker takes no publishes (a resource alarm)")
-    if state["store"] and not state["usable"]:
+    if state["mode"] == "store" and not state["usable"]:
         found.append("no lane of the store is owned")
     if state["refusal"]:
         found.append(f"nothing leaves the store: {state['refusal']}")
@@ -45,21 +45,23 @@ def not_ready(state: State, intake: str, store: StoreOverview | None, error: str
         f"queue {queue!r}: nothing that was read from it was settled for {duration(seconds)}"
         for queue, seconds in state["unsettled"].items()
     ]
-    if state["store"]:
-        if store is None:
+    required = state["mode"] == "store"  # In native mode only messages with keys need it, and those parked earlier.
+    if store is None:
+        if required:
             found.append(f"the store is out of reach, or refuses us: {error or 'it was not looked at yet'}")
-        elif store.upgrade_pending:
+    elif store.upgrade_pending:
+        if required:
             found.append(f"the store's schema is {store.schema_found or 'missing'}, expected {store.schema_expected}")
-        else:
-            # The daemon also knows of a lane whose claims wait for a lock, although no row of it may be due yet.
-            stuck = dict.fromkeys(state["stuck"], "settled no claim for 30 s") | {
-                lane.number: f"had due messages for {duration(lane.stuck_ms / 1000)}, and releases none"
-                for lane in store.lanes
-                if lane.stuck_ms and (lane.number in state["lanes"] or not lane.alive)
-            }
-            found += [f"lane {number} has {what}" for number, what in stuck.items()]
-            if store.late.messages and (store.late.first_due_ms or 0) < store.store_now_ms:
-                found.append("compacted messages are due, and not restored: see `restoring interrupted` in the log")
+    else:
+        # The daemon also knows of a lane whose claims wait for a lock, although no row of it may be due yet.
+        stuck = dict.fromkeys(state["stuck"], "settled no claim for 30 s") | {
+            lane.number: f"had due messages for {duration(lane.stuck_ms / 1000)}, and releases none"
+            for lane in store.lanes
+            if lane.stuck_ms and (lane.number in state["lanes"] or not lane.alive)
+        }
+        found += [f"lane {number} has {what}" for number, what in stuck.items()]
+        if store.late.messages and (store.late.first_due_ms or 0) < store.store_now_ms:
+            found.append("compacted messages are due, and not restored: see `restoring interrupted` in the log")
     return found
 
 

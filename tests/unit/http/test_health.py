@@ -37,27 +37,27 @@ AWAY: dict[str, Any] = {"consuming": {"delays": False}}
         (state(), OLD, [f"the store's schema is 9999, expected {schema.HEAD}"]),
         (state(), NONE, [f"the store's schema is missing, expected {schema.HEAD}"]),
         (state(stalled=["lane 3"]), GOOD, ["loop 'lane 3' stands still"]),
-        # In native mode a store has messages too: those with keys, and those parked before the mode was switched.
-        (state(mode="native"), None, ["the store is out of reach, or refuses us: connect: refused"]),
-        (state(mode="native", usable=False), GOOD, ["no lane of the store is owned"]),
+        # Native mode is ready without the store: the messages in it are released when the store is back.
+        (state(mode="native", usable=False), None, []),
+        (state(mode="native"), OLD, []),
+        # But a lane may have messages with keys, and those parked before the mode was switched.
         (state(mode="native"), overview(lanes=LANES[:2]), [STILL.format(2, "40 s")]),
-        (state(mode="native", store=False, usable=False), None, []),
         (
             state(mode="native", refusal="the broker is not this store's"),
-            GOOD,
+            None,
             ["nothing leaves the store: the broker is not this store's"],
         ),
-        (state(mode="native", store=False, **AWAY), None, ["queue 'delays' is not consumed"]),
+        (state(mode="native", **AWAY), None, ["queue 'delays' is not consumed"]),
         (state(consuming=DUE), GOOD, ["queue 'delays.due' is not consumed"]),
         (state(stuck=[2, 7]), overview(lanes=LANES), [STILL.format(2, "40 s"), UNCLAIMED, STILL.format(4, "2 min")]),
         (state(unsettled={"delays": 42.0}), GOOD, [UNSETTLED]),
-        (state(mode="native", store=False, unsettled={"delays": 42.0}), None, [UNSETTLED]),
+        (state(mode="native", unsettled={"delays": 42.0}), None, [UNSETTLED]),
         (state(), overview(late=OverdueSegments(1, 5, 9_999)), [PACKED]),
         (state(), overview(late=OverdueSegments(1, 5, 10_001)), []),
         (state(connections=BLOCKED), GOOD, [f"{STUCK}the broker takes no publishes (a resource alarm)"]),
         (state(connections=CUT), GOOD, [f"{STUCK}no connection to publish by"]),
     ],
-    ids=range(23),
+    ids=range(22),
 )
 def test_ready(seen: dict[str, Any], store: StoreOverview | None, reasons: list[str]) -> None:
     assert not_ready(seen, "delays", store, "connect: refused") == reasons
