@@ -21,6 +21,7 @@ class ReplyCode(IntEnum):
     SYNTAX_ERROR = 502
     UNEXPECTED_FRAME = 505
     NOT_ALLOWED = 530
+    INTERNAL_ERROR = 541
 
 
 LOGIN: Final = "check user and password, and that the broker has them"
@@ -29,6 +30,8 @@ NOT_ALLOWED: Final = (
     "do what the reason asks for: create the virtual host, give the user permissions in it, or raise the limit of the "
     "virtual host or the user (rabbitmqctl set_vhost_limits, set_user_limits)"
 )
+
+INTERNAL: Final = "see the broker's log; `rabbitmq-queues quorum_status QUEUE` shows whether a queue has no majority"
 
 
 class MalformedProperties(Exception):
@@ -73,7 +76,11 @@ class _Closed(BrokerLost):
 class ConnectionLost(_Closed):
     """The connection is gone: the broker or this side closed it, or it was cut. A known cause is chained."""
 
-    ADVICE: ClassVar[Mapping[int, str]] = {ReplyCode.ACCESS_REFUSED: LOGIN, ReplyCode.NOT_ALLOWED: NOT_ALLOWED}
+    ADVICE: ClassVar[Mapping[int, str]] = {
+        ReplyCode.ACCESS_REFUSED: LOGIN,
+        ReplyCode.NOT_ALLOWED: NOT_ALLOWED,
+        ReplyCode.INTERNAL_ERROR: INTERNAL,
+    }
 
     @property
     def objects(self) -> bool:

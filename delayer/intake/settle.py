@@ -133,7 +133,8 @@ class AckTracker:
 
 OWN_QUEUE: Final = (
     "if it was nacked, the queue behind that exchange is full: empty it (`delayer refused`, `delayer strays`), or lift "
-    "its limit (a policy with max-length and reject-publish)"
+    "its limit (a policy with max-length and reject-publish). Or a queue there has no majority: "
+    "`rabbitmq-queues quorum_status QUEUE`"
 )
 STUCK_SECONDS: Final = 30.0
 """After this time the intake counts as stuck. A batch takes at most ten seconds while broker and store are well."""
