@@ -170,13 +170,17 @@ async def _daemon(report: CheckReport, settings: Settings) -> None:
     except status.NotAsked as unknown:
         report.add("daemon", "note", unknown, "check [http] listen: no daemon of this configuration answers there")
         return
+    if reasons is not None:
+        report[:] = [row._replace(advice=WAITING) if row.advice == STARTING else row for row in report]
     away = [row.what for row in report if row.result in ("refused", "out of reach")]
     if reasons and not away:
         found = f"the daemon at {listen} is not ready: {'; '.join(reasons)}"
         report.add("daemon", "off", found, "see its log, or restart it: systemd shows it new credentials only then")
     elif reasons == [] and away:
         found = f"the daemon at {listen} is ready: it reaches what this command does not ({', '.join(away)})"
-        report.add("daemon", "note", found, "run this as the daemon's user, with its configuration and environment")
+        advice = "run this as the daemon's user, with its configuration and environment"
+        changed = "or the daemon connected before this changed, and will fail at its next attempt"
+        report.add("daemon", "note", found, f"{advice}; {changed}")
 
 
 async def _bond(report: CheckReport, admin: Admin, store_url: str | None) -> None:
@@ -212,7 +216,7 @@ async def _broker(report: CheckReport, admin: Admin, settings: Settings) -> None
     if state is not None and not state.consumers:  # A missing queue is already reported.
         found = f"no consumer reads {quoted(settings.intake.queue)}; {state.messages} wait in it"
         result: CheckResult = "off" if state.messages else "note"
-        report.add("intake", result, found, "start the daemon, or see in its log what it waits for")
+        report.add("intake", result, found, STARTING)
     ours = {exchange.name for exchange in topology_of(settings).exchanges}
     for name in dict.fromkeys(route.to for route in settings.routes if route.to):
         if await admin.exchange_exists(name):
@@ -227,6 +231,8 @@ async def _broker(report: CheckReport, admin: Admin, settings: Settings) -> None
     await _set_aside(report, admin, settings)
 
 
+WAITING: Final = "see in the daemon's log what it waits for"
+STARTING: Final = "start the daemon, or see in its log what it waits for"
 GIVE_RIGHTS: Final = "give the daemon's user the rights that docs/security.md lists, or run this with the daemon's URL"
 DECLARED: Final = (
     "the daemon declares it at its start or reload, and within a minute after a loss; `delayer topology "

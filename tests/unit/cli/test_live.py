@@ -43,6 +43,17 @@ async def test_another_broker_is_an_error(ours: dict[str, Any], theirs: dict[str
         assert bool(found["last"]) == same
 
 
+async def test_check_does_not_ask_for_a_daemon_that_runs() -> None:
+    report = CheckReport()
+    report.add("intake", "note", "no consumer reads delays", check.STARTING)
+    async with served(Inside()) as web:
+        await check._daemon(report, settings(web.address))
+        assert report[0].advice == check.WAITING
+    report[0] = report[0]._replace(advice=check.STARTING)
+    await check._daemon(report, settings(web.address))
+    assert report[0].advice == check.STARTING
+
+
 async def test_status_shows_a_mode_that_was_not_reloaded() -> None:
     async with served(Inside(mode="native")) as web:
         found = await status.look(settings(web.address))
