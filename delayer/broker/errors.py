@@ -47,6 +47,9 @@ UNDECLARED: Final = (
 )
 """The next step if the broker refuses to declare a part that does not exist."""
 
+MAJORITY: Final = "start the nodes of its members: `rabbitmq-queues quorum_status QUEUE` shows them"
+"""The next step if a quorum queue has no majority."""
+
 TopologySeverity = Literal["error", "note", "unknown"]
 
 
@@ -59,7 +62,7 @@ class TopologyFinding:
     expected: str
     found: str
     severity: TopologySeverity = "error"
-    state: Literal["missing", "down", "alone", "different"] = "different"
+    state: Literal["missing", "down", "alone", "minority", "different"] = "different"
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.kind} {self.name}: expected {self.expected}, found {self.found}"

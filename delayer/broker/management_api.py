@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Iterable
 from email.utils import mktime_tz, parsedate_tz
 from http.client import HTTPException
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 from urllib.parse import quote, unquote, urlsplit
 
 from delayer.broker.addresses import addresses_of
@@ -23,6 +23,20 @@ from delayer.core.topology import Binding
 DATE_SECONDS: Final = 2.0
 """Maximum age of the ``Date`` header. It has whole seconds, and the server computes it once a second."""
 _OTHER: Final = "this is not RabbitMQ's management API"
+
+
+class Members(NamedTuple):
+    """The members of a queue. ``online``: how many of them take part; None if unknown. Only quorum queues have that."""
+
+    copies: int
+    online: int | None
+
+    @property
+    def minority(self) -> str:
+        """Describe members that are no majority, without which the queue takes and gives nothing; "" if they are."""
+        if self.online is None or 2 * self.online > self.copies:
+            return ""
+        return f"{self.online} of {self.copies}"
 
 
 class Management:
@@ -66,6 +80,15 @@ class Management:
         path = f"queues/{self.vhost}?columns=name,{','.join(columns)}"
         rows = await self.get(path, [{"name": str, **dict.fromkeys(columns, int | None)}])
         return {name: None if None in counts else max(0, counts[0] - sum(counts[1:])) for name, *counts in rows}
+
+    async def members(self) -> dict[str, Members]:
+        """Count the members of every queue of the vhost."""
+        columns = {"members": [str], "slave_nodes": [str], "online": list | None}
+        rows = await self.get(f"queues/{self.vhost}?columns=name,{','.join(columns)}", [{"name": str, **columns}])
+        return {
+            name: Members(len(members) or 1 + len(more), len(online) if members and online is not None else None)
+            for name, members, more, online in rows
+        }
 
     async def bindings(self, path: str) -> list[tuple[Binding, dict[str, Any]]]:
         """Read the bindings at a ``path`` below /api, with their arguments."""

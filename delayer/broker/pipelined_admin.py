@@ -10,7 +10,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Self, TypeVar
 
@@ -22,12 +22,13 @@ from pamqp.commands import Queue as QueueMethods
 from delayer.amqp.address import Address
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
-from delayer.amqp.errors import AccessRefused, ChannelClosed, ReplyCode
+from delayer.amqp.errors import AccessRefused, BrokerLost, ChannelClosed, ConnectionLost, ReplyCode
 from delayer.amqp.framing import unchecked
 from delayer.amqp.properties import encode_headers, entry, int64
 from delayer.amqp.values import Delivery, Outgoing
 from delayer.broker.addresses import CONNECT_SECONDS, addresses_of, connect, first_success
 from delayer.broker.errors import UNDECLARED, BrokerRefused, BrokerUnreachable, TopologyFinding, TopologyMismatch
+from delayer.core.cascade import ONE_CONSUMER
 from delayer.core.delay_headers import OPT_TIME
 from delayer.core.marks import ID
 from delayer.core.topology import Binding, Exchange, Queue, Topology, TopologyPart, arguments
@@ -37,6 +38,7 @@ ExchangeBind = unchecked(ExchangeMethods.Bind)
 QueueDeclare = unchecked(QueueMethods.Declare)
 QueueDelete = unchecked(QueueMethods.Delete)
 QueueBind = unchecked(QueueMethods.Bind)
+BasicGet = unchecked(BasicMethods.Get)
 _ANSWERS: Final[dict[type[Frame], type[Frame]]] = {
     ExchangeDeclare: ExchangeMethods.DeclareOk,
     ExchangeBind: ExchangeMethods.BindOk,
@@ -44,6 +46,7 @@ _ANSWERS: Final[dict[type[Frame], type[Frame]]] = {
     QueueDelete: QueueMethods.DeleteOk,
     QueueBind: QueueMethods.BindOk,
     BasicMethods.Qos: BasicMethods.QosOk,
+    BasicGet: BasicMethods.GetOk,
 }
 
 
@@ -91,6 +94,8 @@ ELECTION_SECONDS: Final = 5.0
 """How long the election of a leader may take."""
 JITTER_SECONDS: Final = 0.1
 """How much longer than the previous answer the next one may take on a connection."""
+MAJORITY_SECONDS: Final = 10.0
+"""How long the members of a quorum queue may take to agree, an election included."""
 MOST_AT_ONCE: Final = 256
 """Maximum number of unanswered requests."""
 PROBE_MS: Final = 500
@@ -331,3 +336,24 @@ async def pipelined_admin(urls: str, name: str, *, patience: float = PATIENCE) -
         yield PipelinedAdmin(connection, patience)
     finally:
         await connection.close()
+
+
+async def why_silent(urls: str, queue: Queue) -> str:
+    """Return why the queue, which exists with these arguments, counts as one without a majority of its members; "" if
+    it does not, or that cannot be asked.
+
+    A quorum queue with a single active consumer refuses ``basic.get``, but only after a majority of its members logged
+    the request. So this takes no message and changes nothing. It has its own connection, because without a majority the
+    broker closes that, after 25 s.
+    """
+    if queue.argument("x-queue-type") != "quorum" or not queue.argument(ONE_CONSUMER):
+        return ""
+    with suppress(BrokerLost, BrokerRefused):
+        async with pipelined_admin(urls, "delayer majority", patience=MAJORITY_SECONDS) as broker:
+            await broker.ask([LINE])
+            try:
+                await broker.ask([BasicGet(queue=queue.name)])
+            except (BrokerUnreachable, ConnectionLost) as lost:
+                if isinstance(lost, BrokerUnreachable) or lost.code == ReplyCode.INTERNAL_ERROR:
+                    return f"queue {queue.name!r} does not answer what needs a majority of its members"
+    return ""

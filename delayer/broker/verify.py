@@ -137,20 +137,25 @@ class Verifier:
         ]
 
     async def _copy_findings(self, management: Management) -> list[TopologyFinding]:
-        """Findings about our queues with a single copy, on one node of a cluster."""
-        shape = [{"name": str, "node": str | None, "members": [str], "slave_nodes": [str]}]
-        rows = await management.get(f"queues/{management.vhost}?columns=name,node,members,slave_nodes", shape)
-        copies = {name: members or [node, *more] for name, node, members, more in rows}
-        alone = [one for one in self.topology.queues if not one.shared and len(copies.get(one.name, "ab")) == 1]
+        """Findings about queues without a majority, and our queues with a single copy, on one node of a cluster."""
+        members = await management.members()
+        seen = [(one, members[one.name]) for one in self.topology.queues if one.name in members]
+        expected = "a majority of its members online"
+        lost = [
+            TopologyFinding("queue", one.name, expected, few, state="minority")
+            for one, of in seen
+            if (few := of.minority)
+        ]
+        alone = [one for one, of in seen if not one.shared and of.copies == 1]
         if not alone:
-            return []
+            return lost
         try:
             nodes = len(await management.get("nodes?columns=name", [dict]))
         except BrokerRefused as refused:
             found = f"whether the broker is a cluster cannot be seen: {refused}; give this user the tag `monitoring`"
-            return [TopologyFinding("queue", "*", "copies on several nodes of a cluster", found, "unknown")]
+            return [*lost, TopologyFinding("queue", "*", "copies on several nodes of a cluster", found, "unknown")]
         expected, found = f"copies on several of the cluster's {nodes} nodes", "one copy"
-        return [TopologyFinding("queue", one.name, expected, found, state="alone") for one in alone if nodes > 1]
+        return lost + [TopologyFinding("queue", one.name, expected, found, state="alone") for one in alone if nodes > 1]
 
     def _unseen(self, reason: str) -> TopologyFinding:
         expected = f"{len(self.topology.bindings)} bindings, and no policy that drops messages"

@@ -15,8 +15,8 @@ from delayer.amqp.address import Address
 from delayer.amqp.errors import BrokerLost
 from delayer.broker.addresses import addresses_of, losses_of
 from delayer.broker.admin import Admin
-from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding, mismatch_advice
-from delayer.broker.pipelined_admin import PATIENCE, open_connection
+from delayer.broker.errors import MAJORITY, BrokerRefused, BrokerUnreachable, TopologyFinding, mismatch_advice
+from delayer.broker.pipelined_admin import PATIENCE, open_connection, why_silent
 from delayer.cli import status
 from delayer.cli.check_store import CheckReport, CheckResult, check_store
 from delayer.cli.errors import SEEING, STORE_RUNS, ExitCode, broker_advice
@@ -277,7 +277,8 @@ async def _management(report: CheckReport, admin: Admin, settings: Settings) -> 
 
 
 async def _topology(report: CheckReport, admin: Admin, settings: Settings) -> None:
-    findings = await admin.verify(topology_of(settings))
+    topology = topology_of(settings)
+    findings = await admin.verify(topology)
     wrong = [one for one in findings if one.severity == "error"]
     missing = [f"{one.kind} {one.name}" for one in wrong if one.state == "missing"]
     if missing:
@@ -286,7 +287,11 @@ async def _topology(report: CheckReport, admin: Admin, settings: Settings) -> No
     for one in wrong:
         if one.state != "missing":
             report.add("topology", "off", *(await _different(admin, one)))
-    if not any(one.severity in ("error", "unknown") for one in findings):
+    intake = next(one for one in topology.queues if one.name == settings.intake.queue)
+    silent = intake.name not in {one.name for one in findings} and await why_silent(settings.broker_url, intake)
+    if silent:  # Without the management API nothing else shows it.
+        report.add("topology", "off", silent, MAJORITY)
+    elif not any(one.severity in ("error", "unknown") for one in findings):
         report.add("topology", "ok", "everything is as it should be")
     for one in findings:
         if one.name == "*":
@@ -302,17 +307,19 @@ ALONE: Final = (
     '(docs/operations.md, "An existing queue with other arguments")'
 )
 
+_BY_STATE: Final = {
+    "alone": ALONE,
+    "minority": MAJORITY,
+    "down": "see the broker's log; docs/versions.md says which messages end a queue",
+}
+
 
 async def _different(admin: Admin, one: TopologyFinding) -> tuple[str, str]:
     """Return the difference, and a next step that never deletes a queue with messages."""
     found = f"{one.kind} {one.name}: expected {one.expected}, found {one.found}"
     if one.kind == "policy":
         return found, "give the policy a pattern that does not match this queue (docs/versions.md)"
-    if one.state == "alone":
-        return found, ALONE
-    if one.state == "down":
-        return found, "see the broker's log; docs/versions.md says which messages end a queue"
-    if advice := mismatch_advice(one.found):
+    if advice := _BY_STATE.get(one.state) or mismatch_advice(one.found):
         return found, advice
     state = await admin.state(one.name) if one.kind == "queue" else None
     if state is not None and state.messages:

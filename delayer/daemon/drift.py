@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
-from typing import Final
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import Final, NamedTuple
 from urllib.parse import quote
 
 import structlog
 
-from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyMismatch
-from delayer.broker.management_api import Management
-from delayer.broker.pipelined_admin import PipelinedAdmin
+from delayer.broker.errors import MAJORITY, BrokerRefused, BrokerUnreachable, TopologyMismatch
+from delayer.broker.management_api import Management, Members
+from delayer.broker.pipelined_admin import PipelinedAdmin, why_silent
 from delayer.config.model import Settings
 from delayer.config.topology import topology_of
 from delayer.core.topology import Binding, Topology, TopologyPart
@@ -26,6 +27,18 @@ DELETED: Final = "find out what deletes them: an operator, or a policy with `exp
 SILENT: Final = "see the broker's log and `rabbitmq-diagnostics cluster_status`: a node hangs, or is overloaded"
 
 
+class Seen(NamedTuple):
+    """What a round finds on the broker before it declares the topology.
+
+    ``bindings``: those of the intake queue, whose loss would lose messages; None if unknown. ``minority``: our queues
+    without a majority, by the management API. ``silent``: the intake queue, if its members do not answer.
+    """
+
+    bindings: Collection[Binding] | None = None
+    minority: str = ""
+    silent: str = ""
+
+
 class DeclaredTopology:
     """The topology of the settings in force, as the daemon keeps it on the broker."""
 
@@ -37,15 +50,18 @@ class DeclaredTopology:
         self._unlogged: dict[TopologyPart, None] = {}  # Lost, and not all restored yet.
         self._lock = asyncio.Lock()
         self._silent = False  # In the last round.
+        self._lacking = ""  # What lacked a majority in the last round.
+        self._unanswered = False  # Whether the intake queue's members did not answer in the last round.
 
-    async def keep(
-        self, broker: PipelinedAdmin, settings: Settings, present: Collection[Binding] | None = None
-    ) -> None:
-        """Declare what the settings in force need, and note whether that succeeds. Takes and raises what
+    async def keep(self, broker: PipelinedAdmin, settings: Settings, seen: Seen | None = None) -> None:
+        """Declare what the settings in force need, and note whether that succeeds. ``seen``: in a round. Raises what
         :meth:`declare` does."""
         began = bool(self._declared)
+        if seen is not None:
+            self._lacking = seen.minority or (seen.silent if self._unanswered else "")
+            self._unanswered = bool(seen.silent)
         try:
-            again = await self.declare(broker, settings, present)
+            again = await self.declare(broker, settings, seen and seen.bindings)
         except TopologyMismatch as wrong:
             more = f", and {len(wrong.findings) - 1} more" if len(wrong.findings) > 1 else ""
             self._note(f"{wrong.findings[0]}{more}", wrong.advice or "delayer topology verify", began=began)
@@ -53,9 +69,10 @@ class DeclaredTopology:
         except BrokerRefused as refused:
             self._note(str(refused), refused.advice, began=began)
             raise
-        self._note(
-            f"lost again after the daemon restored it: {_names_of(again)}" if again else "", DELETED, began=began
-        )
+        if again:
+            self._note(f"lost again after the daemon restored it: {_names_of(again)}", DELETED, began=began)
+        else:
+            self._note(self._lacking, MAJORITY, began=began)
 
     def note_silence(self, reason: str) -> None:
         """Note that a round got no answer on an open connection. One round may meet an election; two are a reason."""
@@ -76,8 +93,8 @@ class DeclaredTopology:
         self, broker: PipelinedAdmin, settings: Settings, present: Collection[Binding] | None = None
     ) -> list[TopologyPart]:
         """Declare what these settings need. Log the parts that were there before and were lost; return those of them
-        that the last call restored already. ``present``: what :func:`intake_bindings` found a moment ago. Raises
-        BrokerLost, BrokerRefused, TopologyMismatch."""
+        that the last call restored already. ``present``: see Seen. Raises BrokerLost, BrokerRefused,
+        TopologyMismatch."""
         wanted = topology_of(settings)
         async with self._lock:
             missing: list[TopologyPart] = []
@@ -95,17 +112,28 @@ class DeclaredTopology:
             return again
 
 
-async def intake_bindings(settings: Settings) -> list[Binding] | None:
-    """The bindings of the intake queue, whose loss would lose messages and which AMQP does not show. None without a
-    management API that answers: `delayer check` reports it, and the bindings are declared again in any case."""
-    try:
-        management = Management.beside(settings.broker_url, settings.management_url)
-        if management is None:
-            return None
-        path = f"queues/{management.vhost}/{quote(settings.intake.queue, safe='')}/bindings"
-        return [binding for binding, _ in await management.bindings(path)]
-    except (BrokerRefused, BrokerUnreachable):
-        return None
+async def look(settings: Settings) -> Seen:
+    """Look at the broker at the beginning of a round. Without a management API that answers, bindings and minorities
+    are unknown: `delayer check` reports it, and the bindings are declared again in any case."""
+    seen, wanted = Seen(), topology_of(settings)
+    with suppress(BrokerRefused, BrokerUnreachable):
+        if management := Management.beside(settings.broker_url, settings.management_url):
+            path = f"queues/{management.vhost}/{quote(settings.intake.queue, safe='')}/bindings"
+            members = await management.members()
+            bindings = [binding for binding, _ in await management.bindings(path)]
+            seen = Seen(bindings, _minority(wanted, members))
+    if seen.minority:
+        return seen
+    intake = next(one for one in wanted.queues if one.name == settings.intake.queue)
+    return seen._replace(silent=await why_silent(settings.broker_url, intake))
+
+
+def _minority(wanted: Topology, members: Mapping[str, Members]) -> str:
+    """Describe our queues without a majority. Queues of others do not stop the daemon: it holds their messages."""
+    few = {one.name: members[one.name].minority for one in wanted.queues if not one.shared and one.name in members}
+    found = [f"queue {name!r} has no majority: {of} members are online" for name, of in few.items() if of]
+    more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return "; ".join(found[:SHOWN]) + more
 
 
 def _missing_bindings(

@@ -205,9 +205,9 @@ class Daemon:
                 for one in self.connections.open():
                     if not one.blocked:  # The broker does not read it, so it would not answer.
                         await self._bond.check(one)
-                present = await drift.intake_bindings(self.settings)
+                seen = await drift.look(self.settings)
                 async with PipelinedAdmin(connection, PATIENCE) as broker:
-                    await self.topology.keep(broker, self.settings, present)
+                    await self.topology.keep(broker, self.settings, seen)
             except WrongBroker as wrong:
                 self.connections.drop(str(wrong))
             except BrokerUnreachable as silent:

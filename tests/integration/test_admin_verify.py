@@ -15,12 +15,14 @@ from aio_pika.abc import AbstractChannel
 
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerUnreachable, TopologyFinding
-from delayer.broker.management_api import Management
+from delayer.broker.management_api import Management, Members
+from delayer.broker.pipelined_admin import why_silent
 from delayer.broker.route_check import _read_exchange
 from delayer.broker.verify import BrokerPolicy, Verifier, bindings_from, policies_in_force, policies_of
 from delayer.core.cascade import CASCADE_KINDS, Cascade, delivery_binding, due_topology, intake_topology
 from delayer.core.topology import Queue, Topology, arguments
 from delayer.imports.hold_queues import _queues
+from tests.support.place import eventually
 from tests.support.servers import RabbitMQ
 from tests.support.topology import bound, declare
 
@@ -255,6 +257,46 @@ async def test_an_unreachable_management_api_is_reported_and_the_rest_is_checked
     assert brief(findings) == [("error", "queue", OURS.level(5)), ("unknown", "binding", "*")]
     assert reason in findings[1].found
     assert "wr0ng" not in str(findings)
+
+
+@pytest.mark.parametrize(
+    ("members", "minority"),
+    [
+        ((3, 3), ""), ((3, 2), ""), ((3, 1), "1 of 3"), ((3, 0), "0 of 3"), ((2, 1), "1 of 2"), ((4, 2), "2 of 4"),
+        ((1, 1), ""), ((1, 0), "0 of 1"), ((3, None), ""),
+    ],
+)  # fmt: skip
+def test_minorities(members: tuple[int, int | None], minority: str) -> None:
+    assert Members(*members).minority == minority
+
+
+async def test_a_queue_whose_members_do_not_run_is_found(rabbitmq: RabbitMQ, vhost: str) -> None:
+    """With and without the management API. With a majority, asking the members takes no message."""
+    sources = intake_topology()
+    (intake,) = (queue for queue in sources.queues if queue.name == "delays")
+    classic = Topology(queues=(Queue("old", arguments({"x-queue-type": "classic"})),))
+    await declare(vhost, sources + classic)
+    management = Management(rabbitmq.management_url, urlsplit(vhost).path[1:])
+    async with await aio_pika.connect(vhost) as connection, connection.channel() as channel:
+        await channel.default_exchange.publish(aio_pika.Message(b"one"), "delays")
+        assert await why_silent(vhost, intake) == ""
+        async with (await channel.get_queue("delays")).iterator() as messages:
+            message = await anext(messages)
+            assert await why_silent(vhost, intake) == ""
+            assert not message.redelivered
+            assert "x-delivery-count" not in message.headers
+            await message.ack()
+    seen = await management.members()
+    assert (seen["delays"], seen["old"]) == (Members(1, 1), Members(1, None))
+    member = f"{{'{management.vhost}_delays', node()}}"
+    rabbitmq.ctl("eval", f"ra:stop_server(quorum_queues, {member}).")
+    silent = await why_silent(vhost, intake)
+    async with await Admin.connect(vhost, management_url=rabbitmq.management_url) as admin:
+        findings = await admin.verify(sources)
+    rabbitmq.ctl("eval", f"ra:restart_server(quorum_queues, {member}).")
+    await eventually(lambda: why_silent(vhost, intake), lambda reason: not reason)
+    assert "a majority" in silent
+    assert [(one.name, one.found, one.state) for one in findings] == [("delays", "0 of 1", "minority")]
 
 
 OK = b"HTTP/1.0 200 OK\r\n\r\n"

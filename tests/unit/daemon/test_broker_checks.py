@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from delayer.broker.errors import BrokerUnreachable
+from delayer.broker.management_api import Management, Members
 from delayer.config.model import Settings
 from delayer.core.errors import StoreLost
 from delayer.core.topology import Exchange, Queue
 from delayer.daemon import drift, store_bond, wiring
+from delayer.daemon.drift import DeclaredTopology, Seen
 from delayer.daemon.store_bond import StoreBond, WrongBroker
 from delayer.daemon.systemd import Notifier
 from delayer.daemon.wiring import Daemon
@@ -137,7 +139,12 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> type[Round]:
     Round.stopping = asyncio.Event()
     monkeypatch.setattr(drift, "ROUND_SECONDS", 0.0)
     monkeypatch.setattr(wiring, "PipelinedAdmin", Round)
+    monkeypatch.setattr(drift, "why_silent", unasked)
     return Round
+
+
+async def unasked(*_: object) -> str:
+    return ""
 
 
 def connect(one: Any, *connections: FakeConnection) -> None:
@@ -164,6 +171,41 @@ async def test_a_broker_that_stays_silent_makes_the_daemon_unready(
     await one._watch_broker(rounds.stopping)
     assert (not one.topology.reason) == ready
     assert ready or SILENCE in one.topology.reason
+
+
+FEW, HUNG = Seen(minority="few"), Seen(silent="hung")
+
+
+@pytest.mark.parametrize(
+    ("seen", "reason"),
+    [
+        ([FEW], "few"), ([FEW, Seen()], ""), ([HUNG], ""), ([HUNG, HUNG], "hung"), ([HUNG, Seen(), HUNG], ""),
+        ([HUNG, HUNG, Seen()], ""), ([FEW, None], "few"), ([HUNG, HUNG, None], "hung"),
+    ],
+)  # fmt: skip
+async def test_a_queue_without_a_majority_makes_the_daemon_unready(
+    rounds: type[Round], seen: list[Seen | None], reason: str
+) -> None:
+    """None: a consumer begins again, which declares too, but does not look."""
+    topology, settings = DeclaredTopology(), Settings()
+    rounds.answers = [""] * (1 + len(seen))
+    for one in [None, *seen]:
+        await topology.keep(Round(FakeConnection(), 1.0), settings, one)  # type: ignore[arg-type]
+    assert topology.reason == (reason and f"the topology is not in place: {reason}")
+
+
+async def test_the_queues_of_others_do_not_make_the_daemon_unready(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def members(_: object) -> dict[str, Members]:
+        return dict.fromkeys(("jobs", "others", "delays.refused"), Members(3, 1)) | {"delays": Members(3, 2)}
+
+    async def bindings(*_: object) -> list[object]:
+        return []
+
+    monkeypatch.setattr(Management, "members", members)
+    monkeypatch.setattr(Management, "bindings", bindings)
+    settings = {"broker": {"management_url": "http://a"}, "destination": [{"queue": "jobs", "exchange": "jobs"}]}
+    seen = await drift.look(Settings.model_validate(settings))
+    assert seen.minority == "queue 'delays.refused' has no majority: 1 of 3 members are online"
 
 
 async def test_every_connection_is_checked_in_a_round(rounds: type[Round], monkeypatch: pytest.MonkeyPatch) -> None:
