@@ -173,6 +173,8 @@ async def _daemon(report: CheckReport, settings: Settings) -> None:
     if reasons is not None:
         report[:] = [row._replace(advice=WAITING) if row.advice == STARTING else row for row in report]
     away = [row.what for row in report if row.result in ("refused", "out of reach")]
+    if settings.mode != "store":
+        away = [what for what in away if what != "store"]  # A daemon is ready without it.
     if reasons and not away:
         found = f"the daemon at {listen} is not ready: {'; '.join(reasons)}"
         report.add("daemon", "off", found, "see its log, or restart it: systemd shows it new credentials only then")
