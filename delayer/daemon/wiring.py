@@ -29,8 +29,8 @@ from delayer.daemon.services import ServiceGroup
 from delayer.daemon.store_bond import StoreBond, WrongBroker
 from delayer.daemon.systemd import Notifier, Watchdog, condition
 from delayer.intake.consume import Handler, Intake, QueueConsumer
+from delayer.intake.dispatch import Dispatch
 from delayer.intake.handle import DueHandler, IntakeHandler
-from delayer.intake.settle import Dispatch
 from delayer.intake.takeover import LevelTakeover, intake_of
 from delayer.release.loop import LaneRelease, ReleaseService
 from delayer.release.ports import Lane

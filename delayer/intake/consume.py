@@ -18,7 +18,7 @@ from delayer.core.errors import NotTaken
 from delayer.core.faultpoint import reach
 from delayer.core.heartbeat import Heartbeat
 from delayer.intake.ports import Consumer, Subscription
-from delayer.intake.settle import Session, Unsettled
+from delayer.intake.session import Session, Unsettled
 from delayer.retry import LOSSES, Backoff, Pause
 
 log = structlog.get_logger(__name__)

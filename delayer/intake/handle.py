@@ -35,9 +35,10 @@ from delayer.format.headers import ROOM
 from delayer.format.reading import message_id
 from delayer.format.release import note_failure, released_properties
 from delayer.intake.consume import Handler
+from delayer.intake.dispatch import Dispatch, Objection, Publication, to_refused
 from delayer.intake.ports import Backlog, IntakeSettings
 from delayer.intake.replies import build_reply, send_replies
-from delayer.intake.settle import KEPT_BYTES, Dispatch, Objection, Publication, Session, halved, to_refused
+from delayer.intake.session import KEPT_BYTES, Session, halved
 
 log = structlog.get_logger(__name__)
 

@@ -24,7 +24,7 @@ from delayer.core.message import Parcel, Target
 from delayer.intake.consume import Handler, Intake
 from delayer.intake.handle import parcel
 from delayer.intake.ports import Backlog, Clock
-from delayer.intake.settle import AckTracker, halved
+from delayer.intake.session import AckTracker, halved
 
 log = structlog.get_logger(__name__)
 

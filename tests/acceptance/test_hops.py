@@ -25,7 +25,7 @@ from tests.support.raw import Raw
 from tests.support.servers import Postgres, RabbitMQ
 
 PACKAGE = str(Path(delayer.__file__).parent) + os.sep
-MOST = {"store": 22, "native": 17}
+MOST = {"store": 22, "native": 18}
 WINDOW = 4.0
 """Seconds of each recording: of an idle daemon, and of the same daemon with one message."""
 

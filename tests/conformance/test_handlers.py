@@ -21,8 +21,9 @@ from delayer.core.plan import Mode, Policy, Route
 from delayer.daemon.live_settings import NATIVE_KEEP_MS
 from delayer.format.envelope import Endpoints, envelope_properties
 from delayer.intake.consume import Handler
+from delayer.intake.dispatch import Dispatch
 from delayer.intake.handle import KEEP_MS, DueHandler, IntakeHandler
-from delayer.intake.settle import Dispatch, Session
+from delayer.intake.session import Session
 from delayer.intake.takeover import LevelTakeover
 from delayer.retry import LOSSES
 from tests.support.fakes import Carrier, HostLive, host_ms, ids

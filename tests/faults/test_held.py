@@ -25,7 +25,7 @@ PROGRAM = (
     sys.executable,
     "-c",
     f"from delayer.core import backoff; backoff.FIRST_MS, backoff.LONGEST_MS = {FIRST_MS}, {LONGEST_MS}\n"
-    "from delayer.intake import settle; settle.MAX_ATTEMPTS = 1_000\n"
+    "from delayer.intake import dispatch; dispatch.MAX_ATTEMPTS = 1_000\n"
     "from delayer.cli.main import main; main()",
 )
 """The daemon with pauses from 0.3 to 3 s instead of 10 s to an hour, so that some of them fit a test."""

@@ -179,7 +179,7 @@ MUTANTS: Sequence[Mutant] = (
         ("cascade-drops-when-full", '"x-overflow": "reject-publish"', '"x-overflow": "drop-head"'),
     ),
     *of(
-        "delayer/intake/settle.py",
+        "delayer/intake/session.py",
         "tests/unit/intake/test_consume.py",
         ("ack-before-the-oldest", "self._order[0] in self._accepted", "self._accepted"),
     ),

@@ -26,7 +26,7 @@ from delayer.core.plan import Mode, Policy
 from delayer.core.segment import Restoration
 from delayer.format.envelope import Endpoints
 from delayer.intake.consume import Handler
-from delayer.intake.settle import AckTracker, Session
+from delayer.intake.session import AckTracker, Session
 
 NOW = 1_800_000_000_000
 

@@ -75,7 +75,7 @@ def early() -> None:
     """Rows and kept messages leave 200 ms before they are due. The cascade is a second too short, and the daemon does
     not check the due instant at its end (G2)."""
     from delayer.core import plan
-    from delayer.intake import settle
+    from delayer.intake import dispatch
     from delayer.intake.handle import DueHandler
     from delayer.release import loop
     from delayer.store import statements
@@ -85,7 +85,7 @@ def early() -> None:
     def sooner(due_ms: Sequence[int], *more: Any) -> Any:
         return pace([one - 200 for one in due_ms], *more)
 
-    loop.Pace = settle.Pace = sooner  # type: ignore[assignment, misc, attr-defined]
+    loop.Pace = dispatch.Pace = sooner  # type: ignore[assignment, misc, attr-defined]
     judge = "statement_timestamp()"
     statements.CLAIM = statements.CLAIM.replace(judge, f"{judge} + interval '200 ms'")
     seconds, init = plan.whole_seconds_until, DueHandler.__init__

@@ -27,6 +27,7 @@ from delayer.format.envelope import Endpoints, read_envelope
 from delayer.format.headers import ROOM
 from delayer.format.release import released_properties
 from delayer.intake import replies
+from delayer.intake.dispatch import Dispatch
 from delayer.intake.handle import (
     PARK_BYTES,
     PARK_MESSAGES,
@@ -38,7 +39,7 @@ from delayer.intake.handle import (
     operations_of,
     replies_to,
 )
-from delayer.intake.settle import Dispatch, Session
+from delayer.intake.session import Session
 from tests.support.fakes import NOW, ScriptedLive, ScriptedPublisher, ScriptedSubscription, delivery, ids
 from tests.support.raw import Header, Props, Value, array, nested, number, table, text, wire_instant
 from tests.unit.amqp.tables import properties, with_short

@@ -17,7 +17,7 @@ from delayer.amqp.errors import BrokerLost
 from delayer.amqp.values import Delivery
 from delayer.core.errors import NotTaken, StoreLost
 from delayer.intake.consume import Intake, QueueConsumer
-from delayer.intake.settle import KEPT_BYTES, AckTracker, Session, Unsettled
+from delayer.intake.session import KEPT_BYTES, AckTracker, Session, Unsettled
 from delayer.retry import Backoff, raise_first
 from tests.support.fakes import Carrier, Heartbeat, ScriptedConsumer, ScriptedSubscription, delivery, until
 

@@ -20,8 +20,9 @@ from delayer.core.message import BROKER_LEAD_MS, Parcel, Target
 from delayer.core.plan import LATEST_MS
 from delayer.format.envelope import Envelope, HoldNote, envelope_properties, read_envelope
 from delayer.format.release import released_properties
+from delayer.intake.dispatch import MAX_ATTEMPTS, Dispatch, Objection, Publication
 from delayer.intake.handle import SLOT_MS, DueHandler
-from delayer.intake.settle import MAX_ATTEMPTS, AckTracker, Dispatch, Objection, Publication, Session
+from delayer.intake.session import AckTracker, Session
 from tests.support.fakes import NOW, WHY, ScriptedLive, ScriptedPublisher, ScriptedSubscription, delivery, ids, outgoing
 from tests.support.memory_store import MemoryBacklog, MemoryStore
 

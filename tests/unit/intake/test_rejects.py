@@ -14,7 +14,7 @@ from delayer.core.errors import Rejected, StoreLost
 from delayer.core.hold import Hold
 from delayer.core.message import Parcel
 from delayer.core.operations import Applied, Cancel, Operation
-from delayer.intake.settle import Dispatch, Objection
+from delayer.intake.dispatch import Dispatch, Objection
 from tests.support.fakes import WHY, ScriptedLane, ScriptedStore, due
 from tests.unit.intake.test_classify import Gathered, asks, cancel
 from tests.unit.store.backlog_scene import at_work
