@@ -21,7 +21,7 @@ from delayer.amqp.errors import (
     MalformedTable,
     ProtocolError,
     ReplyCode,
-    again,
+    fresh_copy,
 )
 from delayer.amqp.framing import WRITE_BYTES, Replies, ReturnedMessage, fail
 from delayer.amqp.properties import Properties
@@ -415,7 +415,7 @@ class Channel:
                 self._forget_number()
         elif isinstance(method, commands.Basic.Cancel):
             self._on_cancel(method)
-        elif not self._replies.take(method):
+        elif not self._replies.resolve(method):
             raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, f"unexpected {method.name} on channel {self.number}")
 
     def _forget_number(self) -> None:
@@ -445,7 +445,7 @@ class Channel:
 
     def _check_open(self) -> None:
         if self._loss is not None:
-            raise again(self._loss)
+            raise fresh_copy(self._loss)
 
     def _forget(self, tag: bytes) -> Callable[[], None] | None:
         self.consumers.pop(tag, None)

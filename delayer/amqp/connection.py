@@ -20,7 +20,7 @@ from pamqp.frame import marshal
 from delayer.amqp import framing
 from delayer.amqp.address import Address
 from delayer.amqp.channel import Channel
-from delayer.amqp.errors import AccessRefused, ConnectionLost, NoFreeChannel, ProtocolError, ReplyCode, again
+from delayer.amqp.errors import AccessRefused, ConnectionLost, NoFreeChannel, ProtocolError, ReplyCode, fresh_copy
 from delayer.amqp.framing import (
     DEFAULT_FRAME_MAX,
     HEARTBEAT_FRAME,
@@ -371,7 +371,7 @@ class Connection(asyncio.Protocol):
             self._alarm = None
             self._unblocked.set()
             self._on_alarm("")
-        elif not self._replies.take(method):
+        elif not self._replies.resolve(method):
             raise ProtocolError(ReplyCode.UNEXPECTED_FRAME, f"unexpected {method.name} on channel 0")
 
     def on_confirm(self, tag: int, *, multiple: bool, positive: bool) -> None:
@@ -416,7 +416,7 @@ class Connection(asyncio.Protocol):
 
     def _check_open(self) -> None:
         if self._loss is not None:
-            raise again(self._loss)
+            raise fresh_copy(self._loss)
 
     def _end(self, loss: ConnectionLost) -> None:
         """Close from our side without waiting."""

@@ -83,7 +83,7 @@ class ConnectionLost(_Closed):
     }
 
     @property
-    def objects(self) -> bool:
+    def caused_by_client(self) -> bool:
         """Whether the broker closed it because of what this side sent, not for a shutdown or a limit."""
         # Reply codes from 500 on blame the peer's input and close the connection. Only 530 is not about a message: the
         # user has reached the limit of channels or connections.
@@ -106,7 +106,7 @@ class ChannelClosed(_Closed):
     ADVICE: ClassVar[Mapping[int, str]] = {ReplyCode.ACCESS_REFUSED: PERMISSION}
 
     @property
-    def objects(self) -> bool:
+    def caused_by_client(self) -> bool:
         """Whether the broker closed it because of what this side sent."""
         return self.code > ReplyCode.SUCCESS
 
@@ -119,7 +119,7 @@ class ConsumerCancelled(BrokerLost):
     """The broker cancelled the consumer. Its deliveries can still be settled."""
 
 
-def again(error: _Closed) -> _Closed:
+def fresh_copy(error: _Closed) -> _Closed:
     """Copy the error: one loss fails many waiting calls, and each needs its own traceback."""
     copy = type(error)(error.code, error.text)
     copy.__cause__ = error.__cause__

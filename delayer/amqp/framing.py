@@ -17,7 +17,7 @@ from pamqp import commands, frame
 from pamqp.base import Frame
 from pamqp.exceptions import UnmarshalingException
 
-from delayer.amqp.errors import ChannelClosed, ConnectionLost, ProtocolError, ReplyCode, again
+from delayer.amqp.errors import ChannelClosed, ConnectionLost, ProtocolError, ReplyCode, fresh_copy
 from delayer.amqp.values import Delivery, Outgoing
 
 _Method = TypeVar("_Method", bound=Frame)
@@ -353,7 +353,7 @@ WRITE_BYTES = 1 << 18
 def fail(future: asyncio.Future[Any], loss: ChannelClosed | ConnectionLost) -> None:
     """Fail a waiting call."""
     if not future.done():
-        future.set_exception(again(loss))
+        future.set_exception(fresh_copy(loss))
 
 
 class Replies:
@@ -367,10 +367,10 @@ class Replies:
         future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         self._waiting.append((kind, future))
         answer = await future
-        assert isinstance(answer, kind)  # Certain, because take() compared the types.
+        assert isinstance(answer, kind)  # Certain, because resolve() compared the types.
         return answer
 
-    def take(self, method: Frame) -> bool:
+    def resolve(self, method: Frame) -> bool:
         """Accept a method if it is the next reply. Returns whether it was."""
         if not self._waiting or not isinstance(method, self._waiting[0][0]):
             return False

@@ -36,7 +36,7 @@ def calendar(store: Extract, release_rate: float) -> Calendar:
     routes, routes_more = _groups(store, ("route",), ROUTES)
     destinations, destinations_more = _groups(store, ("to_exchange", "to_key"), DESTINATIONS)
     return replace(
-        drawn(store.now_ms, release_rate, due),
+        build_calendar(store.now_ms, release_rate, due),
         routes=routes,
         routes_more=routes_more,
         destinations=destinations,
@@ -54,7 +54,7 @@ def spans(now_ms: int) -> tuple[tuple[int, int], tuple[int, int]]:
     return minutes, ((now_ms - DAY_MS) // HOUR_MS * HOUR_MS, now_ms + 31 * DAY_MS)
 
 
-def drawn(now_ms: int, release_rate: float, due: Mapping[int, list[Bar]]) -> Calendar:
+def build_calendar(now_ms: int, release_rate: float, due: Mapping[int, list[Bar]]) -> Calendar:
     """Build the forecast, without routes and destinations, from bars by width, fullest first, including all hours."""
     minutes, hours = spans(now_ms)
     return Calendar(

@@ -139,7 +139,7 @@ class Extract(AuditedStore):
         return self.spark.sql(sql).collect()
 
 
-def show(spark: SparkSession, files: Mapping[str, DataFrame]) -> None:
+def create_views(spark: SparkSession, files: Mapping[str, DataFrame]) -> None:
     """Create a view of each relation, and ``messages``."""
     for name, frame in files.items():
         frame.createOrReplaceTempView(name)
@@ -152,7 +152,7 @@ def show_empty(spark: SparkSession) -> None:
 
     from delayer.audit import source  # noqa: PLC0415
 
-    show(
+    create_views(
         spark,
         {name: spark.createDataFrame([], from_arrow_schema(one.schema)) for name, one in source.RELATIONS.items()},
     )
@@ -185,13 +185,13 @@ def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[s
         files.delete(path, True)
 
 
-def take(spark: SparkSession, url: SecretUrl, place: str, watch: Watch, *, sample: float = 1.0) -> Extract:
+def write_extract(spark: SparkSession, url: SecretUrl, place: str, watch: Watch, *, sample: float = 1.0) -> Extract:
     """Write the extract into ``place`` (a directory URL). Raises StoreLost; for Spark's errors see tasks.translated."""
     from pyspark.sql.pandas.types import from_arrow_schema  # noqa: PLC0415  (needs the extra)
 
     from delayer.audit import source  # noqa: PLC0415
 
-    spark.dataSource.register(source.bound(url))
+    spark.dataSource.register(source.data_source_for(url))
     files = {}
     with hold_snapshot(url) as held:
         for name, relation in source.RELATIONS.items():
@@ -204,6 +204,6 @@ def take(spark: SparkSession, url: SecretUrl, place: str, watch: Watch, *, sampl
             with watch(f"reading {name}"):
                 spark.read.format(source.NAME).options(**options).load().write.parquet(f"{place}/{name}")
             files[name] = spark.read.schema(columns).parquet(f"{place}/{name}")
-    show(spark, files)
+    create_views(spark, files)
     store = held.store
     return Extract(store.now_ms, store.lanes, store.counters, store.behind_ms, spark, sample)

@@ -61,11 +61,11 @@ def run(spark: SparkSession, options: Options, say: Say) -> AuditReport:
         extract.show_empty(spark)
         rules.check_own(spark, options.own_rules)
     with extract.workplace(options.work, spark) as place:
-        store = extract.take(spark, options.store, place, watching, sample=options.sample)
+        store = extract.write_extract(spark, options.store, place, watching, sample=options.sample)
         with watching("judging"):
             report = rules.judge(store, options)
         with watching("reading the past"):
-            report = replace(report, past=past.told(store, report.calendar))
+            report = replace(report, past=past.build_history_report(store, report.calendar))
         with watching("gathering destinations"):
             # Check at most 100,000 destinations, soonest due first.
             targets = coming.targets(store, 100_000)

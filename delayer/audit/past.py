@@ -31,7 +31,7 @@ _ROWS: Final = f"""
 """
 
 
-def told(store: Extract, forecast: Calendar) -> Past | None:
+def build_history_report(store: Extract, forecast: Calendar) -> Past | None:
     """Report on the extract's history; None if it has no rows. Lets Spark's errors pass."""
     whole = _rows(store, f"SELECT min(at_ms) AS start_ms, {_FIGURES}, max(at_ms) AS last_ms FROM {_ROWS}")[0]
     first_ms, last_ms = whole["start_ms"], whole.pop("last_ms")

@@ -170,7 +170,7 @@ def _forecast(
     }
     listed = tuple(destinations[: coming.DESTINATIONS])
     more = len(destinations) - len(listed)
-    return replace(coming.drawn(now_ms, rate, bars), destinations=listed, destinations_more=more)
+    return replace(coming.build_calendar(now_ms, rate, bars), destinations=listed, destinations_more=more)
 
 
 def _share(row: Any, scale: float) -> Share:

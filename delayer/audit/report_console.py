@@ -12,7 +12,7 @@ from rich.text import Text
 
 from delayer.audit import words
 from delayer.audit.findings import AuditReport, Finding, Past
-from delayer.core.readable import away, counted, duration, instant, size
+from delayer.core.readable import counted, duration, format_relative_time, instant, size
 
 _STYLES: Final = {"good": "green", "warn": "yellow", "bad": "bold red", "": "dim"}
 
@@ -55,7 +55,7 @@ def _findings(report: AuditReport, console: Console) -> None:
 def _finding(one: Finding, now_ms: int, console: Console) -> None:
     line = Text.assemble("  ", (words.name(one.subject), "bold"), f"  {counted(one.count, 'message')}")
     if one.first_due_ms is not None:
-        line.append(f", first due {instant(one.first_due_ms)} ({away(one.first_due_ms, now_ms)})")
+        line.append(f", first due {instant(one.first_due_ms)} ({format_relative_time(one.first_due_ms, now_ms)})")
     console.print(line)
     if rows := [f"{label}: {text}" for label, text in words.details(one.details)]:
         console.print(Text("    " + "; ".join(rows), "dim"))
@@ -74,8 +74,8 @@ def _coming(report: AuditReport, console: Console) -> None:
     console.print(Text(line))
     if totals.first_due_ms is not None:
         first, last = totals.first_due_ms, totals.last_due_ms
-        text = f"  next due {instant(first)} ({away(first, now_ms)})"
-        console.print(Text(f"{text}, last {instant(last)} ({away(last, now_ms)})"))
+        text = f"  next due {instant(first)} ({format_relative_time(first, now_ms)})"
+        console.print(Text(f"{text}, last {instant(last)} ({format_relative_time(last, now_ms)})"))
     if unread := words.unread(report):
         console.print(Text(f"  {unread}", "yellow"))
     console.print()

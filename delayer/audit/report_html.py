@@ -18,14 +18,14 @@ from delayer import __version__
 from delayer.audit import words
 from delayer.audit.files import replacing
 from delayer.audit.findings import AuditReport, Bar, LaneFigures, Past
-from delayer.core.readable import away, counted, duration, instant, size
+from delayer.core.readable import counted, duration, format_relative_time, instant, size
 from delayer.core.units import HOUR_MS
 from delayer.store.admin.stats import waiting
 
 _HELPERS: Final = (
-    instant, away, duration, size, counted, words.width, words.name, words.details, words.behind, words.sampled,
-    words.late, words.destination, words.tone, words.verdict, words.groups, words.destinations, words.peaks,
-    words.unread, words.advice,
+    instant, format_relative_time, duration, size, counted, words.width, words.name, words.details, words.behind,
+    words.sampled, words.late, words.destination, words.tone, words.verdict, words.groups, words.destinations,
+    words.peaks, words.unread, words.advice,
 )  # fmt: skip
 
 

@@ -10,10 +10,11 @@ sample         the share of the pages to read, 0 to 1
 split_bytes    bytes that one task reads; ``batch_bytes``: bytes that it keeps in memory at a time
 =============  =========================================================================================================
 
-Bodies and headers never leave the executor that reads them; :func:`look` turns them into the facts the rules need.
+Bodies and headers never leave the executor that reads them; :func:`check_message` turns them into the facts the rules
+need.
 
-Spark shows options in plans, pages and logs, so the password must not be in them. Instead, :func:`bound` creates a
-class that contains the URL. Spark stores it as a pickle and never shows it.
+Spark shows options in plans, pages and logs, so the password must not be in them. Instead, :func:`data_source_for`
+creates a class that contains the URL. Spark stores it as a pickle and never shows it.
 
 libpq streams, so a task needs memory for one batch, or for one row if that is larger.
 """
@@ -61,7 +62,7 @@ class MessageFacts(NamedTuple):
 
 
 class StoredMessage(NamedTuple):
-    """The input of :func:`look`; ``checksum`` as stored."""
+    """The input of :func:`check_message`; ``checksum`` as stored."""
 
     format: int
     checksum: int
@@ -75,7 +76,7 @@ class StoredMessage(NamedTuple):
     body: bytes
 
 
-def look(message: StoredMessage) -> MessageFacts:
+def check_message(message: StoredMessage) -> MessageFacts:
     """Check a message and gather its facts."""
     format_, stored, due_ms, exchange, routing_key, to_exchange, to_key, key, properties, body = message
     size = len(properties) + len(body)
@@ -179,7 +180,7 @@ def misplaced(due_ms: int, home: str, days: Collection[int]) -> bool:
 def _messages(columns: Mapping[str, Any], rows: int, home: str = "", days: Collection[int] = ()) -> pa.RecordBatch:
     """Check messages. ``home``: their partition, if any. ``days``: the days that have a partition."""
     values = (columns[name].to_pylist() if name in columns else [None] * rows for name in StoredMessage._fields)
-    looked = [look(StoredMessage(*row)) for row in zip(*values, strict=True)]
+    looked = [check_message(StoredMessage(*row)) for row in zip(*values, strict=True)]
     for one, due_ms in zip(looked, columns["due_ms"].to_pylist(), strict=True):
         if home and misplaced(due_ms, home, days):
             one.faults.append(PARTITION)
@@ -304,7 +305,7 @@ class StoreSource(DataSource):
         return StoreReader(self.options, self.url)
 
 
-def bound(url: SecretUrl) -> type[StoreSource]:
+def data_source_for(url: SecretUrl) -> type[StoreSource]:
     """Create a data source that contains the URL, for ``spark.dataSource.register``."""
 
     class Bound(StoreSource):

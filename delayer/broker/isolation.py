@@ -306,7 +306,7 @@ class Isolation:
             lost, answers = error, error.answers
         answered = zip(portion, answers, strict=bool(answers))
         case.pending.outcomes.update((index, outcome_of(answer)) for index, answer in answered if answer is not None)
-        if isinstance(lost, ConnectionLost) and not lost.objects:
+        if isinstance(lost, ConnectionLost) and not lost.caused_by_client:
             raise lost
         return lost
 

@@ -255,7 +255,7 @@ class PipelinedAdmin(Questions):
         except BrokerRefused as refused:
             return str(refused)
         except ChannelClosed as closed:
-            if not closed.objects:
+            if not closed.caused_by_client:
                 raise
             return str(closed)
         if late_ms is None:

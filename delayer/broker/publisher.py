@@ -185,7 +185,7 @@ class AmqpPublisher:
         silent = isinstance(lost, ConfirmTimeout)
         if lost is None or (silent and self._reconnecting.blocked):
             return
-        if not (silent or lost.objects):
+        if not (silent or lost.caused_by_client):
             raise lost
         unknown = pending.publishable(indexes)
         if not silent:

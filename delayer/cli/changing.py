@@ -12,7 +12,7 @@ import click
 from delayer.cli.errors import ExitCode
 from delayer.cli.list import say_native
 from delayer.cli.options import (
-    agreed,
+    confirm,
     instant,
     messages_of,
     read_as,
@@ -56,7 +56,7 @@ def carry_out(
         _end(context, counted._replace(complete=counted.complete and (some or everything)), as_json=as_json)
     for line in counted.lines:
         note(line)
-    if not agreed(question.format(counted.number), yes=yes):
+    if not confirm(question.format(counted.number), yes=yes):
         context.exit(ExitCode.DONE)
     with progress(doing := "changing messages") as bar:
         done = change.carry_out(whoami(), counted, lambda done: bar(doing, done, counted.messages))

@@ -20,7 +20,7 @@ from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.broker.publisher import AmqpPublisher
 from delayer.cli.errors import ExitCode, Misused
 from delayer.cli.importing import import_failures
-from delayer.cli.options import agreed, as_json, dry_run_option, request_of, whoami, yes_option
+from delayer.cli.options import as_json, confirm, dry_run_option, request_of, whoami, yes_option
 from delayer.cli.output import print_json, print_table, progress
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, native_of
@@ -246,7 +246,7 @@ def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool,
     if count and not dry_run:
         kept = sum(one.messages or 0 for one in left)
         into = "cascade" if target == "native" else "store"
-        if not agreed(f"Move {count:,} messages into the {into}?" + (f" {kept:,} stay." if kept else ""), yes=yes):
+        if not confirm(f"Move {count:,} messages into the {into}?" + (f" {kept:,} stay." if kept else ""), yes=yes):
             context.exit(ExitCode.DONE)
         with import_failures():
             done, left = asyncio.run(_moved(settings, url, keys_too=keys_too))

@@ -88,16 +88,16 @@ async def _write(url: str, wanted: Filter, out: IO[bytes], *, with_held: bool) -
         try:
             async for messages in exporting.read(connection, wanted):
                 for one in messages:
-                    _append(out, lines.write(Line(one.parcel(), one.checksum)))
+                    _append(out, lines.format_line(Line(one.parcel(), one.checksum)))
                 count += len(messages)
         except BrokenSegments as error:
             broken = error
         if with_held:
             async for held in held_messages.whole(connection):
                 for (one, state), token in held:
-                    _append(out, lines.write(Line(one.parcel(token), one.checksum, state.hold)))
+                    _append(out, lines.format_line(Line(one.parcel(token), one.checksum, state.hold)))
                 count += len(held)
-    _append(out, lines.write_end(count))
+    _append(out, lines.format_end_line(count))
     return count, broken
 
 

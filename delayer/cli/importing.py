@@ -14,8 +14,8 @@ import click
 
 from delayer.cli.errors import CommandFailed, ExitCode, Misused, OutOfReach
 from delayer.cli.options import (
-    agreed,
     as_json,
+    confirm,
     dry_run_option,
     fixed_instant,
     joined,
@@ -216,7 +216,7 @@ def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
             note(line)
         if look.refusal:
             raise CommandFailed(f"{look.refusal}.")
-        if not agreed("Go on?" if look.unfinished else "Import?", yes=yes):
+        if not confirm("Go on?" if look.unfinished else "Import?", yes=yes):
             return
 
     async def go(source: ImportSource, book: ImportStore, judge: Destinations) -> ImportReport:
@@ -242,7 +242,7 @@ def _preview(context: click.Context, make: Make, given: dict[str, Any], again: b
 
 def _abort(context: click.Context, make: Make, given: dict[str, Any]) -> None:
     json, yes = given.pop("as_json"), given.pop("yes")
-    if not agreed("Abort the unfinished import?", yes=yes):
+    if not confirm("Abort the unfinished import?", yes=yes):
         return
     run, put_back = _with(context, make, given, lambda source, book, _: state_machine.abort(source, book))
     if json:

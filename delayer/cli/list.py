@@ -27,7 +27,7 @@ from delayer.cli.output import note, note_no_match, print_json, print_table
 from delayer.config.model import Settings
 from delayer.core.filters import place_text, read_place
 from delayer.core.message import as_text
-from delayer.core.readable import away, instant
+from delayer.core.readable import format_relative_time, instant
 from delayer.format import reading
 from delayer.format.reading import address
 from delayer.http import as_json as for_programs
@@ -180,12 +180,12 @@ def show(context: click.Context, *, name: str, whole_body: bool, as_json: bool) 
 
 def _print(found: FullMessage) -> None:
     entry, hold = found.entry, found.held
-    said = reading.read(entry.properties)
+    said = reading.decode_properties(entry.properties)
     due_ms = entry.place.due_ms
     rows: list[tuple[object, ...]] = [
         ("id", entry.place.token),
         ("where", for_programs.standing(found)),
-        ("due", f"{instant(due_ms)}, {away(due_ms, time.time_ns() // 1_000_000)}"),
+        ("due", f"{instant(due_ms)}, {format_relative_time(due_ms, time.time_ns() // 1_000_000)}"),
         ("will happen", for_programs.fate(found)),
         *([("parked", instant(entry.parked_ms))] if hold is None else []),
         ("came in at", address(entry.exchange, entry.routing_key)),

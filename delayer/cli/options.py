@@ -22,7 +22,7 @@ from asyncpg import Connection
 from delayer.cli.errors import Misused
 from delayer.cli.output import note, quoted
 from delayer.config import loading, texts
-from delayer.config.errors import Expected, show
+from delayer.config.errors import Expected, format_found
 from delayer.config.model import Settings
 from delayer.config.texts import Scalar
 from delayer.config.values import duration_ms
@@ -101,7 +101,7 @@ def pair(text: str, expected: str) -> tuple[str, str]:
     """Split an option such as NAME=VALUE. Raises click.BadParameter."""
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise click.BadParameter(f"expected {expected}, found {show(text)}")
+        raise click.BadParameter(f"expected {expected}, found {format_found(text)}")
     return name, value
 
 
@@ -228,7 +228,7 @@ def whoami() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def agreed(question: str, *, yes: bool) -> bool:
+def confirm(question: str, *, yes: bool) -> bool:
     """Return whether to continue, by ``--yes`` or a prompt; after a no, note that nothing changed. Raises Misused if it
     cannot prompt."""
     if yes:
@@ -257,7 +257,7 @@ def url_of(option: str, text: str, read: Callable[[object], SecretUrl | None]) -
     try:
         url = read(text)
     except Expected as wrong:
-        raise Misused(f"{option}: expected {wrong}, found {show(text, is_url=True)}") from None
+        raise Misused(f"{option}: expected {wrong}, found {format_found(text, is_url=True)}") from None
     if url is None:
         raise Misused(f"{option}: expected a URL, found none")
     return url

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from delayer.core.readable import Say, away, delayed_rows, duration, escaped, instant, readable
+from delayer.core.readable import Say, delayed_rows, duration, escaped, format_relative_time, instant, readable
 
 if TYPE_CHECKING:
     from delayer.broker.cascade_depths import CascadeDepths
@@ -183,7 +183,8 @@ def when(due_ms: int | None, now_ms: int | None = None) -> str:
     """Format an instant in UTC, and how far off it is."""
     if due_ms is None:
         return "-"
-    return f"{instant(due_ms)} ({away(due_ms, time.time_ns() // 1_000_000 if now_ms is None else now_ms)})"
+    now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
+    return f"{instant(due_ms)} ({format_relative_time(due_ms, now_ms)})"
 
 
 def per_second(count: int, seconds: float) -> str:

@@ -27,7 +27,7 @@ from delayer.broker.pipelined_admin import PATIENCE
 from delayer.cli.errors import EXPECTED_ERRORS, CommandError, CommandFailed, Misused
 from delayer.cli.options import Request, duration, fixed_instant, headers_of
 from delayer.cli.output import note, progress, quoted, some
-from delayer.config.errors import Expected, show
+from delayer.config.errors import Expected, format_found
 from delayer.config.model import RouteTable, Settings, Table
 from delayer.config.texts import Scalar, check_header, instant_ms
 from delayer.config.values import DurationMs
@@ -95,7 +95,7 @@ def _expected(wrong: ValidationError) -> str:
     error = wrong.errors(include_url=False, include_input=False)[0]
     cause = error.get("ctx", {}).get("error")
     if error["type"] == "extra_forbidden":
-        return f"expected a field of {', '.join(Draft.model_fields)}, found {show(error['loc'][0])}"
+        return f"expected a field of {', '.join(Draft.model_fields)}, found {format_found(error['loc'][0])}"
     place = "".join(f"{part}: " for part in error["loc"])
     return place + (f"expected {cause}" if isinstance(cause, Expected) else error["msg"])
 

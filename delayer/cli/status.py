@@ -150,7 +150,7 @@ def mode_text(mode: str, live: dict[str, Any]) -> str:
     )
 
 
-def again_and_again(look_once: Callable[[], int], every: float = 2.0) -> int:
+def watch_status(look_once: Callable[[], int], every: float = 2.0) -> int:
     """Refresh every ``every`` seconds until interrupted. On a terminal, each refresh replaces the last."""
     code = 0
     try:
@@ -185,7 +185,7 @@ def status(context: click.Context, as_json: bool, watch: bool) -> None:
     """
     settings = request_of(context).settings()
     if watch:
-        context.exit(again_and_again(lambda: asyncio.run(_once(settings, as_json=as_json, on_one_line=True))))
+        context.exit(watch_status(lambda: asyncio.run(_once(settings, as_json=as_json, on_one_line=True))))
     context.exit(asyncio.run(_once(settings, as_json=as_json)))
 
 

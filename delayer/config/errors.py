@@ -36,7 +36,7 @@ class Expected(ValueError):
     """Raised by the model's validators; the text completes the sentence "expected …"."""
 
 
-def show(value: object, *, is_url: bool = False) -> str:
+def format_found(value: object, *, is_url: bool = False) -> str:
     """Show a found value as TOML or JSON would: shortened, printable, passwords masked. In place of a URL, other text
     is hidden, because it may be a bare password."""
     if value is None:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from delayer.amqp.address import Address
-from delayer.config.errors import ConfigError, Expected, Problem, show
+from delayer.config.errors import ConfigError, Expected, Problem, format_found
 from delayer.config.model import RouteTable, Settings, Table
 from delayer.config.sources import (
     MergedSettings,
@@ -82,14 +82,14 @@ def load(
         raise ConfigError(merged.problems)
     merged.problems += between_keys(settings, merged, sealed=bool(sealed))
     if not errors and not sealed:
-        for expected, found in mistakes(settings.store_url, environ) if settings.store_url else []:
+        for expected, found in store_url_errors(settings.store_url, environ) if settings.store_url else []:
             merged.note(("store", "url"), expected, found)
         try:  # The whole address: its parameters, certificates and keys.
             if not merged.problems:
                 Address.parse_all(settings.broker_url)
         except ValueError as error:  # The error names the expected form and never shows the URL.
             expected, _, found = str(error).removeprefix("broker URL: ").removeprefix("expected ").partition(", found ")
-            merged.note(("broker", "url"), expected, found or show(str(settings.broker.url)))
+            merged.note(("broker", "url"), expected, found or format_found(str(settings.broker.url)))
     if merged.problems:
         raise ConfigError(merged.problems)
     return settings
@@ -117,7 +117,7 @@ def _read_named_files(merged: MergedSettings, directory: str, sealed: list[str] 
                     del table[name]
                     continue
                 reason = _CLOSED if closed else error.strerror if isinstance(error, OSError) else "not text"
-                merged.note(key, "a file that can be read", show(table[name]), str(reason))
+                merged.note(key, "a file that can be read", format_found(table[name]), str(reason))
                 continue
             if name in _CONTENTS and _CONTENTS[name] not in table:
                 merged.put(section, _CONTENTS[name], content.strip(), table[name])
@@ -132,7 +132,7 @@ def _problem(merged: MergedSettings, error: Mapping[str, Any]) -> Problem:
         elsewhere = [".".join(known) for known in known_keys() if known[-1] == loc[-1]]
         hint = f"did you mean {elsewhere[0]}?" if elsewhere else f"known here: {', '.join(siblings)}"
         return unknown_key(source, dotted, str(loc[-1]), siblings, hint)
-    found = show(value_at(merged.values, loc), is_url=str(loc[-1]).endswith("url"))
+    found = format_found(value_at(merged.values, loc), is_url=str(loc[-1]).endswith("url"))
     if loc[-1] == "token":
         found = "something else (not shown)"
     cause = error.get("ctx", {}).get("error")
@@ -208,15 +208,15 @@ def between_keys(settings: Settings, merged: MergedSettings, *, sealed: bool) ->
         "native.due_queue": settings.native.due_queue,
         "refused.queue": settings.refused.queue,
     }
-    mistakes = [*_same_queue(merged, queues), *_of_routes(settings, queues, merged), *_circles(settings.routes)]
-    mistakes += [*_in_the_cascade(settings, queues), *_takeovers(settings, queues)]
+    errors = [*_same_queue(merged, queues), *_of_routes(settings, queues, merged), *_circles(settings.routes)]
+    errors += [*_in_the_cascade(settings, queues), *_takeovers(settings, queues)]
     if settings.store_url is None and not sealed:
         keys = ["takeover"] * bool(settings.takeovers)
         keys += [f"route[{index}].key_from" for index, route in enumerate(settings.routes) if route.key_from]
-        mistakes += [(key, "a store for its messages: store.url, where the mode is native", "none") for key in keys]
-    if not mistakes:  # Each of those may be the same mistake, with a better explanation.
-        mistakes += _declared_twice(settings)
-    return [Problem(merged.origin(tuple(key.partition("[")[0].split("."))), key, *rest) for key, *rest in mistakes]
+        errors += [(key, "a store for its messages: store.url, where the mode is native", "none") for key in keys]
+    if not errors:  # Each of those may be the same mistake, with a better explanation.
+        errors += _declared_twice(settings)
+    return [Problem(merged.origin(tuple(key.partition("[")[0].split("."))), key, *rest) for key, *rest in errors]
 
 
 def _same_queue(merged: MergedSettings, queues: Mapping[str, str]) -> Iterator[Mistake]:
@@ -225,29 +225,29 @@ def _same_queue(merged: MergedSettings, queues: Mapping[str, str]) -> Iterator[M
         other = first.setdefault(name, key)
         if other != key:
             set_, kept = (key, other) if value_at(merged.values, key.split(".")) else (other, key)
-            yield set_, f"another queue than {kept}", show(name)
+            yield set_, f"another queue than {kept}", format_found(name)
 
 
 def _of_routes(settings: Settings, queues: Mapping[str, str], merged: MergedSettings) -> Iterator[Mistake]:
     seen: dict[str, int] = {}
     refused, longest_ms = queues["refused.queue"], settings.intake.max_delay_ms
     if not settings.routes:
-        yield "route", f"one or more routes, {_OF_TABLES}", show(settings.routes)
+        yield "route", f"one or more routes, {_OF_TABLES}", format_found(settings.routes)
     for index, route in enumerate(settings.routes):
         at = f"route[{index}]"
         if (other := seen.setdefault(route.from_, index)) != index:
-            yield f"{at}.from", f"an exchange that no other route has (route[{other}])", show(route.from_)
+            yield f"{at}.from", f"an exchange that no other route has (route[{other}])", format_found(route.from_)
         for end, name in (("from", route.from_), ("to", route.to)):
             if name == refused:
-                yield f"{at}.{end}", "another name than refused.queue, whose exchange takes it", show(refused)
+                yield f"{at}.{end}", "another name than refused.queue, whose exchange takes it", format_found(refused)
         if not route.to and route.routing_key == queues["intake.queue"]:
-            yield f"{at}.routing_key", "a queue other than the intake queue", show(route.routing_key)
+            yield f"{at}.routing_key", "a queue other than the intake queue", format_found(route.routing_key)
         if route.default_delay_ms > longest_ms:
             limit = f"at most intake.max_delay, {duration_text(longest_ms)}"
-            yield f"{at}.default_delay", limit, show(value_at(merged.values, ("route", index, "default_delay")))
+            yield f"{at}.default_delay", limit, format_found(value_at(merged.values, ("route", index, "default_delay")))
         # The daemon consumes these queues, or puts other messages into them.
         for taken in [name for name, queue in queues.items() if route.retry and queue == route.retry.exhausted][:1]:
-            yield f"{at}.retry.exhausted", f"another queue than {taken}", show(queues[taken])
+            yield f"{at}.retry.exhausted", f"another queue than {taken}", format_found(queues[taken])
 
 
 def _circles(routes: Sequence[RouteTable]) -> Iterator[Mistake]:
@@ -260,8 +260,8 @@ def _circles(routes: Sequence[RouteTable]) -> Iterator[Mistake]:
             path.append(at)
             at = leads[at]
         if at == start and len(path) > 1:
-            way = " to ".join(map(show, [*path, start]))
-            yield f"route[{index}].to", f"an exchange that does not lead back here ({way})", show(leads[start])
+            way = " to ".join(map(format_found, [*path, start]))
+            yield f"route[{index}].to", f"an exchange that does not lead back here ({way})", format_found(leads[start])
 
 
 def _in_the_cascade(settings: Settings, queues: Mapping[str, str]) -> Iterator[Mistake]:
@@ -272,8 +272,8 @@ def _in_the_cascade(settings: Settings, queues: Mapping[str, str]) -> Iterator[M
     for index, route in enumerate(settings.routes):
         named += [(f"route[{index}].from", route.from_), (f"route[{index}].to", route.to)]
         if not route.to and route.routing_key in taken | {queues["native.due_queue"]}:
-            yield f"route[{index}].routing_key", _NOT_OURS, show(route.routing_key)
-    yield from ((key, _NOT_OURS, show(name)) for key, name in named if name in taken)
+            yield f"route[{index}].routing_key", _NOT_OURS, format_found(route.routing_key)
+    yield from ((key, _NOT_OURS, format_found(name)) for key, name in named if name in taken)
 
 
 def _declared_twice(settings: Settings) -> Iterator[Mistake]:
@@ -303,15 +303,15 @@ def _takeovers(settings: Settings, queues: Mapping[str, str]) -> Iterator[Mistak
     for index, one in enumerate(settings.takeovers):
         cascade = Cascade(one.cascade, owner=one.prefix)
         if cascade in seen:
-            yield f"takeover[{index}].cascade", "a cascade that no other takeover has", show(one.cascade)
+            yield f"takeover[{index}].cascade", "a cascade that no other takeover has", format_found(one.cascade)
             continue
         seen.add(cascade)
         taken = {level.name for level in cascade.levels()} | {cascade.delivery}
         expected = f"a name that is not one of cascade {one.cascade}'s, which is its owner's"
-        yield from ((key, expected, show(name)) for key, name in ours.items() if name in taken)
+        yield from ((key, expected, format_found(name)) for key, name in ours.items() if name in taken)
 
 
-def mistakes(url: str, environ: Mapping[str, str]) -> list[tuple[str, str]]:
+def store_url_errors(url: str, environ: Mapping[str, str]) -> list[tuple[str, str]]:
     """Check the parameters of a store's URL. Returns expected and found value of each error. The driver reports them
     only when it connects, and then as an unreachable store."""
     query = urlsplit(url).query
@@ -322,7 +322,7 @@ def mistakes(url: str, environ: Mapping[str, str]) -> list[tuple[str, str]]:
     except ValueError:
         return [("a URL with name=value pairs, joined by &, behind its ?", "something else (not shown)")]
     found = [
-        (f"{name} to be {', '.join(values[:-1])} or {values[-1]}", show(given[name]))
+        (f"{name} to be {', '.join(values[:-1])} or {values[-1]}", format_found(given[name]))
         for name, values in _ONE_OF.items()
         if given.get(name) and given[name] not in values
     ]
@@ -331,7 +331,7 @@ def mistakes(url: str, environ: Mapping[str, str]) -> list[tuple[str, str]]:
     read = () if mode in ("disable", None) else (*_OUR_FILES, *(_THEIR_FILES if strict else ()))
     for name in read:
         if given.get(name) and (why := _unreadable(Path(given[name]))):
-            found.append((f"{name} to be a file that can be read", f"{show(given[name])}: {why}"))
+            found.append((f"{name} to be a file that can be read", f"{format_found(given[name])}: {why}"))
     if mode in _VERIFIED and not (given.get("sslrootcert") or environ.get("PGSSLROOTCERT")) and _unreadable(_OWN_ROOT):
         found.append((f"sslrootcert, who signed the server's certificate, with sslmode={mode}", "none"))
     return found

@@ -147,7 +147,7 @@ class _Background(QueueHandler):
             log.error("log lines dropped", lines=lines)
 
     def close(self) -> None:
-        """Do nothing, because logging.shutdown must not wait for the thread. See :func:`finish`."""
+        """Do nothing, because logging.shutdown must not wait for the thread. See :func:`flush_background`."""
 
 
 _background: _Background | None = None
@@ -159,7 +159,7 @@ def log_in_background(lines: int = 5_000) -> None:
     _background = _Background(lines)
 
 
-def finish(seconds: float = 0.3) -> None:
+def flush_background(seconds: float = 0.3) -> None:
     """Wait until all lines are written, up to this long: the daemon has 10 s to stop, and needs up to 8.5 before."""
     _limited.report()
     if _background is None:

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from delayer.config import values
-from delayer.config.errors import Expected, show
+from delayer.config.errors import Expected, format_found
 from delayer.core.cascade import Cascade
 from delayer.core.counters import MOST_ROUTES
 from delayer.core.delay_sources import DEFAULT_FORMS, FORMS, source_of
@@ -106,9 +106,9 @@ def _delay_forms(value: object) -> tuple[str, ...]:
         try:
             source_of(str(one))
         except ValueError:
-            raise Expected(f"{wanted} ({show(one)} is none of them)") from None
+            raise Expected(f"{wanted} ({format_found(one)} is none of them)") from None
         if one in value[:at]:
-            raise Expected(f"{wanted} ({show(one)} is there twice)")
+            raise Expected(f"{wanted} ({format_found(one)} is there twice)")
     return tuple(value)
 
 

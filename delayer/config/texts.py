@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from delayer.config.errors import Expected, show
+from delayer.config.errors import Expected, format_found
 from delayer.config.model import Settings
 from delayer.config.values import UNITS_MS, duration_ms, within
 from delayer.core.message import raw
@@ -78,20 +78,20 @@ _TYPES: Final[Mapping[str, Callable[[str], Scalar]]] = {
 def check_header(name: str, value: object) -> None:
     """Check that a message can have this header. Raises Expected."""
     if not 0 < (size := len(raw(name))) <= LONGEST_NAME:
-        raise Expected(f"names of 1 to {LONGEST_NAME} bytes, found {size}: {show(name)}")
+        raise Expected(f"names of 1 to {LONGEST_NAME} bytes, found {size}: {format_found(name)}")
     if not isinstance(value, str | int | float):
-        raise Expected(f"a string, a number, true or false for {show(name)}")
+        raise Expected(f"a string, a number, true or false for {format_found(name)}")
     if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
-        raise Expected(f"a finite float of 32 bits for {show(name)}, found {value}")
+        raise Expected(f"a finite float of 32 bits for {format_found(name)}, found {value}")
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        raise Expected(f"an integer of 64 bits for {show(name)}, found {show(value)}")
+        raise Expected(f"an integer of 64 bits for {format_found(name)}, found {format_found(value)}")
 
 
 def typed_header(text: str) -> tuple[str, Scalar]:
     """Parse NAME=VALUE or NAME:TYPE=VALUE. Raises ValueError with the field, the expected and the found value."""
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise ValueError(f"expected NAME=VALUE or NAME:TYPE=VALUE, found {show(text)}")
+        raise ValueError(f"expected NAME=VALUE or NAME:TYPE=VALUE, found {format_found(text)}")
     name, _, kind = name.rpartition(":") if ":" in name else (name, "", "str")
     if not name or kind not in _TYPES:
         raise ValueError(

@@ -31,7 +31,7 @@ class UnreadableDelay(ValueError):
     """A header has no readable delay or due time. The text names the expected and the found value."""
 
 
-def shown(value: object) -> str:
+def quote_value(value: object) -> str:
     """Shorten a value to one printable line of at most 60 characters, for a reason."""
     text = ascii(value)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -46,7 +46,7 @@ def read_delay_ms(value: object, unit: str = "milliseconds") -> int:
     if type(value) is int:
         return value
     if (number := _number(value)) is None:
-        raise UnreadableDelay(f"expected {unit} as an integer, a numeric string or a float, found {shown(value)}")
+        raise UnreadableDelay(f"expected {unit} as an integer, a numeric string or a float, found {quote_value(value)}")
     return math.ceil(number)
 
 
@@ -97,7 +97,7 @@ def read_instant_ms(value: object) -> int:
     raise UnreadableDelay(
         "expected an instant as integer epoch milliseconds, an RFC 3339 string with its offset (Z, +01:00) or an AMQP "
         "timestamp, "
-        f"found {shown(value)}"
+        f"found {quote_value(value)}"
     )
 
 
@@ -122,7 +122,7 @@ def read_eta_ms(value: object) -> int | None:
         return None
     due_ms = read_utc_ms(value) if isinstance(value, str) else None
     if due_ms is None:
-        raise UnreadableDelay(f"expected an instant in ISO 8601, found {shown(value)}")
+        raise UnreadableDelay(f"expected an instant in ISO 8601, found {quote_value(value)}")
     return due_ms
 
 
@@ -139,7 +139,7 @@ def read_due_ms(value: object) -> int:
 def read_opt_time_ms(value: object) -> int:
     """Read ``x-opt-delivery-time`` in epoch ms. Rejects strings, which RabbitMQ 4.4 ignores. Raises UnreadableDelay."""
     if isinstance(value, str):
-        raise UnreadableDelay(f"expected an instant as integer epoch milliseconds, found text: {shown(value)}")
+        raise UnreadableDelay(f"expected an instant as integer epoch milliseconds, found text: {quote_value(value)}")
     return read_due_ms(value)
 
 
@@ -267,14 +267,14 @@ _OTHER_WORDS: Final = frozenset({b"x-relay", b"x-decay"})
 
 
 @lru_cache(maxsize=4096)
-def meant(name: bytes) -> bytes | None:
+def closest_delay_header(name: bytes) -> bytes | None:
     """Find the request header that this name misspells, in letter case, or by one letter added, missing, wrong, or
     swapped with the next. None if the name is right, or not close to any.
 
-    >>> meant(b"X-Delay"), meant(b"x-dealy"), meant(b"xdelay"), meant(b"X_DELAY"), meant(b"x-deliver-att")
-    (b'x-delay', b'x-delay', b'x-delay', b'x-delay', b'x-deliver-at')
-    >>> meant(b"x-delay"), meant(b"x-relay"), meant(b"x-delayed"), meant(b"x-delayer-id")
-    (None, None, None, None)
+    >>> [closest_delay_header(name) for name in (b"X-Delay", b"x-dealy", b"xdelay", b"X_DELAY", b"x-deliver-att")]
+    [b'x-delay', b'x-delay', b'x-delay', b'x-delay', b'x-deliver-at']
+    >>> [closest_delay_header(name) for name in (b"x-delay", b"x-relay", b"x-delayed", b"x-delayer-id")]
+    [None, None, None, None]
     """
     low = name.lower()
     if name == DELAY or name in REQUEST_HEADERS or low in _OTHER_WORDS:

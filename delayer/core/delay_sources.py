@@ -19,10 +19,10 @@ from delayer.core.delay_headers import (
     DelayRequest,
     Source,
     UnreadableDelay,
+    quote_value,
     read_due_ms,
     read_eta_ms,
     read_utc_ms,
-    shown,
 )
 from delayer.core.marks import MARKS, OWN_PREFIX
 from delayer.core.message import as_bytes
@@ -108,11 +108,13 @@ def source_of(form: str) -> Source:
         return SOURCES[form]
     if header := header_of(form):
         if header.startswith(OWN_PREFIX):
-            raise ValueError(f"expected a header that publishers set, found {shown(form)}: it is delayer's own note")
+            raise ValueError(
+                f"expected a header that publishers set, found {quote_value(form)}: it is delayer's own note"
+            )
         unit = form.rpartition(":")[2]
         return UNITS[unit if unit in UNITS else "ms"](header)
     if not form.startswith(JSON):
-        raise ValueError(f"expected one of {FORMS}, found {shown(form)}")
+        raise ValueError(f"expected one of {FORMS}, found {quote_value(form)}")
     pointer = form.removeprefix(JSON)
     steps(pointer)  # Report a wrong pointer here, not with each message.
     return _due(lambda request: instant_in_json_ms(request.body, pointer, request.properties.short("content_encoding")))
@@ -134,7 +136,7 @@ def steps(pointer: str) -> tuple[str, ...]:
     (('nextattempt', 'time'), ('a/b', '~'), ())
     """
     if pointer and not pointer.startswith("/"):
-        raise ValueError(f'expected a JSON pointer such as "/nextattempt/time", found {shown(pointer)}')
+        raise ValueError(f'expected a JSON pointer such as "/nextattempt/time", found {quote_value(pointer)}')
     return tuple(step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:])
 
 
@@ -148,7 +150,7 @@ def instant_in_json_ms(body: bytes, pointer: str, encoding: bytes | None = None)
     if (due_ms := read_due_ms(value) if type(value) is int else read_utc_ms(value)) is None:
         raise UnreadableDelay(
             f"expected an instant in RFC 3339, the same without a zone in UTC, or integer epoch milliseconds, "
-            f"found {shown(value)}"
+            f"found {quote_value(value)}"
         )
     return due_ms
 
@@ -158,7 +160,7 @@ def _parsed(body: bytes, encoding: bytes | None) -> Any:
     try:
         return json.loads(plain)
     except (ValueError, RecursionError):  # ValueError includes UnicodeDecodeError and integers of 5,000 digits.
-        raise UnreadableDelay(f"expected a JSON body, found {shown(plain[:40])}") from None
+        raise UnreadableDelay(f"expected a JSON body, found {quote_value(plain[:40])}") from None
 
 
 def _unpacked(body: bytes) -> bytes:

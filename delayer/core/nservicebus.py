@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from delayer.amqp.values import SHORT_STRING
-from delayer.core.delay_headers import UnreadableDelay, read_delay_ms, read_instant_ms, shown
+from delayer.core.delay_headers import UnreadableDelay, quote_value, read_delay_ms, read_instant_ms
 from delayer.core.message import KeyGroup, as_bytes
 
 DELAY_IN_SECONDS: Final = b"NServiceBus.Transport.RabbitMQ.DelayInSeconds"
@@ -55,7 +55,9 @@ def read_wire_instant_ms(value: object) -> int:
     try:
         return read_instant_ms(f"{found[1]}.{found[2]}Z" if found else None)
     except UnreadableDelay:
-        raise UnreadableDelay(f"expected an instant like 2026-04-29 22:11:26:330982 Z, found {shown(value)}") from None
+        raise UnreadableDelay(
+            f"expected an instant like 2026-04-29 22:11:26:330982 Z, found {quote_value(value)}"
+        ) from None
 
 
 def delay_seconds(headers: Headers) -> int | None:
@@ -104,7 +106,8 @@ def cleared_timeouts(headers: Headers) -> KeyGroup | None:
     saga = saga_of(headers)
     if saga is None:
         raise UnreadableDelay(
-            f"{CLEAR_TIMEOUTS.decode()}: expected a saga in {SAGA_ID.decode()}, found {shown(headers.get(SAGA_ID))}"
+            f"{CLEAR_TIMEOUTS.decode()}: expected a saga in {SAGA_ID.decode()}, "
+            f"found {quote_value(headers.get(SAGA_ID))}"
         )
     return KeyGroup(_SAGA % saga)
 

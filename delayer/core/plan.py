@@ -27,10 +27,10 @@ from delayer.core.delay_headers import (
     DelayRequest,
     Source,
     UnreadableDelay,
+    closest_delay_header,
     due_and_start_ms,
     in_words,
-    meant,
-    shown,
+    quote_value,
     whole_seconds_until,
 )
 from delayer.core.delay_sources import CONSULTED, DEFAULT_FORMS, HEADER, header_of, is_lasting, source_of
@@ -288,7 +288,7 @@ def delay_of(request: DelayRequest, route: Route, now_ms: int) -> Asked | None:
 def _misspelt(names: Iterable[bytes], route: Route) -> str:
     """Report a header that nearly spells a delay header, as the reason to refuse the message; "" if there is none."""
     for name in names:
-        right = None if name in route.named or name == route.key_header else meant(name)
+        right = None if name in route.named or name == route.key_header else closest_delay_header(name)
         if right is not None and (right.decode() in route.delay_from or right.decode() not in OWN_SOURCES):
             return f"the message has no delay, but a header {_name(name)}: expected {_name(right)}"
     return ""
@@ -407,7 +407,7 @@ def _of_timeout(read: Callable[[Mapping[bytes, object]], T], headers: Mapping[by
 def _short_string(header: bytes, value: object, most: int = SHORT_STRING) -> bytes:
     raw = as_bytes(value)
     if raw is None:
-        raise Unacceptable(f"{header.decode()}: expected a string, found {shown(value)}")
+        raise Unacceptable(f"{header.decode()}: expected a string, found {quote_value(value)}")
     if len(raw) > most:
         raise Unacceptable(f"{header.decode()}: expected at most {most} bytes, found {len(raw)}")
     return raw

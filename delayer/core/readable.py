@@ -67,7 +67,7 @@ def instant(at_ms: int | None, *, exact: bool = False) -> str:
     return f"{at}.{at_ms % 1000:03d}Z" if exact else f"{at}Z"
 
 
-def away(at_ms: int | None, now_ms: int) -> str:
+def format_relative_time(at_ms: int | None, now_ms: int) -> str:
     """Format as ``in 3 d 4 h`` or ``2 min 5 s ago``, in the two largest units; "" for None. A page script agrees."""
     if at_ms is None:
         return ""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from delayer.amqp.values import Timestamp
-from delayer.core.delay_headers import shown
+from delayer.core.delay_headers import quote_value
 from delayer.core.marks import X_DEATH
 from delayer.core.message import as_bytes
 
@@ -73,7 +73,7 @@ def failure(headers: Mapping[bytes, object], retry: RetryPolicy) -> FailedAttemp
     if not isinstance(last, dict) or not queue:
         raise NoFailure(
             "retry: expected x-death, the broker's note of the queue that gave the message up: found "
-            f"{shown(deaths)}. Only dead letters come back; set the queue's x-dead-letter-exchange"
+            f"{quote_value(deaths)}. Only dead letters come back; set the queue's x-dead-letter-exchange"
         )
     if len(queue) > 255:
         raise NoFailure(f"retry: expected x-death to name a queue of at most 255 bytes, found one of {len(queue)}")
@@ -97,5 +97,5 @@ def _so_far(headers: Mapping[bytes, object], queue: bytes) -> int:
         return 0
     value = headers[RETRIES]
     if type(value) is not int or not 0 <= value < (1 << 31):
-        raise NoFailure(f"{RETRIES.decode()}: expected a whole number, found {shown(value)}")
+        raise NoFailure(f"{RETRIES.decode()}: expected a whole number, found {quote_value(value)}")
     return value

@@ -189,7 +189,7 @@ def run_daemon(load: Callable[[], Settings]) -> NoReturn:
         log.error("start refused", reason=str(wrong), next_step=wrong.advice or "delayer topology verify")
     except Exception:
         log.critical("failed", exc_info=True)
-    logs.finish()
+    logs.flush_background()
     # Tasks that are left end here, as in a crash. A normal exit would wait for them, for a stuck reader of stderr, and
     # for name look-ups (10 s for a silent name server).
     os._exit(code)

@@ -58,7 +58,7 @@ class EndLine(NamedTuple):
     messages: int
 
 
-def write(line: Line) -> bytes:
+def format_line(line: Line) -> bytes:
     """Format one line, with its line end."""
     parcel = line.parcel
     record: dict[str, Any] = {"v": VERSION, "due_ms": parcel.due_ms}
@@ -79,7 +79,7 @@ def write(line: Line) -> bytes:
     return _dumped(record)
 
 
-def write_end(messages: int) -> bytes:
+def format_end_line(messages: int) -> bytes:
     return _dumped({"v": VERSION, "messages": messages})
 
 
@@ -94,7 +94,7 @@ def _put(record: dict[str, Any], name: str, value: bytes) -> None:
         record[f"{name}_b64"] = base64.b64encode(value).decode()
 
 
-def read(text: bytes) -> Line | EndLine:
+def parse_line(text: bytes) -> Line | EndLine:
     """Parse a line into a message or the end. Raises NotALine."""
     try:
         record = json.loads(text)

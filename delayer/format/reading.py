@@ -39,7 +39,7 @@ class DecodedProperties(NamedTuple):
     broken: str = ""
 
 
-def read(raw: bytes) -> DecodedProperties:
+def decode_properties(raw: bytes) -> DecodedProperties:
     """Decode the properties of a message as far as possible."""
     try:
         found = Properties.parse(raw)

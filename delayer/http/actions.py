@@ -59,7 +59,7 @@ class Actions:
         if who is None:
             request.state.back = "/login"
             raise HTTPException(403, _WRONG if "authorization" in request.headers else _LOCKED)
-        form = await forms.said(request)
+        form = await forms.parse_form(request)
         try:
             # A change continues if its client closes the connection.
             result = await asyncio.shield(self._in_turn(change(request, who, form)))
@@ -86,7 +86,7 @@ class Actions:
         """Cancel or reschedule messages in the store, by their ids or by a filter; retry or drop held messages."""
         verb = forms.verb(form, "cancel", "reschedule", *OF_HELD)
         fields = forms.HELD_FIELDS if verb in OF_HELD else forms.FIELDS
-        forms.known(form, ("verb", "id", "all", "at", "by", *fields, *_ANSWERS))
+        forms.reject_unknown(form, ("verb", "id", "all", "at", "by", *fields, *_ANSWERS))
         request.state.back = forms.back(form, "/held" if verb in OF_HELD else "/waiting")
         when = None
         if verb == "reschedule":
@@ -113,7 +113,7 @@ class Actions:
 
     async def set_aside(self, request: Request, who: str, form: Form, *, name: SetAsideName) -> ChangeResult | Response:
         """Drop or retry refused messages or strays by their ids, with fixes to the headers of refused messages."""
-        forms.known(form, ("verb", "id", *_ANSWERS, *(forms.RETRY_FIELDS if name == "refused" else ())))
+        forms.reject_unknown(form, ("verb", "id", *_ANSWERS, *(forms.RETRY_FIELDS if name == "refused" else ())))
         verb, ids, inside = forms.verb(form, "retry", "drop"), forms.ids(form), self.pages.answers.inside
         request.state.back = f"/{name}"
         if _needs_question(request, verb, form):
@@ -142,7 +142,7 @@ class Actions:
         if by_program(request):
             return JSONResponse({**counted.as_dict(), "confirmed": False})
         # "2h" stays the instant that was counted and shown, however late the operator confirms.
-        given, when = forms.fixed(search), change.when
+        given, when = forms.with_absolute_times(search), change.when
         fixed = {**given, "counted": str(counted.messages)}
         if when is not None and when.at_ms is not None:
             fixed["at"] = instant(when.at_ms, exact=True)

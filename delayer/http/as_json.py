@@ -15,7 +15,7 @@ from delayer.store.waiting import Entry
 
 def entry(entry: Entry, *, held: bool = False) -> dict[str, Any]:
     """Convert an entry of a list. The store no longer has the time at which a held message was parked."""
-    said = reading.read(entry.properties)
+    said = reading.decode_properties(entry.properties)
     return {
         "id": str(entry.place.token),
         "due_ms": entry.place.due_ms,

@@ -49,7 +49,7 @@ class Search(NamedTuple):
 
 def searched(query: Mapping[str, str], now_ms: int, fields: Sequence[str] = FIELDS) -> Search:
     """Parse a search's filter. An empty field means any. Raises FieldError."""
-    known(query, (*fields, "after", "trail", "id"))
+    reject_unknown(query, (*fields, "after", "trail", "id"))
     return _read({name: text for name in fields if (text := query.get(name, "").strip())}, now_ms)
 
 
@@ -88,7 +88,7 @@ class Trail(NamedTuple):
 def meant(form: Mapping[str, Sequence[str]], now_ms: int, fields: Sequence[str] = FIELDS) -> Search:
     """Parse a change's filter. Only ``all=yes`` matches everything, and an empty name is the empty name, as on the
     command line. Raises FieldError."""
-    once([name for name, texts in form.items() for _ in texts])
+    reject_duplicates([name for name, texts in form.items() for _ in texts])
     given = {name: form[name][0].strip() for name in fields if name in form}
     for name, text in given.items():
         if not text and name not in NAMES:
@@ -102,7 +102,7 @@ def meant(form: Mapping[str, Sequence[str]], now_ms: int, fields: Sequence[str] 
     return _read(given, now_ms)
 
 
-def known(form: Collection[str], names: Collection[str]) -> None:
+def reject_unknown(form: Collection[str], names: Collection[str]) -> None:
     """Reject unknown fields, because a misspelt filter would match too much. Raises FieldError."""
     if strange := [name for name in form if name not in names]:
         raise FieldError(
@@ -110,7 +110,7 @@ def known(form: Collection[str], names: Collection[str]) -> None:
         )
 
 
-def once(names: Sequence[str]) -> None:
+def reject_duplicates(names: Sequence[str]) -> None:
     """Reject repeated fields. Raises FieldError."""
     if twice := [name for name, times in Counter(names).items() if times > 1]:
         raise FieldError(f"{twice[0][:40]}: expected once, found {names.count(twice[0])} times")
@@ -132,7 +132,7 @@ def _read(given: Mapping[str, str], now_ms: int) -> Search:
     return Search(Filter(**wanted, kind=given.get("kind")), given)
 
 
-def fixed(asked: Search) -> dict[str, str]:
+def with_absolute_times(asked: Search) -> dict[str, str]:
     """Format the same filter with absolute instants: "2h" becomes the instant that it means now. Pure."""
     instants = {"due_after": asked.wanted.due_from_ms, "due_before": asked.wanted.due_before_ms}
     return {
@@ -143,7 +143,7 @@ def fixed(asked: Search) -> dict[str, str]:
 
 def instant(text: str, now_ms: int, name: str) -> int:
     """Parse an RFC 3339 instant (without offset: in UTC) or a duration from now to epoch ms. Raises FieldError."""
-    return _understood(name, text, lambda said: instant_ms(said, now_ms, UTC))
+    return _understood(name, text, lambda stated: instant_ms(stated, now_ms, UTC))
 
 
 def later(text: str) -> int:
@@ -175,7 +175,7 @@ def number(text: str) -> int | None:
     return int(text) if text else None
 
 
-async def said(request: Request) -> dict[str, list[str]]:
+async def parse_form(request: Request) -> dict[str, list[str]]:
     """Read a form's fields. Raises FieldError."""
     if not request.headers.get("content-type", "").startswith("application/x-www-form-urlencoded"):
         raise FieldError("Expected a form (application/x-www-form-urlencoded).")
@@ -218,7 +218,7 @@ RETRY_FIELDS: Final = ("delay", "set_header", "drop_header")
 def read_retry_edits(form: Mapping[str, Sequence[str]], unread: Mapping[bytes, str]) -> RetryEdits:
     """Read the edits of a retry. Empty fields change nothing. ``unread``: see RetryEdits.of. Raises FieldError."""
     given = {name: [text for one in form.get(name, ()) if (text := one.strip())] for name in RETRY_FIELDS}
-    once(["delay" for _ in given["delay"]])
+    reject_duplicates(["delay" for _ in given["delay"]])
     delay_ms = _understood("Delay", given["delay"][0], duration_ms) if given["delay"] else None
     try:
         headers = dict(map(typed_header, given["set_header"]))

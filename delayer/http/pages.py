@@ -19,7 +19,7 @@ from delayer.core.readable import delayed_rows
 from delayer.format import reading
 from delayer.http import as_json, forms, recent, render
 from delayer.http.access import Sessions, cookie_name
-from delayer.http.forms import FieldError, said
+from delayer.http.forms import FieldError, parse_form
 from delayer.http.health import Answers
 from delayer.http.view import NO_STORE, ROWS
 from delayer.intake.set_aside import SetAsideName
@@ -188,7 +188,7 @@ class Pages:
     async def waiting(self, request: Request) -> Response:
         """List waiting messages. A filter's messages are counted during the search, up to MOST_COUNTED."""
         query, by_person = request.query_params, not by_program(request)
-        forms.once([name for name, _ in query.multi_items()])
+        forms.reject_duplicates([name for name, _ in query.multi_items()])
         form, trail = forms.searched(query, recent.host_ms()), forms.Trail.of(query)
         wanted, after = form.wanted, forms.place(trail.after) or waiting.BEGINNING
         limit = MOST_COUNTED if by_person and not wanted.everything else ROWS
@@ -231,7 +231,7 @@ class Pages:
             found=found,
             fate=render.name(as_json.fate(found)),
             where=render.name(as_json.standing(found)),
-            said=reading.read(found.entry.properties),
+            said=reading.decode_properties(found.entry.properties),
             body=reading.preview(shown, len(shown)),
             shown=len(shown),
         )
@@ -265,7 +265,7 @@ class Pages:
 
     async def held(self, request: Request) -> Response:
         query = request.query_params
-        forms.once([name for name, _ in query.multi_items() if name != "id"])
+        forms.reject_duplicates([name for name, _ in query.multi_items() if name != "id"])
         form, trail = forms.searched(query, recent.host_ms(), forms.HELD_FIELDS), forms.Trail.of(query)
         after = forms.token(trail.after).id if trail.after else 0
         async with looking(self.answers.url, "list held messages") as connection:
@@ -282,7 +282,7 @@ class Pages:
     async def set_aside(self, request: Request, *, name: SetAsideName) -> Response:
         """List the first refused messages or strays."""
         if by_program(request):
-            forms.known(request.query_params, ())
+            forms.reject_unknown(request.query_params, ())
         seen = await self.answers.aside[name].get(patience=60.0)
         if (there := seen.fresh) is None:
             raise HTTPException(503, seen.error or "no answer yet")
@@ -303,7 +303,7 @@ class Pages:
         if request.method == "GET":
             return await self.html(request, "login.html", wrong="", who="")
         try:
-            form = await said(request)
+            form = await parse_form(request)
         except FieldError as wrong:
             return await self.html(request, "login.html", 400, wrong=str(wrong), who="")
         who, token = (form.get(name, [""])[0].strip() for name in ("who", "token"))

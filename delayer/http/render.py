@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse
 from delayer import __version__
 from delayer.core import horizon
 from delayer.core.message import as_text
-from delayer.core.readable import away, duration, instant, size
+from delayer.core.readable import duration, format_relative_time, instant, size
 from delayer.core.units import HOUR_MS
 from delayer.format import reading
 from delayer.format.reading import message_id, preview, value_text
@@ -32,7 +32,7 @@ _UNSEEN: Final = re.compile(
 
 def ahead(at_ms: int | None, now_ms: int | None = None) -> str:
     """Format how far off an instant is, from ``now_ms`` or from this host's clock."""
-    return away(at_ms, host_ms() if now_ms is None else now_ms)
+    return format_relative_time(at_ms, host_ms() if now_ms is None else now_ms)
 
 
 def number(value: float | None) -> str:
@@ -59,7 +59,7 @@ def address(exchange: bytes, routing_key: bytes) -> str:
 
 def properties(raw: bytes, most: int = 40, longest: int = 300) -> list[tuple[str, str]]:
     """List a message's first properties and headers with their values, which are cut after ``longest``."""
-    read = reading.read(raw)
+    read = reading.decode_properties(raw)
     found = [*read.properties.items(), *((f"{header.name} ({header.type})", header.value) for header in read.headers)]
     texts = [(name, value_text(value)) for name, value in found[:most]]
     shown = [(name, text[:longest] + "…" * (len(text) > longest)) for name, text in texts]

@@ -20,7 +20,7 @@ HEARTBEAT: Final = 20.0
 NAME: Final = "delayer import"
 
 
-async def asked(question: Awaitable[T]) -> T:
+async def translate_broker_errors(question: Awaitable[T]) -> T:
     """Await the answer. Raises SourceLost if the broker is lost or refuses."""
     try:
         return await question
@@ -31,7 +31,7 @@ async def asked(question: Awaitable[T]) -> T:
 async def admin_of(url: str, management_url: str | None = None) -> Admin:
     """Connect to the source's broker; the caller closes. Raises BadSource, SourceLost."""
     address_of(url)
-    return await asked(Admin.connect(url, management_url=management_url, name=NAME))
+    return await translate_broker_errors(Admin.connect(url, management_url=management_url, name=NAME))
 
 
 def address_of(url: str) -> Address:

@@ -47,7 +47,7 @@ def reading(path: Path) -> Iterator[None]:
         raise SourceLost(f"{path}: {error.strerror}") from error
 
 
-def seen_now(path: Path) -> tuple[int, int, int]:
+def file_identity(path: Path) -> tuple[int, int, int]:
     """Return the inode, size and time of change (ns), which differ if the file was replaced or written to."""
     with reading(path):
         found = path.stat()
@@ -110,7 +110,7 @@ class FileSource(ABC):
     def parameters(self) -> dict[str, object]:
         """See Source. Raises SourceLost."""
         if self._parameters is None:
-            self._state = seen_now(self.path)
+            self._state = file_identity(self.path)
             with reading(self.path), self.path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             said = {"file": str(self.path.resolve()), "sha256": digest}
@@ -212,7 +212,7 @@ class FileSource(ABC):
             size += length
             if size >= BATCH_BYTES:
                 break
-        if self._state not in (None, seen_now(self.path)):
+        if self._state not in (None, file_identity(self.path)):
             raise ImportImpossible(f"{self.path}: it changed since it was staged")
         self._to_come -= len(items)
         return ImportBatch(items, json.dumps(self._after))
@@ -253,7 +253,7 @@ class JsonLines(FileSource):
         if not line.strip():
             return None
         try:
-            found = lines.read(line)
+            found = lines.parse_line(line)
             if isinstance(found, EndLine):
                 return found.messages
             parcel = found.parcel

@@ -21,7 +21,7 @@ from delayer.core import hold as core_hold
 from delayer.core.importing import ImportItem, given
 from delayer.core.marks import X_DEATH
 from delayer.core.message import Parcel, Target
-from delayer.imports.brokers import address_of, asked
+from delayer.imports.brokers import address_of, translate_broker_errors
 from delayer.imports.queues import Queues, Reader
 from delayer.imports.state_machine import BadSource, ImportImpossible
 
@@ -159,7 +159,7 @@ class HoldQueues(Queues):
         if not told:
             raise ImportImpossible(f"no queue with a time to live matches {', '.join(self.patterns)}")
         for name in told.keys() - set(self.patterns):
-            state = await asked(admin.state(name))
+            state = await translate_broker_errors(admin.state(name))
             if state is not None and state.consumers:
                 raise ImportImpossible(f"queue {name} has consumers. Next: name each queue to read, or other patterns")
         holds = [self._hold(name, arguments) for name, arguments in sorted(told.items())]
@@ -180,7 +180,7 @@ class HoldQueues(Queues):
             management = Management(self.management_url, address.vhost, timeout=30.0, tls=address.tls)
         except ValueError as error:
             raise BadSource(f"the source's {error}") from None
-        told = await asked(_queues(management))
+        told = await translate_broker_errors(_queues(management))
         matching = {name for name in told for pattern in self.patterns if fnmatchcase(name, pattern)} - set(self.own)
         holding = {name for name in matching if "x-message-ttl" in told[name]}
         return {name: arguments for name, arguments in told.items() if name in holding or name in self.patterns}

@@ -23,11 +23,11 @@ from delayer.core.marks import X_DEATH
 from delayer.core.message import Target
 from delayer.core.readable import instant
 from delayer.format.headers import COUNTED, DEATHS
-from delayer.imports.brokers import HEARTBEAT, NAME, address_of, admin_of, asked
+from delayer.imports.brokers import HEARTBEAT, NAME, address_of, admin_of, translate_broker_errors
 from delayer.imports.state_machine import SourceLost
 
 
-def fell(properties: Properties | None) -> bool:
+def was_dead_lettered(properties: Properties | None) -> bool:
     """Whether another queue has dead-lettered the message before."""
     return properties is not None and properties.get(X_DEATH) is not None
 
@@ -69,7 +69,7 @@ class DoubtfulMessages:
     def recognize(self, delivery: Delivery, properties: Properties | None) -> tuple[str, bool]:
         """Return a message's digest, and whether the message is committed but still in its queue. Forgets it then."""
         digest = fingerprint(delivery, properties, falling=self._falling)
-        again = delivery.redelivered or (self._falling and fell(properties))
+        again = delivery.redelivered or (self._falling and was_dead_lettered(properties))
         if not again or not digest or self._known[digest] <= 0:
             return digest, False
         self._known[digest] -= 1
@@ -167,7 +167,7 @@ class Queues(ABC):
         now_ms = await self.now()
         async with await admin_of(self.url) as admin:
             readers = {reader.queue: reader for reader in await self._all_readers(admin)}
-            depths = await asked(admin.depths(readers))
+            depths = await translate_broker_errors(admin.depths(readers))
         for why, count in (await self._delayed(readers, fresh=False)).items():
             survey.leave(why, count)
         for name, depth in depths.items():
@@ -254,7 +254,7 @@ class Queues(ABC):
     async def _delayed(self, queues: Collection[str], *, fresh: bool) -> Counter[str]:
         """Count the messages in these queues that their broker delays itself, and the queues that may contain some."""
         async with await admin_of(self.url, self.management_url) as admin:
-            counts = (await asked(admin.delayed([*queues, *self.besides], fresh=fresh))).values()
+            counts = (await translate_broker_errors(admin.delayed([*queues, *self.besides], fresh=fresh))).values()
         found: Counter[str] = Counter()
         found[Left.DELAYED] = sum(filter(None, counts))
         found[Left.UNSEEN] = list(counts).count(None)
@@ -329,7 +329,7 @@ class Queues(ABC):
             readers = await self._all_readers(admin)
             while self._at < len(readers):
                 reader = readers[self._at]
-                depth = (await asked(admin.depths([reader.queue])))[reader.queue] or 0
+                depth = (await translate_broker_errors(admin.depths([reader.queue])))[reader.queue] or 0
                 # A second visit to a queue meets the messages left there again, so it replaces the first visit's list.
                 self._left[reader.queue] = Counter()
                 if depth and not self._none_meant(reader, now_ms):
@@ -372,7 +372,7 @@ class Queues(ABC):
     async def _ready(self) -> int:
         """Count the messages waiting in the current queue, without those that a consumer holds."""
         async with await admin_of(self.url) as admin:
-            return (await asked(admin.depths([self._reader.queue])))[self._reader.queue] or 0
+            return (await translate_broker_errors(admin.depths([self._reader.queue])))[self._reader.queue] or 0
 
     async def _leave(self) -> None:
         """Stop reading, which requeues unacknowledged messages. Raises SourceLost if acknowledgements may be lost."""

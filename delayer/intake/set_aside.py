@@ -100,7 +100,7 @@ class SetAsideMessage(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        read = reading.read(self.properties)
+        read = reading.decode_properties(self.properties)
         return {
             "id": self.id,
             "message_id": self.message_id or None,

@@ -10,7 +10,7 @@ import pytest
 
 from delayer.core.message import Parcel, Target
 from delayer.core.topology import Queue, Topology, arguments
-from delayer.format.lines import Line, write
+from delayer.format.lines import Line, format_line
 from tests.integration.cli import Run
 from tests.support.daemon import DaemonProcess
 from tests.support.place import eventually
@@ -40,7 +40,7 @@ def lines() -> bytes:
             body = list(BAD)[n // 20]
             made.append((body, *BAD[body]))
     return b"".join(
-        write(Line(Parcel(NOW_MS + at, b"a", b"a", b"k", Target(b"", key), Props(headers=(one,)).encode(), body)))
+        format_line(Line(Parcel(NOW_MS + at, b"a", b"a", b"k", Target(b"", key), Props(headers=(one,)).encode(), body)))
         for at, (body, key, one) in enumerate(made)
     )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from delayer.audit import rules
-from delayer.audit.extract import Extract, LaneState, show
+from delayer.audit.extract import Extract, LaneState, create_views
 from delayer.audit.findings import HELD, PACKED, WAITING, AuditReport, Finding
 from delayer.audit.job import Options
 from delayer.audit.source import RELATIONS
@@ -100,7 +100,7 @@ def store(
     }
     counted = fitting(messages, segments) if counters is None else counters
     extract = Extract(now_ms, tuple(lanes), counted, 0, spark, sample)
-    show(
+    create_views(
         spark,
         {
             name: spark.createDataFrame(pa.Table.from_pylist(rows, schema=RELATIONS[name].schema))

@@ -140,13 +140,13 @@ def opened(url: str) -> str:
 
 def test_errors_do_not_quote_the_url(spark: SparkSession, filled: str, work: str) -> None:
     missing = secret(filled).replace(urlsplit(filled).path, "/no_such_database")
-    spark.dataSource.register(source.bound(SecretUrl(missing)))
+    spark.dataSource.register(source.data_source_for(SecretUrl(missing)))
     read = spark.read.format("delayer").option("relation", "held")
     with pytest.raises(Exception, match="no_such_database") as raised, StageWatcher(spark, lambda *_: None)("reading"):
         read.load().collect()
     chain = [raised.value, raised.value.__cause__, raised.value.__context__]
     assert PASSWORD not in "".join(f"{one!r} {getattr(one, '_desc', '')}" for one in chain)
-    assert PASSWORD not in repr(source.bound(SecretUrl(missing)).__dict__)
+    assert PASSWORD not in repr(source.data_source_for(SecretUrl(missing)).__dict__)
     assert PASSWORD not in repr(source.StoreReader({"relation": "held"}, SecretUrl(missing))._reading)
 
 

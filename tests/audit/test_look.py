@@ -8,7 +8,7 @@ import pytest
 
 from delayer.amqp.properties import encode_headers
 from delayer.audit.faults import CHECKSUM, PROPERTIES, UNKNOWN_FORMAT
-from delayer.audit.source import StoredMessage, look, misplaced
+from delayer.audit.source import StoredMessage, check_message, misplaced
 from delayer.core.units import DAY_MS
 from delayer.format.rows import FORMAT, checksum
 from delayer.store.rows.partitions import name_of
@@ -50,7 +50,7 @@ def message(**other: Any) -> StoredMessage:
 )
 def test_defects_of_one_message(changed: dict[str, Any], faults: list[str]) -> None:
     wrong = message(**changed)
-    found = look(wrong)
+    found = check_message(wrong)
     assert found.faults == faults
     assert found.size == len(wrong.properties) + len(wrong.body)
 
@@ -67,13 +67,17 @@ def test_defects_of_one_message(changed: dict[str, Any], faults: list[str]) -> N
     ],
 )
 def test_other_messages_have_other_fingerprints(other: dict[str, Any]) -> None:
-    assert look(message()).fingerprint == look(message(exchange=b"another way here")).fingerprint is not None
-    assert look(message(**other)).fingerprint not in (None, look(message()).fingerprint)
+    assert (
+        check_message(message()).fingerprint
+        == check_message(message(exchange=b"another way here")).fingerprint
+        is not None
+    )
+    assert check_message(message(**other)).fingerprint not in (None, check_message(message()).fingerprint)
 
 
 @pytest.mark.parametrize("other", [{"key": b"k"}, {"properties": encode_headers()}, {"properties": properties(b"")}])
 def test_messages_without_a_fingerprint(other: dict[str, Any]) -> None:
-    assert look(message(**other)).fingerprint is None
+    assert check_message(message(**other)).fingerprint is None
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def change(at_ms: int, what: str = "released", **other: Any) -> Row:
 
 
 def told(spark: SparkSession, rows: list[Row]) -> Past:
-    found = past.told(store(spark, [message()], history=rows), Calendar(100.0))
+    found = past.build_history_report(store(spark, [message()], history=rows), Calendar(100.0))
     assert found is not None
     return found
 
@@ -96,7 +96,7 @@ def test_seconds_given_as_milliseconds(spark: SparkSession) -> None:
 
 
 def test_without_a_history(spark: SparkSession) -> None:
-    assert past.told(store(spark, [message()]), Calendar(100.0)) is None
+    assert past.build_history_report(store(spark, [message()]), Calendar(100.0)) is None
 
 
 @pytest.mark.deadline(300)

@@ -78,14 +78,14 @@ def filled(database: str) -> str:
 
 
 def load(spark: SparkSession, url: str, relation: str, **options: object) -> DataFrame:
-    spark.dataSource.register(source.bound(SecretUrl(url)))
+    spark.dataSource.register(source.data_source_for(SecretUrl(url)))
     texts = {name: str(value) for name, value in options.items()}
     return spark.read.format("delayer").options(relation=relation, **texts).load()
 
 
 def take(spark: SparkSession, url: str, work: str, **more: Any) -> Extract:
     watching = StageWatcher(spark, lambda _what, _done, _of: None)
-    return extract.take(spark, SecretUrl(url), Path(work).as_uri(), watching, **more)
+    return extract.write_extract(spark, SecretUrl(url), Path(work).as_uri(), watching, **more)
 
 
 # ---- the data source

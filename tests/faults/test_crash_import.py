@@ -48,7 +48,7 @@ def write(path: Path) -> list[bytes]:
         Line(Parcel(FAR_MS - n % 7, b"", b"", b"", Target(b"", b"q"), b"\x10\0\2", body))
         for n, body in enumerate(bodies)
     ]
-    path.write_bytes(b"".join(map(lines.write, made)) + lines.write_end(COUNT))
+    path.write_bytes(b"".join(map(lines.format_line, made)) + lines.format_end_line(COUNT))
     return bodies
 
 

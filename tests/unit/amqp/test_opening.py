@@ -126,7 +126,7 @@ async def test_a_cancelled_open_leaves_no_socket() -> None:
     ],
 )
 def test_some_close_codes_blame_a_message(loss: ConnectionLost, objects: bool) -> None:
-    assert loss.objects is objects
+    assert loss.caused_by_client is objects
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from delayer.audit import words
 from delayer.audit.rules import DESTINATIONS, RULES
 from delayer.audit.words import ADVICE
-from delayer.core.readable import away, duration, instant
+from delayer.core.readable import duration, format_relative_time, instant
 
 
 @pytest.mark.parametrize(
@@ -28,13 +28,14 @@ def test_instants_and_their_distance() -> None:
     assert (instant(-1), instant(-1, exact=True)) == ("1969-12-31T23:59:59Z", "1969-12-31T23:59:59.999Z")
     assert instant(-62_135_596_800_000) == "0001-01-01T00:00:00Z"
     assert instant(10**18) == "1000000000000000000 ms", "beyond the calendar"
-    assert away(7_200_000, 0) == "in 2 h"
-    assert away(0, 7_200_000) == "2 h ago"
-    assert away(500, 0) == "now"
-    assert [away(seconds * 1000, 0) for seconds in (59, 114, 120, 3_601, 180_000, 1 << 25, 1 << 26)] == [
+    assert format_relative_time(7_200_000, 0) == "in 2 h"
+    assert format_relative_time(0, 7_200_000) == "2 h ago"
+    assert format_relative_time(500, 0) == "now"
+    seconds = (59, 114, 120, 3_601, 180_000, 1 << 25, 1 << 26)
+    assert [format_relative_time(count * 1000, 0) for count in seconds] == [
         "in 59 s", "in 1 min 54 s", "in 2 min", "in 1 h", "in 2 d 2 h", "in 1 year 23 d", "in 2 years 46 d",
     ]  # fmt: skip
-    assert away(None, 0) == ""
+    assert format_relative_time(None, 0) == ""
 
 
 def test_names_are_one_printable_line() -> None:

@@ -257,7 +257,7 @@ logs._background.queue.join()
 log.info("ready")
 logs.configure("json", "error")
 log.info("ready")
-logs.finish()
+logs.flush_background()
 """
 
 

@@ -18,10 +18,10 @@ from delayer.amqp.values import Timestamp
 from delayer.core.delay_headers import (
     UnreadableDelay,
     in_words,
+    quote_value,
     read_delay_ms,
     read_eta_ms,
     read_instant_ms,
-    shown,
     whole_seconds_until,
 )
 from delayer.core.delay_sources import LONGEST_BODY, instant_in_json_ms, steps
@@ -153,7 +153,7 @@ def test_whole_seconds_are_rounded_down(due_ms: int, now_ms: int) -> None:
 
 @given(st.one_of(st.none(), st.booleans(), st.text(), st.binary(), st.lists(st.text()), st.floats(), st.integers()))
 def test_values_in_errors_are_short_and_printable(value: object) -> None:
-    text = shown(value)
+    text = quote_value(value)
     assert len(text) <= 60
     assert text.isascii()
     assert text.isprintable()

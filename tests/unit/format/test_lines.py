@@ -75,17 +75,17 @@ def test_lines_are_exact_to_the_byte() -> None:
         line = Line(random_parcel(chance), chance.choice([None, chance.getrandbits(32)]), chance.choice([None, held]))
         if line.held is not None:
             line = line._replace(parcel=line.parcel._replace(token=chance.choice([b"", b"30a6aca3", b"\xff"])))
-        written = lines.write(line)
+        written = lines.format_line(line)
         assert written.count(b"\n") == 1
-        assert lines.read(written) == line
+        assert lines.parse_line(written) == line
 
 
 def test_the_last_line_has_the_number_of_messages() -> None:
-    assert lines.read(lines.write_end(7)) == EndLine(7)
+    assert lines.parse_line(lines.format_end_line(7)) == EndLine(7)
 
 
 def test_fields_with_a_default_are_optional() -> None:
-    found = lines.read(b'{"v":1,"due_ms":5,"routing_key":"q","body":"x"}')
+    found = lines.parse_line(b'{"v":1,"due_ms":5,"routing_key":"q","body":"x"}')
     assert found == Line(Parcel(5, b"", b"", b"q", Target(b"", b"q"), lines.PERSISTENT, b"x"))
 
 
@@ -131,7 +131,7 @@ def test_fields_with_a_default_are_optional() -> None:
 )
 def test_invalid_lines(text: bytes, why: str) -> None:
     with pytest.raises(NotALine, match=why):
-        lines.read(text)
+        lines.parse_line(text)
 
 
 @pytest.mark.words
@@ -146,8 +146,8 @@ def test_bytes_of_the_first_version() -> None:
     target = Target(b"mail.out", b"\xff")
     of = Parcel(1795604393876, b"mail.in", b"mail.in", b"outbox", target, b"\x10\0\2", "hellö".encode(), b"order-7")
     line = Line(of, 3735928559, Hold(HoldKind.RETURNED, "returned: 312 NO_ROUTE", may_be_delivered=True))
-    assert lines.read(kept) == line
-    assert lines.write(line) == kept
+    assert lines.parse_line(kept) == line
+    assert lines.format_line(line) == kept
 
 
 # JSON that is safe on every terminal.

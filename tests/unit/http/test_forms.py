@@ -6,7 +6,19 @@ import pytest
 
 from delayer.core import readable
 from delayer.core.filters import Filter, place_text
-from delayer.http.forms import FieldError, Trail, back, fixed, instant, later, meant, number, place, searched, token
+from delayer.http.forms import (
+    FieldError,
+    Trail,
+    back,
+    instant,
+    later,
+    meant,
+    number,
+    place,
+    searched,
+    token,
+    with_absolute_times,
+)
 
 NOW = 1_800_000_000_000
 HOUR = 3_600_000
@@ -100,7 +112,7 @@ def test_an_invalid_filter_is_reported(form: dict[str, str]) -> None:
 
 def test_a_filter_with_relative_times_selects_the_same_messages_later() -> None:
     first = searched({"due_after": "-1h", "due_before": "2h", "key": "k"}, NOW)
-    again = meant({name: [text] for name, text in fixed(first).items()}, NOW + 7 * HOUR)
+    again = meant({name: [text] for name, text in with_absolute_times(first).items()}, NOW + 7 * HOUR)
     assert again.wanted == first.wanted
 
 

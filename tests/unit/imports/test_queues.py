@@ -8,7 +8,7 @@ from delayer.amqp.properties import Properties
 from delayer.amqp.values import Delivery
 from delayer.core.message import Target
 from delayer.imports.hold_queues import HoldQueue
-from delayer.imports.queues import fell, fingerprint
+from delayer.imports.queues import fingerprint, was_dead_lettered
 from tests.support.raw import Props, Value, array, number, table, text
 
 NOW = 1_900_000_000_500
@@ -148,8 +148,8 @@ def test_a_message_is_recognized_one_level_below() -> None:
 
     assert known_of(bare, falling=True) == known_of(fallen, falling=True) != ""
     assert known_of(bare) != known_of(fallen)
-    assert fell(Properties.parse(fallen.properties))
-    assert not fell(Properties.parse(bare.properties))
+    assert was_dead_lettered(Properties.parse(fallen.properties))
+    assert not was_dead_lettered(Properties.parse(bare.properties))
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ HEADERS: list[tuple[bytes, Value, str, object, str]] = [
 
 def test_headers_are_read_with_their_types_and_compared_as_text() -> None:
     raw = Props(headers=tuple((name, value) for name, value, *_ in HEADERS), message_id=b"m", delivery_mode=2).encode()
-    found = reading.read(raw)
+    found = reading.decode_properties(raw)
     assert found.properties == {"delivery_mode": 2, "message_id": "m"}
     assert [tuple(one) for one in found.headers] == [(n.decode(), kind, value) for n, _, kind, value, _ in HEADERS]
     for name, _, _, _, as_text in HEADERS:
@@ -97,12 +97,12 @@ def test_headers_are_read_with_their_types_and_compared_as_text() -> None:
 
 def test_nested_values_are_plain() -> None:
     raw = Props(headers=((b"a", array(number("I", 1), table((b"k", text("v"))))),)).encode()
-    assert reading.read(raw).headers[0].value == [1, {"k": "v"}]
+    assert reading.decode_properties(raw).headers[0].value == [1, {"k": "v"}]
 
 
 @given(st.binary(max_size=60))
 def test_any_bytes_can_be_read(raw: bytes) -> None:
-    reading.read(raw)
+    reading.decode_properties(raw)
     reading.has_properties(raw, Filter(headers=((b"", ""),)))
     read_refusal(Delivery(1, False, b"", b"", raw, b""), ENTRIES)
 

@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 
 from delayer.config.errors import ConfigError
-from delayer.config.loading import load, mistakes
+from delayer.config.loading import load, store_url_errors
 
 NO_FILE = Path(os.devnull)
 URL = "postgresql://user:hunter2@127.0.0.1:1/delayer"
@@ -34,7 +34,7 @@ def _no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 async def test_each_mistake_is_named(query: str, expected: str, found: str) -> None:
-    [(wanted, there)] = mistakes(f"{URL}?{query}", {})
+    [(wanted, there)] = store_url_errors(f"{URL}?{query}", {})
     assert wanted.startswith(expected)
     assert there == found
     with pytest.raises(ConfigError, match=r"store\.url: expected .*, found ") as told:
@@ -52,7 +52,7 @@ async def test_each_mistake_is_named(query: str, expected: str, found: str) -> N
     ],
 )  # fmt: skip
 async def test_parameters_of_the_driver_are_valid(query: str) -> None:
-    assert mistakes(URL + query, {}) == []
+    assert store_url_errors(URL + query, {}) == []
     with pytest.raises(OSError, match=r"refused|No such file") as refused:  # port 1 has no listener
         await asyncpg.connect(URL + query, timeout=5)
     assert not isinstance(refused.value, ValueError)
@@ -60,11 +60,11 @@ async def test_parameters_of_the_driver_are_valid(query: str) -> None:
 
 def test_the_users_root_certificate_is_used(tmp_path: Path) -> None:
     verified = f"{URL}?sslmode=verify-ca"
-    assert mistakes(verified, {"PGSSLROOTCERT": "/etc/ca.pem"}) == []
-    assert mistakes(verified, {})
+    assert store_url_errors(verified, {"PGSSLROOTCERT": "/etc/ca.pem"}) == []
+    assert store_url_errors(verified, {})
     (tmp_path / ".postgresql").mkdir()
     (tmp_path / ".postgresql" / "root.crt").write_text("a certificate")
-    assert mistakes(verified, {}) == []
+    assert store_url_errors(verified, {}) == []
 
 
 def test_all_mistakes_at_once() -> None:
@@ -78,9 +78,9 @@ def test_all_mistakes_at_once() -> None:
 @pytest.mark.parametrize("who", ["ann@srv:pw", "ann:p@w"])
 async def test_an_unescaped_at_sign_in_the_user_part_is_a_mistake(who: str) -> None:
     url = f"postgresql://{who}@localhost:1/d"
-    ((expected, found),) = mistakes(url, {})
+    ((expected, found),) = store_url_errors(url, {})
     assert "%40" in expected
     assert who not in found
     with pytest.raises((ValueError, OSError), match=r"invalid|not known|name resolution"):  # another host
         await asyncpg.connect(url, timeout=5)
-    assert mistakes(url.replace("@", "%40", 1), {}) == []
+    assert store_url_errors(url.replace("@", "%40", 1), {}) == []
