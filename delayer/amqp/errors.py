@@ -25,7 +25,7 @@ class ReplyCode(IntEnum):
 
 
 LOGIN: Final = "check user and password, and that the broker has them"
-PERMISSION: Final = "give the user this permission (docs/security.md)"
+PERMISSION: Final = "give the user this permission"
 NOT_ALLOWED: Final = (
     "do what the reason asks for: create the virtual host, give the user permissions in it, or raise the limit of the "
     "virtual host or the user (rabbitmqctl set_vhost_limits, set_user_limits)"
