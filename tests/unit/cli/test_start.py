@@ -18,7 +18,7 @@ main()
 """
 SLOW = frozenset(
     {
-        "aio_pika", "aiormq", "alembic", "asyncmy", "jinja2", "matplotlib", "numpy", "pandas", "prometheus_client",
+        "aio_pika", "aiormq", "alembic", "asyncmy", "jinja2", "numpy", "pandas", "prometheus_client",
         "pyarrow", "pyspark", "sqlalchemy", "starlette", "uvicorn", "uvloop",
     }
 )  # fmt: skip
