@@ -16,7 +16,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: venv
-venv: ## .venv with the delayer command in it, and nothing else
+venv: ## .venv with the delayer command only
 	@.ci/setup venv
 
 .PHONY: demo
@@ -32,7 +32,7 @@ test: ready lint ## check, then the tests, against real servers of their own; un
 	@$(PYTHON_OF_VENV) -m pytest $(PYTEST_SPREAD) $(PYTEST_ARGS)
 
 .PHONY: test-slow
-test-slow: ready ## those that are too slow for that: Spark, every import, and whole daemons killed again and again
+test-slow: ready ## the slow tests: Spark, every import, and whole daemons killed again and again
 	@$(PYTHON_OF_VENV) -m pytest $(PYTEST_SPREAD) -m 'slow and not long' $(PYTEST_ARGS)
 
 .PHONY: test-reworded
@@ -40,7 +40,7 @@ test-reworded: ready ## the tests with another text for every reason: no decisio
 	@TEST_REWORDED=1 $(PYTHON_OF_VENV) -m pytest $(PYTEST_SPREAD) $(PYTEST_ARGS)
 
 .PHONY: test-faults
-test-faults: ready ## every fault, overload and clock, those that take a minute too; a quarter of an hour
+test-faults: ready ## every fault, overload and clock, including tests of a minute; a quarter of an hour
 	@$(PYTHON_OF_VENV) -m pytest $(PYTEST_SPREAD) -m 'long or not long' tests/faults $(PYTEST_ARGS)
 
 .PHONY: mutants
@@ -56,7 +56,7 @@ test-brokers: ready ## the tests that talk to a broker, against RabbitMQ 3.10, 4
 	@.ci/brokers $(PYTEST_SPREAD) $(PYTEST_ARGS)
 
 .PHONY: audit-deps
-audit-deps: ## pip-audit over every pinned version: known holes in what we depend on (exit 3: could not be asked)
+audit-deps: ## pip-audit over every pinned version: known vulnerabilities (exit 3: not every version could be checked)
 	@.ci/audit-deps
 
 .PHONY: check
@@ -64,7 +64,7 @@ check: dev lint ## style, types and import rules; no server
 	@$(PYTHON_OF_VENV) -m pytest --quiet tests/unit/test_imports.py
 
 .PHONY: bench
-bench: servers ## rates, lateness and cost beside the ceilings of broker and database; about an hour (BENCH_ARGS=…)
+bench: servers ## rates, lateness and cost next to the ceilings of broker and database; about an hour (BENCH_ARGS=…)
 	@$(PYTHON_OF_VENV) -m bench $(BENCH_ARGS)
 
 .PHONY: bench-quick
@@ -90,7 +90,7 @@ release: dev ## the last commit as sdist, wheel, Debian package, SBOM and checks
 	@.ci/release
 
 .PHONY: clean
-clean: ## delete .venv and whatever was made here
+clean: ## delete .venv and everything built here
 	rm -rf .venv dist build .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
