@@ -26,6 +26,7 @@ from delayer.core import faultpoint
 from delayer.core.errors import Unconfirmed
 from delayer.core.hold import Outcome, outcome_of
 from delayer.core.message import as_text
+from delayer.core.readable import counted
 from delayer.retry import raise_first
 
 log = structlog.get_logger(__name__)
@@ -94,7 +95,7 @@ class AmqpPublisher:
         except BrokerLost as error:
             lost = error
         except TimeoutError:
-            lost = BrokerLost(f"the broker did not take {len(batch)} messages within {self._timeout:g} s")
+            lost = BrokerLost(f"the broker did not take {counted(len(batch), 'message')} within {self._timeout:g} s")
         left = pending.deadline - loop.time()
         if len(pending.outcomes) == len(batch):
             if left > self._timeout * 3 / 4:

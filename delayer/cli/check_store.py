@@ -8,7 +8,7 @@ from delayer.cli.errors import STORE_RUNS
 from delayer.config.model import Settings
 from delayer.core.clocks import ClockOffset
 from delayer.core.errors import StoreLost
-from delayer.core.readable import duration
+from delayer.core.readable import counted, duration
 from delayer.store import schema, servers
 from delayer.store.admin import needs, stats
 from delayer.store.errors import BadStoreUrl, StoreUnfit, check_arrow
@@ -87,7 +87,7 @@ def _messages(report: CheckReport, seen: stats.StoreOverview) -> None:
         advice = "`delayer held list` has the reasons; the daemon tries them again, except those marked *by hand*"
         report.add("held", "note", f"{seen.held} in the store", advice)
     if seen.late.segments:
-        found = f"{seen.late.segments} with {seen.late.messages} messages should be restored by now"
+        found = f"{seen.late.segments} with {counted(seen.late.messages, 'message')} should be restored by now"
         report.add("segments", "off", found, "see the daemons' logs, or run `delayer restore`")
     if seen.segments.segments:
         try:
@@ -95,7 +95,7 @@ def _messages(report: CheckReport, seen: stats.StoreOverview) -> None:
         except StoreLost as lost:
             report.add("segments", "off", lost, lost.advice)
     if seen.segments.broken:
-        found = f"{seen.segments.broken} do not read back, with {seen.segments.broken_messages} messages"
+        found = f"{seen.segments.broken} do not read back, with {counted(seen.segments.broken_messages, 'message')}"
         report.add("segments", "off", found, "see docs/backlog.md; their bytes are kept")
 
 

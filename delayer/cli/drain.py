@@ -29,7 +29,7 @@ from delayer.core.delay_headers import whole_seconds_until
 from delayer.core.filters import Filter
 from delayer.core.importing import ImportSelection
 from delayer.core.message import Due
-from delayer.core.readable import Say
+from delayer.core.readable import Say, counted
 from delayer.core.units import MINUTE_MS
 from delayer.format.envelope import Endpoints, into_cascade
 from delayer.format.headers import ROOM
@@ -246,7 +246,9 @@ def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool,
     if count and not dry_run:
         kept = sum(one.messages or 0 for one in left)
         into = "cascade" if target == "native" else "store"
-        if not confirm(f"Move {count:,} messages into the {into}?" + (f" {kept:,} stay." if kept else ""), yes=yes):
+        if not confirm(
+            f"Move {counted(count, 'message')} into the {into}?" + (f" {kept:,} stay." if kept else ""), yes=yes
+        ):
             context.exit(ExitCode.DONE)
         with import_failures():
             done, left = asyncio.run(_moved(settings, url, keys_too=keys_too))
@@ -291,7 +293,7 @@ def _tell(target: str, count: int, done: int, left: Sequence[LeftBehind], *, dry
         print_json({"moved": done, "would_be_moved": count if dry_run else 0, "left": rows})
     else:
         if dry_run:
-            click.echo(f"Would be moved: {count:,} messages into the {into}.")
+            click.echo(f"Would be moved: {counted(count, 'message')} into the {into}.")
         else:
             click.echo(f"Moved into the {into}: {done:,}." if count else "There are no messages to move.")
         if left:

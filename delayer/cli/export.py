@@ -16,6 +16,7 @@ from delayer.cli.errors import CommandFailed, Misused, OutOfReach
 from delayer.cli.options import filter_of, filter_options, request_of, store_url
 from delayer.cli.output import note
 from delayer.core.filters import Filter
+from delayer.core.readable import counted
 from delayer.format import lines
 from delayer.format.lines import Line
 from delayer.store import held_messages
@@ -68,7 +69,7 @@ def export(context: click.Context, /, *, file: Path, force: bool, **given: Any) 
             raise Misused(where) from error
         kept = not to_stdout and (file.is_file() or not file.exists())
         raise OutOfReach(f"{where}: {_NOTHING_KEPT if kept else 'the output is incomplete'}") from error
-    note(f"{count:,} messages were written.")
+    note(f"Written: {counted(count, 'message')}.")
     if broken is not None:
         raise CommandFailed(str(broken))
 

@@ -27,7 +27,7 @@ from delayer.cli.options import (
 from delayer.cli.output import note, print_json, print_table, progress
 from delayer.config.model import Settings
 from delayer.core.importing import ImportSelection, Run, read_rewrite
-from delayer.core.readable import instant
+from delayer.core.readable import counted, instant
 from delayer.format.reading import address
 from delayer.imports import state_machine
 from delayer.imports.brokers import Destinations
@@ -84,17 +84,17 @@ def tell_preview(seen: Preview, as_json: bool) -> None:
             rows.append((address(*target), f"{goal.messages:,}", first_due, problem))
         print_table(["destination", "messages", "first due", "problem"], rows, right=(1,))
         if len(goals) > SHOWN_GOALS:
-            note(f"… and {len(goals) - SHOWN_GOALS:,} destinations more; --json has all of them.")
+            note(f"… and {counted(len(goals) - SHOWN_GOALS, 'more destination')}; --json has all of them.")
     if seen.unfinished is not None:
         one = seen.unfinished
-        note(f"Import {one.id} from {one.source} is not finished: {one.committed:,} messages are committed.")
+        note(f"Import {one.id} from {one.source} is not finished. Committed: {counted(one.committed, 'message')}.")
     if seen.refusal:
         note(f"A run would be refused: {seen.refusal}.")
 
 
 def lines_of(seen: Preview) -> list[str]:
     survey = seen.survey
-    said = [f"{survey.messages:,} messages are chosen."]
+    said = [f"Chosen: {counted(survey.messages, 'message')}."]
     if survey.first_due_ms is not None and survey.last_due_ms is not None:
         said.append(f"The first is due {instant(survey.first_due_ms)}, the last {instant(survey.last_due_ms)}.")
     if seen.reasons:
@@ -249,7 +249,7 @@ def _abort(context: click.Context, make: Make, given: dict[str, Any]) -> None:
         print_json({**_json_of(run), "put_back": put_back})
         return
     back = "the rest is where it was" if put_back is None else f"{put_back:,} are where they were"
-    click.echo(f"Import {run.id} is aborted: {run.committed:,} messages stay in the store, {back}.")
+    click.echo(f"Import {run.id} is aborted. In the store: {counted(run.committed, 'message')}; {back}.")
 
 
 def _with(

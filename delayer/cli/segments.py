@@ -21,8 +21,8 @@ from delayer.cli.options import (
     store_url,
 )
 from delayer.cli.output import note, per_second, print_json, progress, when
+from delayer.core.readable import counted, size
 from delayer.core.readable import duration as readable_duration
-from delayer.core.readable import size
 from delayer.store.segments.compact import FEWEST
 
 if TYPE_CHECKING:
@@ -119,15 +119,16 @@ def compact(
         with progress() as say, spark.session("delayer compact", master=master, more=conf, handing_out=True) as session:
             done = job.run(session, url, planned, rows, say)
     _tell_packed(done, as_json=as_json)
-    parts = f"{len(done.lost)} windows are not packed, or perhaps not"
+    parts = f"not packed, or perhaps not: {counted(len(done.lost), 'window')}"
     _end(context, done.broken, done.lost, "A segment did not read back, its messages stayed rows", parts)
 
 
 def _forecast(found: compaction.Numbers) -> str:
     gain = found.gain
     text = (
-        f"{found.messages:,} messages ({size(found.raw_bytes)}) would go into about {found.segments:,} segments; "
-        f"{found.large:,} of more than 1 MiB and {found.few:,} others would stay.\n"
+        f"{counted(found.messages, 'message')} ({size(found.raw_bytes)}) would go into about "
+        f"{counted(found.segments, 'segment')}; "
+        f"{found.large:,} of more than 1 MiB and {counted(found.few, 'other')} would stay.\n"
         f"On disk: {size(found.disk_bytes)}, the messages that are due sooner among them."
     )
     if not found.messages:
@@ -158,9 +159,10 @@ def _tell_packed(done: compaction.CompactionResult, *, as_json: bool) -> None:
     if messages := totals["messages"]:
         took = f"{done.seconds:.1f} s, {per_second(messages, done.seconds)}"
         of, now = size(totals["raw_bytes"]), size(totals["packed_bytes"])
-        text = f"{messages:,} messages ({of}) are in {totals['segments']:,} segments ({now}); {took}."
+        packed = f"{counted(messages, 'message')} ({of}) into {counted(totals['segments'], 'segment')} ({now})"
+        text = f"Packed: {packed}; {took}."
     rows = f"Rows on disk: {size(shrunk.bytes_before)} before, {size(shrunk.bytes_after)} now"
-    partitions = f"{len(shrunk.dropped)} partitions dropped, {len(shrunk.vacuumed)} vacuumed"
+    partitions = f"{counted(len(shrunk.dropped), 'partition')} dropped, {len(shrunk.vacuumed)} vacuumed"
     _tell(figures, f"{text}\n{rows}; {partitions}.", as_json=as_json)
     if shrunk.left and not as_json:
         note(f"{len(shrunk.left)} partitions keep their room, as other sessions held them. The next run frees it.")
@@ -206,7 +208,7 @@ def restore(context: click.Context, *, within_ms: int | None, everything: bool, 
     with progress() as say:
         done = asyncio.run(job.run(url, planned, say))
     _tell_restored(planned, done, as_json=as_json)
-    parts = f"the store was lost in {len(done.lost)} segments, which are not restored, or perhaps not"
+    parts = f"the store was lost, so not restored, or perhaps not: {counted(len(done.lost), 'segment')}"
     _end(context, done.broken, done.lost, "Broken, and kept as it is", parts)
 
 
@@ -221,17 +223,18 @@ def _tell_to_restore(planned: restoration.RestorePlan, *, as_json: bool) -> None
         "next_due_ms": segments[0].first_due_ms if segments else None,
     }
     text = (
-        f"{planned.messages:,} messages in {len(segments):,} segments ({size(figures['packed_bytes'] or 0)}, broken: "
-        f"{figures['broken']}) would be restored; the first is due {when(figures['next_due_ms'], planned.now_ms)}."
+        f"{counted(planned.messages, 'message')} in {counted(len(segments), 'segment')} "
+        f"({size(figures['packed_bytes'] or 0)}, broken: {figures['broken']}) would be restored; "
+        f"the first is due {when(figures['next_due_ms'], planned.now_ms)}."
     )
     _tell(figures, text, as_json=as_json)
 
 
 def _tell_restored(planned: restoration.RestorePlan, done: restoration.RestoreResult, *, as_json: bool) -> None:
     figures = asdict(done) | {"seconds": round(done.seconds, 3), "lost": sorted(set(done.lost))}
-    quicker = f"; {done.gone:,} segments were restored or emptied by others" if done.gone else ""
+    quicker = f"; restored or emptied by others: {counted(done.gone, 'segment')}" if done.gone else ""
     text = (
-        f"{done.messages:,} messages of {done.segments:,} segments are rows again; {done.seconds:.1f} s, "
+        f"Restored: {counted(done.messages, 'message')} of {counted(done.segments, 'segment')}; {done.seconds:.1f} s, "
         f"{per_second(done.messages, done.seconds)}{quicker}."
     )
     _tell(figures, text if planned.segments else "There is nothing to restore.", as_json=as_json)

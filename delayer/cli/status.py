@@ -23,7 +23,7 @@ from delayer.config.model import Settings
 from delayer.config.texts import is_loopback, names_of, service_of
 from delayer.config.topology import cascade_of, uses_cascade
 from delayer.core.errors import StoreLost
-from delayer.core.readable import duration
+from delayer.core.readable import counted, duration
 from delayer.core.secret import Secret
 from delayer.store import schema
 from delayer.store.admin import stats
@@ -294,16 +294,16 @@ def _print_store(store: dict[str, Any] | None) -> None:
 
 def _print_segments(segments: dict[str, Any], now_ms: int) -> None:
     click.echo(
-        f"compacted: {segments['messages']} in {segments['count']} segments   "
+        f"compacted: {segments['messages']} in {counted(segments['count'], 'segment')}   "
         f"next due: {when(segments['next_due_ms'], now_ms)}"
     )
     if segments["late"]:
         click.echo(
-            f"LATE: {segments['late']} segments with {segments['late_messages']} messages should be restored by now; "
-            "see the daemons' logs, or run `delayer restore`"
+            f"LATE: {counted(segments['late'], 'segment')} with {counted(segments['late_messages'], 'message')} "
+            "should be restored by now; see the daemons' logs, or run `delayer restore`"
         )
     if segments["broken"]:
         click.echo(
-            f"BROKEN: {segments['broken']} segments with {segments['broken_messages']} messages do not read back; "
-            "their bytes are kept, see docs/backlog.md"
+            f"BROKEN: {counted(segments['broken'], 'segment')} with {counted(segments['broken_messages'], 'message')}, "
+            "unreadable; the bytes are kept, see docs/backlog.md"
         )

@@ -18,6 +18,7 @@ from delayer.cli.output import in_groups, note, print_json, print_queues, print_
 from delayer.cli.status import queue_depths
 from delayer.config.model import Settings
 from delayer.config.topology import intake_of, native_of, topology_of, uses_cascade
+from delayer.core.readable import counted
 from delayer.core.topology import Topology
 from delayer.store.admin import setup
 
@@ -71,7 +72,8 @@ def apply(request: Request, accept_broker: bool) -> None:
 
     new, missing = with_admin(settings, declare)
     click.echo(
-        f"In place: {len(whole.exchanges)} exchanges, {len(whole.queues)} queues, {len(whole.bindings)} bindings. "
+        f"In place: {counted(len(whole.exchanges), 'exchange')}, {counted(len(whole.queues), 'queue')}, "
+        f"{counted(len(whole.bindings), 'binding')}. "
         f"New exchanges and queues: {new}."
     )
     if url:

@@ -14,6 +14,7 @@ from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, native_of
 from delayer.core.filters import naming_advice
+from delayer.core.readable import counted
 from delayer.format.refusal import NO_EDITS, EntryPoints, RetryEdits
 from delayer.intake.set_aside import (
     ANY,
@@ -140,6 +141,8 @@ class SetAsideChange:
         lines += [f"{name} is not in the queue.{naming_advice(name)}" for name in sorted(done.missing)]
         unread = 0 if done.may_delay else done.unread
         if unread:
-            lines.append(f"{unread:,} messages were not read: another consumer has them. Next: run the command again.")
+            lines.append(
+                f"Not read: {counted(unread, 'message')}, which another consumer has. Next: run the command again."
+            )
         complete = not (stay or done.missing or unread)
         return ChangeResult(past, messages, len(self.wanted.ids) or None, lines, complete=complete)

@@ -31,6 +31,7 @@ from delayer.core.hold import unfit
 from delayer.core.importing import ImportBatch, ImportItem, ImportSelection, Left, Run, Survey
 from delayer.core.message import Parcel, Target, as_text
 from delayer.core.plan import LATEST_MS
+from delayer.core.readable import counted
 from delayer.format import lines
 from delayer.format.lines import EndLine, NotALine
 from delayer.format.rows import checksum
@@ -124,8 +125,10 @@ class FileSource(ABC):
             if unfinished is None:
                 brought = await self.notes.brought(self.name, str(self.parameters["sha256"]))
                 if brought:
-                    said = ", ".join(f"import {earlier} brought {messages:,}" for earlier, messages in brought)
-                    twice = f"{said} messages of this very file: messages of both are delivered twice"
+                    said = ", ".join(
+                        f"import {earlier} brought {counted(messages, 'message')}" for earlier, messages in brought
+                    )
+                    twice = f"{said} of this very file: messages of both are delivered twice"
                     self._survey.doubt(twice)
                     self._survey.brought = f"{twice}. Next: --again, if they are gone by now, or shall come twice"
         return self._survey
@@ -154,8 +157,8 @@ class FileSource(ABC):
             survey.doubt("the file does not have the number of its messages, so it may have been cut")
         elif self.counted and sum(ends) != messages:
             raise ImportImpossible(
-                f"{self.path}: expected {sum(ends)} messages by its last line, found {messages}: it was cut, or lines "
-                "are missing"
+                f"{self.path}: expected {counted(sum(ends), 'message')} by its last line, found {messages}: "
+                "it was cut, or lines are missing"
             )
         return survey
 

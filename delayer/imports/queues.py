@@ -21,7 +21,7 @@ from delayer.broker.consumer import AmqpConsumer, AmqpSubscription
 from delayer.core.importing import ImportBatch, ImportItem, ImportSelection, Left, Run, Survey
 from delayer.core.marks import X_DEATH
 from delayer.core.message import Target
-from delayer.core.readable import instant
+from delayer.core.readable import counted, instant
 from delayer.format.headers import COUNTED, DEATHS
 from delayer.imports.brokers import HEARTBEAT, NAME, address_of, admin_of, translate_broker_errors
 from delayer.imports.state_machine import SourceLost
@@ -179,14 +179,14 @@ class Queues(ABC):
             survey.messages += depth
             latest_ms = readers[name].latest_ms(now_ms)
             until = "" if latest_ms is None else f", due {instant(latest_ms)} at the latest"
-            survey.remarks.append(f"{name}: {depth:,} messages{until}")
+            survey.remarks.append(f"{name}: {counted(depth, 'message')}{until}")
             if (target := readers[name].target) is not None:
                 survey.expect(self.meant.retargeted(target), depth)
         if self.meant.limit is not None:
             survey.messages = min(survey.messages, self.meant.limit)
         missing = [name for name, depth in depths.items() if depth is None]
         if missing:
-            survey.remarks.append(f"{len(missing)} queues do not exist, such as {missing[0]}")
+            survey.remarks.append(f"{counted(len(missing), 'missing queue')}, such as {missing[0]}")
         survey.remarks.append("only a run sees destinations and due instants in messages")
         return survey
 

@@ -360,14 +360,14 @@ async def test_segments_are_counted_and_a_broken_segment_fails_the_check(delayer
             for verb, code in ("check", 1), ("list", 3):
                 assert "install delayer[segments]" in delayer(verb, expect=code, COLUMNS="400").output
         await connection.execute("UPDATE segment SET first_due = now() + interval '10 minutes' WHERE id = 2")
-        assert "LATE: 1 segments with 7 messages should be restored by now" in delayer("status").stdout
+        assert "LATE: 1 segment with 7 messages should be restored by now" in delayer("status").stdout
         found = json.loads(delayer("status", "--json").stdout)["store"]["segments"]
         assert (found["late"], found["late_messages"]) == (1, 7)
         [row] = rows(delayer, "segments", expect=1)
         assert row["found"] == "1 with 7 messages should be restored by now"
         await connection.execute("UPDATE segment SET first_due = now() + interval '30 hours' WHERE id = 2")
         await connection.execute("UPDATE segment SET broken_at = now(), broken = 'why' WHERE id = 1")
-    assert "BROKEN: 1 segments with 7 messages do not read back" in delayer("status").stdout
+    assert "BROKEN: 1 segment with 7 messages, unreadable" in delayer("status").stdout
     found = json.loads(delayer("status", "--json").stdout)["store"]["segments"]
     assert (found["count"], found["messages"], found["broken"], found["broken_messages"]) == (2, 14, 1, 7)
     [row] = rows(delayer, "segments", expect=1)

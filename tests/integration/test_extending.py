@@ -84,7 +84,7 @@ def test_an_import_source_and_a_command(
     environ = {"DELAYER_MODE": "store", "DELAYER_STORE__URL": database, "DELAYER_BROKER__URL": broker}
     (write, _), (preview, _), (go, _) = lines_of(CONSOLES[1])
     run(write, extended, tmp_path)
-    assert "1 messages are chosen." in run(preview, extended, tmp_path, environ)
+    assert "Chosen: 1 message." in run(preview, extended, tmp_path, environ)
     run(go, extended, tmp_path, environ)
     [(command, shown)] = lines_of(CONSOLES[2])
     assert run(command, extended, tmp_path, environ) == shown == "2099-01-31T08:00:00Z\n"

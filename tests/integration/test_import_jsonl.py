@@ -207,13 +207,13 @@ def test_a_run_reports_possible_gaps_and_repeats(delayer: Run, tmp_path: Path) -
     assert "of this very file" not in first
     look = ("import", "jsonl", "preview", str(file), "--unverified", "--json")
     seen = json.loads(delayer(*look, expect=1).stdout)
-    assert "import 1 brought 1 messages of this very file" in seen["remarks"][-1]
+    assert "import 1 brought 1 message of this very file" in seen["remarks"][-1]
     assert "Next: --again" in seen["refused"]
     assert json.loads(delayer(*run, "--again", "--dry-run", "--json").stdout)["refused"] is None
     refused = delayer(*run, expect=1).stderr
-    assert "import 1 brought 1 messages of this very file" in refused
+    assert "import 1 brought 1 message of this very file" in refused
     assert "--again" in refused
-    assert "import 1 brought 1 messages of this very file" in delayer(*run, "--again").stderr
+    assert "import 1 brought 1 message of this very file" in delayer(*run, "--again").stderr
 
 
 def names(directory: Path) -> list[str]:
