@@ -14,6 +14,7 @@ import pytest
 
 from tests.acceptance.world import Things
 from tests.support.servers import RabbitMQ
+from tests.unit.test_imports import read_package, violations
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/extending.md").read_text()
@@ -55,8 +56,11 @@ def test_the_page_has_an_example_for_each_change() -> None:
 
 
 def test_the_patched_package_passes_the_project_s_checks(extended: Path) -> None:
-    for tool in ("ruff check", "ruff format --check"):
+    if (cache := ROOT / ".mypy_cache").exists():  # Without it mypy takes 20 s instead of one.
+        shutil.copytree(cache, extended / cache.name)
+    for tool in ("ruff check", "ruff format --check", "mypy"):
         subprocess.run([sys.executable, "-m", *tool.split(), "delayer"], cwd=extended, check=True)
+    assert violations(read_package(extended / "delayer")) == []
 
 
 def test_a_delay_form(extended: Path, tmp_path: Path) -> None:

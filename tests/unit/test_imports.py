@@ -150,16 +150,16 @@ def _layer_of(module: str) -> str:
     return module.partition(".")[2].partition(".")[0]
 
 
-def _read_package() -> dict[str, str]:
+def read_package(package: Path = PACKAGE) -> dict[str, str]:
     sources = {}
-    for path in PACKAGE.rglob("*.py"):
-        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package.parent).with_suffix("").parts
         sources[".".join(parts).removesuffix(".__init__")] = path.read_text()
     return sources
 
 
 def test_imports_only_go_down_the_layers() -> None:
-    sources = _read_package()
+    sources = read_package()
     assert "delayer.core.message" in sources
     assert violations(sources) == []
 
@@ -168,7 +168,7 @@ def test_names_are_unique() -> None:
     """Classes and aliases of the package; constants only in core, which all layers import."""
     names = Counter(
         name
-        for module, text in _read_package().items()
+        for module, text in read_package().items()
         for name in map(_defined, ast.parse(text).body)
         if len(name) > 1 and name[0].isupper() and (not name.isupper() or module.startswith("delayer.core."))
     )
