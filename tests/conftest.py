@@ -1,6 +1,6 @@
 """Servers for tests, and coroutine tests.
 
-Servers are started by the first test that asks for one: the unit tests alone start none.
+Servers are started by the first test that needs one; the unit tests alone start none.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SLOW = (
 )
 
 
-# No deadline for an example: three workers and their servers share two cores, so its time says nothing.
+# No deadline per example: three workers and their servers share two cores, so its time means nothing.
 settings.register_profile("shared machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
 
@@ -97,7 +97,7 @@ def pytest_configure(config: pytest.Config) -> None:
     path = os.environ.get("FAILED_TESTS")
     if path and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Failed(Path(path)))
-    if not config.option.markexpr:  # a worker gets it from the controller: its own args_source tells nothing
+    if not config.option.markexpr:  # a worker gets it from the controller: its own args_source is not meaningful
         named = config.args_source is pytest.Config.ArgsSource.ARGS
         config.option.markexpr = "not long" if named else "not long and not slow"
     if reworded.EVERYWHERE:
@@ -121,9 +121,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run `async def` tests in a loop of their own, each with a deadline: `@pytest.mark.deadline(seconds)` moves it.
+    """Run each `async def` test in its own loop with a deadline; `@pytest.mark.deadline(seconds)` moves it.
 
-    A call of the loop's exception handler (a task died unnoticed, a callback raised) fails the test too.
+    A call of the loop's exception handler (a task died unnoticed, a callback raised) also fails the test.
     """
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
@@ -147,7 +147,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             try:
                 runner.run(run())
             finally:
-                # uvloop waits without end for a connection that a failed test left open. Then end the worker.
+                # uvloop waits forever for a connection left open by a failed test. In that case, end the worker.
                 faulthandler.dump_traceback_later(CLOSE_SECONDS, exit=True, file=sys.__stderr__)
     finally:
         faulthandler.cancel_dump_traceback_later()

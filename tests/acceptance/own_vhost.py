@@ -19,7 +19,7 @@ ROUTES = ({"from": "in", "to": "out"}, {"from": "in.queue", "to": ""}, {"from": 
 
 @dataclass
 class OwnVhost:
-    """Exchange ``out``, behind it queue ``inbox``."""
+    """Exchange ``out``, with queue ``inbox`` bound to it."""
 
     rabbitmq: RabbitMQ
     vhost: str
@@ -52,7 +52,7 @@ class OwnVhost:
         return found | ({"STORE__URL": store_url} if store_url else {})
 
     def write(self, path: Path, mode: str, sections: Mapping[str, Mapping[str, Any]]) -> None:
-        """The configuration file; ``sections`` besides the broker and the routes."""
+        """Write the configuration file: broker, routes and these ``sections``."""
         lines = [f"mode = {json.dumps(mode)}"]
         for section, table in {"broker": {"url": self.url}, **sections}.items():
             lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]

@@ -1,4 +1,4 @@
-"""The audit's page in a real browser: it fits a desk and a telephone, and requests nothing from the network. Needs
+"""The audit's page in a real browser: it fits desktop and phone screens, and makes no network requests. Needs
 Debian's chromium (`.ci/setup browser`); without it these tests are skipped."""
 
 from __future__ import annotations

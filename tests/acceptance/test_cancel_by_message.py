@@ -16,7 +16,7 @@ from tests.support.place import eventually
 
 MESSAGES = 600
 WINDOW_MS = 3_000
-"""All messages are due within this window, and all are cancelled while they come out."""
+"""All messages are due within this window, and all are cancelled while they are being released."""
 
 
 @pytest.mark.deadline(120)
@@ -35,7 +35,7 @@ async def test_cancelled_messages_are_not_delivered_and_late_cancels_are_reporte
             await raw.publish(*map(cancel, some))
             await inbox.until(
                 lambda so_many=3 * portion: len(inbox.arrivals) >= so_many, 10
-            )  # Messages come out meanwhile.
+            )  # Messages fall due between portions.
         assert await answers.until(lambda: len(answers.arrivals) == MESSAGES, 40)
         said = {
             arrival.props.correlation_id.decode(): json.loads(arrival.delivery.body)["outcome"]

@@ -46,13 +46,13 @@ async def works(raw: Raw, inbox: Inbox, body: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_missing(place: OwnVhost) -> None:
-    """A route of the place leads to this exchange."""
+    """A route of the place publishes to this exchange."""
     place.things.exchange("missing")
 
 
 @pytest.fixture
 def asking(postgres: Postgres, schema: str) -> str:
-    """A database whose owner ROLE needs a password, which is "one"."""
+    """A database whose owner ROLE needs the password "one"."""
     hba = postgres.data / "pg_hba.conf"
     line = f"host all {ROLE} 127.0.0.1/32 scram-sha-256\n"
     if line not in hba.read_text():
@@ -67,7 +67,8 @@ def asking(postgres: Postgres, schema: str) -> str:
 async def test_passwords_change_on_the_servers_and_in_the_files(
     place: OwnVhost, postgres: Postgres, asking: str, tmp_path: Path
 ) -> None:
-    """Every session ends. The daemon fails with the old passwords first, and needs no reload for the new ones."""
+    """All sessions are terminated. The daemon first fails with the old passwords, and picks up the new ones without a
+    reload."""
     broker, store, config = tmp_path / "broker", tmp_path / "store", tmp_path / "delayer.toml"
 
     def write_files(password: str) -> None:
@@ -103,7 +104,7 @@ async def test_passwords_change_on_the_servers_and_in_the_files(
         code, said = await run("--config", str(config), "check")
         assert code == 0, said
 
-        # Files that are away for a moment change nothing.
+        # Files missing for a moment change nothing.
         broker.unlink()
         store.unlink()
         await eventually(lambda: len(place.rabbitmq.api("GET", f"/api/vhosts/{place.vhost}/connections")) >= 4)

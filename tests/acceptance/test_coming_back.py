@@ -1,4 +1,5 @@
-"""A dead-letter loop through a route, on a real broker: each pause is the route's, whatever the headers still say."""
+"""A dead-letter loop through a route, on a real broker: each pause is the route's, even if the headers still ask for
+another delay."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ PAUSE_MS = 700
 
 
 def looping(place: OwnVhost) -> None:
-    """Messages for ``out`` come to ``inbox`` and to a queue that gives each one up at once, so it returns to ``in``."""
+    """Messages for ``out`` reach ``inbox`` and a queue that dead-letters each immediately, so it returns to ``in``."""
     arguments = {"x-message-ttl": 0, "x-dead-letter-exchange": "in"}
     place.rabbitmq.api("PUT", f"/api/queues/{place.vhost}/work", {"durable": True, "arguments": arguments})
     place.things.bind("out", "work")

@@ -1,4 +1,4 @@
-"""Starting and stopping, servers that come late or leave for a while, and the daemon's reports meanwhile."""
+"""Starting and stopping, servers that start late or go away for a while, and what the daemon reports during that."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ async def test_a_queue_of_another_kind_is_an_error_that_names_it(
 async def test_stopping_with_messages_in_flight(
     place: OwnVhost, postgres: Postgres, schema: str, mode: str, order: signal.Signals
 ) -> None:
-    """The daemon stops in time, with exit code 0. A stop is no fault: nothing is lost, and nothing comes twice."""
+    """The daemon stops in time, with exit code 0. A stop is not a fault: nothing is lost, and nothing is delivered
+    twice."""
     environ = place.environ(mode, secret_store_url(postgres, schema) if mode == "store" else "")
     messages = [delayed(f"in flight {n}", n % 3 * 500) for n in range(MANY)]
     async with await place.raw() as raw:
@@ -120,7 +121,7 @@ async def test_stopping_with_messages_in_flight(
 
 @pytest.mark.parametrize("mode", ["store", "native"])
 async def test_stopping_while_nothing_is_reached(mode: str) -> None:
-    """Without any server the daemon reports it again and again, and still stops."""
+    """Without any server the daemon keeps reporting that, and still stops."""
     environ = {"MODE": mode, "BROKER__URL": "amqp://u:Sesame.Broker%2F1@127.0.0.1:1/"}
     if mode == "store":
         environ["STORE__URL"] = "postgresql://u:Sesame.Store%2F2@127.0.0.1:1/x"
@@ -135,7 +136,7 @@ async def test_stopping_while_nothing_is_reached(mode: str) -> None:
 
 
 async def test_repeated_stop_signals_do_not_change_the_exit_code() -> None:
-    """Also when signals come while the interpreter ends."""
+    """Even if signals arrive while the interpreter exits."""
     async with DaemonProcess({"MODE": "native", "BROKER__URL": "amqp://127.0.0.1:1/"}) as daemon:
         await daemon.event("broker unreachable")
         assert await daemon.stop_insisting() == 0
@@ -144,7 +145,7 @@ async def test_repeated_stop_signals_do_not_change_the_exit_code() -> None:
 async def test_a_spare_process_is_ready_and_says_that_it_has_no_lane(
     place: OwnVhost, postgres: Postgres, schema: str, notices: Notices
 ) -> None:
-    """systemd would end a process that never reports READY; this one waits until another process ends."""
+    """systemd would kill a process that never reports READY; this one waits for another process to exit."""
     postgres.execute("DELETE FROM lane WHERE number > 1", database=schema)
     environ = place.environ("store", postgres.url(schema))
     async with DaemonProcess(environ) as first:
@@ -171,9 +172,9 @@ def servers() -> Iterator[tuple[RabbitMQ, Postgres]]:
 
 @pytest.mark.deadline(180)
 async def test_the_daemon_outlasts_late_and_lost_servers(servers: tuple[RabbitMQ, Postgres]) -> None:
-    """The daemon starts before both, works when both are there, and goes on after each was away.
+    """The daemon starts before both, works once both are up, and resumes after an outage of either.
 
-    Messages in flight may come twice then; none may be missing or early.
+    Messages in flight may then be delivered twice; none may be missing or early.
     """
     rabbitmq, postgres = servers
     in_thread = asyncio.to_thread
@@ -193,7 +194,7 @@ async def test_the_daemon_outlasts_late_and_lost_servers(servers: tuple[RabbitMQ
         await daemon.event("broker unreachable")
         await daemon.event("store unreachable")
         await in_thread(rabbitmq.start)
-        # The daemon's user comes last: the daemon also retries after a refused password.
+        # The daemon's user is created last: the daemon retries even after a rejected password.
         OwnVhost.furnished(rabbitmq, "/")
         await daemon.event("broker connected", timeout=60)
         assert not [event for event in daemon.events if event["event"] == "ready"]
@@ -244,8 +245,8 @@ def close_connections(place: OwnVhost) -> list[str]:
 async def test_a_changed_topology_does_not_stop_a_running_daemon(
     place: OwnVhost, postgres: Postgres, schema: str
 ) -> None:
-    """An operator replaced a queue by one of another kind, and the connections are lost. Parked messages are released,
-    and consuming goes on when the queue is right again."""
+    """An operator replaced a queue with one of another kind, and the connections are lost. Parked messages are
+    released, and consuming resumes once the queue is right again."""
     theirs = [{"exchange": "theirs", "type": "topic", "queue": "theirs"}]
     environ = place.environ("store", secret_store_url(postgres, schema)) | {"DESTINATION": json.dumps(theirs)}
     async with place.working(environ) as (daemon, raw, inbox):
@@ -270,7 +271,7 @@ async def test_a_changed_topology_does_not_stop_a_running_daemon(
 
 @pytest.mark.deadline(120)
 async def test_a_hung_server_does_not_delay_the_stop(servers: tuple[RabbitMQ, Postgres]) -> None:
-    """The daemon stops in time with exit code 0 while broker or database answer nothing."""
+    """The daemon stops in time with exit code 0 while broker or database do not answer."""
     rabbitmq, postgres = servers
     await asyncio.gather(asyncio.to_thread(rabbitmq.start), asyncio.to_thread(postgres.start))
     schema = await asyncio.to_thread(postgres.add_store)
@@ -292,7 +293,7 @@ async def test_a_hung_server_does_not_delay_the_stop(servers: tuple[RabbitMQ, Po
 
 @pytest.mark.words
 async def test_a_key_without_a_store_does_not_stop_other_messages_in_native_mode(place: OwnVhost) -> None:
-    """The store is configured and out of reach: a message that needs it is refused with that reason, the rest flows."""
+    """The configured store is unreachable, so messages that need it are refused for that reason; the rest flow."""
     environ = place.environ("native", "postgresql://nobody@127.0.0.1:1/nowhere")
     keyed = delayed("with a key", 100, under="k")
     async with place.working(environ) as (daemon, raw, inbox):
@@ -324,7 +325,7 @@ async def test_keys_that_wait_at_the_start_reach_the_store_in_native_mode(
 
 
 REFUSED = 400
-"""Messages, each with a line of its own in the log: together three times the size of a pipe."""
+"""Number of messages. Each has its own log line; together the lines are three times the size of a pipe."""
 
 
 async def bound(place: OwnVhost) -> bool:

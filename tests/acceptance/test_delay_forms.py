@@ -16,7 +16,8 @@ SOON = 1200
 
 @dataclass(frozen=True)
 class Said:
-    """``due_ms``: the due instant; where ``exact`` is false it counts from the reading, so it is the earliest one."""
+    """``due_ms``: the due instant; if ``exact`` is false it is measured from the read, so it is the earliest
+    possible."""
 
     headers: tuple[Header, ...]
     due_ms: int
@@ -49,7 +50,7 @@ def at(name: str, make: Callable[[int], tuple[Value, int]]) -> Make:
 
 
 def instants(name: str) -> dict[str, Make]:
-    """A value of each type of number that an absolute form takes."""
+    """A value of each number type that an absolute form accepts."""
     forms: dict[str, Callable[[int], tuple[Value, int]]] = {
         "int64": lambda now: (number("l", now + SOON), now + SOON),
         "int64 past": lambda now: (number("l", now - 5000), now - 5000),
@@ -94,7 +95,7 @@ def property_timestamp(now: int) -> Said:
 
 
 def order(through: str, *present: str, first: str) -> Make:
-    """All forms at once: the first of the route counts, the others have a far too long delay."""
+    """All forms at once: the route's first form wins, and the rest have a delay that is far too long."""
 
     def said(now: int) -> Said:
         far = 400 * 86_400_000
@@ -175,7 +176,7 @@ CASES: Mapping[str, Make] = {
 
 
 HIDDEN = ("default order: all", "default order: second", "own order: all", "own order: second", "own order: third")
-"""Cases with x-opt-delivery-time where another form counts: RabbitMQ 4.4 hides the message until that time."""
+"""Cases with x-opt-delivery-time in which another form wins: RabbitMQ 4.4 hides the message until that time."""
 
 
 def body_of(case: str) -> bytes:

@@ -1,4 +1,4 @@
-"""What a daemon logs about a database that may lose commits, and about clocks that differ."""
+"""A daemon's log about a database that may lose commits, and about clocks that differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""delayer drain, there and back: each message keeps due instant, bytes and destination, and comes out once."""
+"""delayer drain, there and back: each message keeps due instant, bytes and destination, and is delivered once."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ async def test_into_the_cascade_and_back(place: OwnVhost, store: str, tmp_path: 
         assert f"{COUNT} messages into the cascade" in told
         assert "1  store  they have a key" in told
         assert len(await listed(config)) == COUNT + 1
-        told = await command(config, "drain", "--to", "native", "--yes")  # 0: the rest goes out by itself
+        told = await command(config, "drain", "--to", "native", "--yes")  # 0: the rest is published in due course
         assert f"Moved into the cascade: {COUNT}" in told
         assert "1  store  they have a key" in told
         assert set(await listed(config)) == {"keyed"}, "the cascade knows no keys"
-        # An operator who gives up the store moves the messages with keys too; the keys have no effect then.
+        # An operator who abandons the store also moves messages with keys; the keys then have no effect.
         told = await command(config, "drain", "--to", "native", "--keys-too", "--yes")
         assert "Moved into the cascade: 1." in told
         assert "Nothing is left in the store." in told

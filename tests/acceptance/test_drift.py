@@ -1,4 +1,5 @@
-"""What the broker loses while the daemon runs is restored and logged. What cannot be restored makes it unready."""
+"""Objects lost by the broker while the daemon runs are restored and logged. If one cannot be restored, the daemon is
+unready."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ async def test_lost_exchanges_and_queues_come_back(place: OwnVhost) -> None:
             place.things._call("DELETE", f"{kind}s", name)
             told = await restored(daemon, f"{kind} {name}")
             assert "a policy with `expires`" in told["next_step"]
-            assert await reasons(web, 200) == []  # It consumes again: until then it also declares by itself.
+            assert await reasons(web, 200) == []  # It consumes again, so it no longer declares anything.
         await raw.publish(delayed("through", 1_000))
         await inbox.got([b"through"])
         assert await daemon.stop() == 0
@@ -121,7 +122,7 @@ async def test_a_part_that_cannot_be_restored_makes_the_daemon_unready(
 
 
 async def test_a_part_that_is_lost_again_and_again_makes_the_daemon_unready(place: OwnVhost) -> None:
-    """As by a policy with a short ``expires``."""
+    """The queue keeps disappearing, as with a policy with a short ``expires``."""
     again = "the topology is not in place: lost again after the daemon restored it: queue delays.refused"
     async with watched(place, place.environ("native")) as (daemon, web):
 

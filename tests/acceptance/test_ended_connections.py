@@ -1,5 +1,5 @@
-"""Messages that make the broker close the whole connection: they are held with its reason, and stop no other message,
-also when they are retried."""
+"""Messages that make the broker close the whole connection: they are held with its reason, and do not block other
+messages, even when retried."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ BAD = {
     REPLY: (TOKEN, (b"kept", text("1"))),
     COPY: (b"inbox", (b"CC", array(text(TOKEN)))),
 }
-"""None can come in through a broker; an import, or a daemon before it refused them, may have parked them."""
+"""They cannot arrive through a broker; an import, or an older daemon that did not refuse them yet, may have parked
+them."""
 NOW_MS = 1_700_000_000_000
 
 
@@ -86,7 +87,7 @@ async def test_messages_that_end_connections_are_held_and_do_not_stop_the_rest(
         assert 1 <= lost <= len(BAD)
         assert connections_lost(daemon) == lost
         assert not [event for event in daemon.events if event["level"] == "error"]
-    # Another daemon has not met these messages, so it knows no bad destination yet.
+    # Another daemon has not seen these messages, so it does not know the bad destinations yet.
     async with DaemonProcess(settings) as daemon:
         await daemon.ready()
         delayer("held", "retry", "--all", "--yes")

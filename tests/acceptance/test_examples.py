@@ -1,4 +1,4 @@
-"""config/examples: each applied to a broker as it stands, and its messages followed from end to end.
+"""config/examples: each is applied to a broker unchanged, and its messages are followed end to end.
 
 Broker and store are the test's own; a message that waits a minute in an example waits seconds here.
 """
@@ -233,7 +233,7 @@ async def test_celery(rabbitmq: RabbitMQ, store: str) -> None:
 async def test_hybrid(rabbitmq: RabbitMQ, store: str) -> None:
     assert read("hybrid")["store"]["park_beyond"] == "10m"
     async with example("hybrid", rabbitmq, store, STORE__PARK_BEYOND="2s") as it:
-        for delay in (0, 1000, 2000, 3000, 4000):  # The plan counts the rest of the delay.
+        for delay in (0, 1000, 2000, 3000, 4000):  # The plan uses the remaining delay.
             sent = message("delayer.in", "key", b"after %d" % delay, (b"x-delay", number("I", delay)))
             await it.send(sent, now_ms() + delay, "inbox")
         await it.account()
@@ -245,7 +245,7 @@ async def test_hybrid(rabbitmq: RabbitMQ, store: str) -> None:
     ("mode", "fails"), [("store", 2), ("store", 4), pytest.param("native", 4, marks=pytest.mark.long)]
 )
 async def test_retry(rabbitmq: RabbitMQ, store: str, mode: str, fails: int) -> None:
-    """A consumer that fails so many times; three retries are allowed."""
+    """A consumer that fails this many times; three retries are allowed."""
     [route] = read("retry")["route"]
     assert route["retry"]["attempts"] == 10
     route["retry"] |= {"first": "300ms", "attempts": 3}

@@ -47,7 +47,7 @@ def recorded(found: Counter[tuple[str, str]]) -> Iterator[None]:
 
 
 def published_and_received(url: str) -> None:
-    """One message, there and back, in a thread and a loop of its own."""
+    """Send one message there and back, in its own thread and event loop."""
 
     async def go() -> None:
         async with await Raw.connect(url) as raw:
@@ -87,7 +87,7 @@ async def test_a_plain_message_crosses_few_modules(
         rabbitmq.drop_vhost(vhost)
     crossed: dict[str, list[str]] = defaultdict(list)
     for (module, name), calls in busy.items():
-        # The daemon asks the clock and feeds the watchdog every second, also without a message.
+        # The daemon reads the clock and feeds the watchdog every second, even without messages.
         if calls > (1.5 * idle[module, name] + 1 if idle[module, name] else 0):
             crossed[module].append(name)
     with capsys.disabled():

@@ -113,7 +113,7 @@ async def test_the_store_is_a_condition_in_store_mode_only(place: OwnVhost) -> N
 
 
 async def test_without_a_store_the_log_names_the_author_of_a_drop(place: OwnVhost) -> None:
-    """Without a store there is no audit log. The daemon's stderr is its log, and holds nothing but events."""
+    """Without a store there is no audit log. The daemon's stderr is its log, and contains only events."""
     token = "a-token-for-this-test-alone"
     environ = place.environ("native") | ANY_PORT | {"HTTP__TOKEN": token}
     async with DaemonProcess(environ) as daemon, await place.raw() as raw:

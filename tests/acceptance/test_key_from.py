@@ -64,7 +64,7 @@ async def test_publishers_cancel_and_replace_by_their_own_ids(
         assert "Cancelled: 1." in await command(config, "cancel", "--delay-key", "order-8", "--yes")
         assert await waiting() == []
 
-        # Of two messages with one id, only the newest comes; so a message that a fault repeats comes once.
+        # Of two messages with one id, only the newest is delivered, so a message repeated by a fault is delivered once.
         await raw.publish(called("order-9", 3_000, "old"), called("order-9", 3_000, "new"))
         await raw.publish(called("order-10", 0, "at once"))
         await inbox.got([b"new", b"at once"])
@@ -102,7 +102,7 @@ async def test_the_page_and_programs_cancel_by_a_publishers_id(place: OwnVhost, 
         left = (await web.get("/api/messages", **allowed)).json["messages"]
         assert [one["key"] for one in left] == ["order-0", "order-2"]
 
-        # delayer's own id is told apart from a message_id here too.
+        # delayer's own id is distinguished from a message_id here, too.
         by_name = (await web.get("/api/messages/order-2", **allowed)).json
         assert by_name["id"] == left[1]["id"]
         number_alone = left[0]["id"].partition("@")[0].removeprefix("id:")

@@ -57,7 +57,7 @@ async def test_messages_late_after_an_outage_are_held_by_late_limit(place: OwnVh
             await raw.publish(*waiting, *others)
             await eventually(lambda: answered(config, "status"), lambda seen: seen["store"]["waiting"] == 9)
             assert await daemon.stop() == 0
-        # The outage: the waiting messages are overdue by more than their limit, and new ones come in late.
+        # The outage: the waiting messages are overdue by more than their limit, and new messages arrive late.
         now_ms = time.time_ns() // 1_000_000
         await raw.publish(
             due_at("late from the queue", now_ms - 60_000, "in.strict"),
@@ -69,7 +69,7 @@ async def test_messages_late_after_an_outage_are_held_by_late_limit(place: OwnVh
             found = await eventually(lambda: aside(config, "held"), lambda rows: len(rows) == 6)
             assert {row["held"]["kind"] for row in found} == {"late"}
             assert not [arrival for arrival in inbox.arrivals if arrival.delivery.body.startswith((b"strict", b"late"))]
-            # An operator may retry one of them, and drop the others.
+            # An operator may retry one of them, and drop the rest.
             await command(config, "held", "retry", found[0]["id"])
             await eventually(lambda: aside(config, "held"), lambda rows: len(rows) == 5)
             await command(config, "held", "drop", "--all", "--yes")
@@ -117,7 +117,7 @@ TAKEN = "limited lanes taken"
 
 
 async def test_three_daemons_together_keep_the_rate_limit(place: OwnVhost, store: str) -> None:
-    """The owner of the route's lane is killed in the middle, and another daemon goes on with its own token bucket."""
+    """The owner of the route's lane is killed halfway, and another daemon continues with its own token bucket."""
     limited = place.environ("store", store) | {"ROUTE": json.dumps(LIMITED)}
     async with await place.raw() as raw, AsyncExitStack() as stack:
         inbox = await raw.inbox("inbox")

@@ -1,4 +1,4 @@
-"""A session that locks a table of the store for long: nothing goes in or out, and the daemon says so."""
+"""A session locks a table of the store for a long time: nothing goes in or out, and the daemon reports it."""
 
 from __future__ import annotations
 

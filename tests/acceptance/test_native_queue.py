@@ -109,7 +109,7 @@ def timed(body: str, when: Value, key: str = "") -> Message:
 async def test_a_classic_intake_queue_does_not_hide_messages_and_survives_every_instant(
     place: OwnVhost, store: str, tmp_path: Path
 ) -> None:
-    """In a quorum queue RabbitMQ 4.4 hides such messages, and the instants beyond the year 2262 end the queue."""
+    """In a quorum queue RabbitMQ 4.4 hides such messages, and instants beyond the year 2262 crash the queue."""
     config, now_ms = tmp_path / "classic.toml", time.time_ns() // 1_000_000
     sections = {
         "store": {"url": store},

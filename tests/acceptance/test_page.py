@@ -102,7 +102,7 @@ async def test_every_action(place: OwnVhost, store: str, tmp_path: Path) -> None
         assert re.fullmatch(r"Reschedule \d messages by 1h\?", await page.locator("h1").inner_text())
         await page.get_by_role("button", name="Reschedule them").click()
         assert (await result(page)).startswith("Rescheduled: ")
-        # The action takes the counted messages: it keeps the instants that the words meant when it counted.
+        # The action applies to the counted messages: it keeps the absolute times that the words meant at the count.
         await page.goto("/waiting?due_before=90d")
         await page.get_by_role("button", name="Cancel them…").click()
         fixed = await page.locator("input[name=due_before]").get_attribute("value")
@@ -170,7 +170,7 @@ async def test_every_action(place: OwnVhost, store: str, tmp_path: Path) -> None
 
 
 async def test_the_enter_key_and_input_errors(place: OwnVhost, store: str, tmp_path: Path) -> None:
-    """Enter in a field starts the action of the field, but none that cannot be undone; a mistake costs nothing."""
+    """Enter in a field starts the field's action, unless it cannot be undone; an error has no consequences."""
     async with shown(place, store, tmp_path) as this:
         await this.raw.publish(*(delayed(f"later {n}", (5 + n) * HOUR) for n in range(2)))
         await this.raw.publish(delayed("lost", 100, through="in.missing"), unreadable("refused"))
@@ -205,7 +205,7 @@ async def test_the_enter_key_and_input_errors(place: OwnVhost, store: str, tmp_p
                     await tab.wait_for_url("**?id=*")  # the list once more
                 assert await tab.locator("h1").inner_text() == f"{path[1:].capitalize()} messages"
         assert len(await this.acts()) == 3
-        # Nothing chosen: the page says so at once.
+        # With nothing chosen, the page says so immediately.
         await page.goto("/waiting")
         await page.locator("#at").fill("2h")
         await page.get_by_role("button", name="Reschedule", exact=True).click()

@@ -19,7 +19,7 @@ PIKA, AIO_PIKA = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S
 
 
 async def run(example: str, url: str) -> str:
-    """Run an example as a program of its own. Returns its output."""
+    """Run an example as a separate program, and return its output."""
     program = f"AMQP_URL = {url!r}\n{example}"
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
     output, _ = await child.communicate()

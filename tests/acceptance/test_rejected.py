@@ -1,5 +1,5 @@
-"""Messages that the database rejects, and lanes that do not advance: the others arrive, and readiness, `check`, metrics
-and status tell the truth."""
+"""Messages that the database rejects, and lanes that do not advance: the rest arrive, and readiness, `check`, metrics
+and status are truthful."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_one_message_that_the_database_rejects(place: OwnVhost, store: str
 
 
 async def test_a_lane_that_does_not_advance(place: OwnVhost, store: str, delayer: Run) -> None:
-    """Its settlements fail, whatever the row, so the daemon loses the lane again and again."""
+    """Settling fails for every row, so the daemon keeps losing the lane."""
     environ = {"DELAYER_BROKER__URL": place.url, "DELAYER_STORE__URL": store}
     async with opened(store) as parking, owned(parking) as [lane]:
         await parking.park(lane, [parcel(parking.now_upper_ms() - 50_000, target=Target(b"out", b"k"))], [])

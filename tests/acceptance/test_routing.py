@@ -99,7 +99,7 @@ def test_three_trips(any_world: World) -> None:
 
 
 def test_a_message_published_again_unchanged_does_not_wait_again(any_world: World) -> None:
-    """A message that is published again unchanged does not wait a second time: its delay has a turned sign."""
+    """A message republished unchanged does not wait a second time, because the sign of its delay was flipped."""
     any_world.run(any_world.raw.publish(Message("in", b"inbox", delayed(), b"turned 1")))
     any_world.wait(b"turned 1")
     arrival = any_world.inbox.only(b"turned 1")
@@ -126,7 +126,7 @@ def cancel(key: str) -> Message:
 
 
 def test_a_key_replaces_and_a_cancel_cancels(keyed: World) -> None:
-    """Unrelated messages between them pass; a fence, due after all of them, shows that nothing more comes."""
+    """Unrelated messages between them pass; a fence, due after all of them, shows that nothing more arrives."""
 
     def say(*messages: Message) -> None:
         keyed.run(keyed.raw.publish(*messages))
@@ -136,7 +136,7 @@ def test_a_key_replaces_and_a_cancel_cancels(keyed: World) -> None:
     say(due("other key", 1500, under="other"))
     say(due("in an hour", 3_600_000, under="sooner"))
     say(due("in an hour, too", 3_600_000, under="at once"))
-    # All messages above are parked before the next publish: their fence came through behind them.
+    # All messages above are parked before the next publish: their fence arrived after them.
     say(Message("in", b"inbox", Props(headers=((b"x-delay", number("I", 1)),)), b"fence of the firsts"))
     keyed.wait(b"fence of the firsts")
     say(

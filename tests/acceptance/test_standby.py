@@ -1,4 +1,4 @@
-"""Two daemons on one intake queue: one consumes, and the other stands by; and the way from one queue to another."""
+"""Two daemons on one intake queue: one consumes, and the other stands by; also, moving from one queue to another."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ async def test_shared_consumers_are_all_active_and_refuse_keys(place: OwnVhost, 
 
 @pytest.mark.deadline(90)
 async def test_from_one_value_of_consumers_to_the_other(vhost: str, database: str) -> None:
-    """The steps of docs/operations.md, while publishers go on: nothing is lost, and only messages that met both queues
-    come twice."""
+    """The steps of docs/operations.md, while publishers go on: nothing is lost, and only messages routed to both queues
+    are delivered twice."""
     place = Place("store", vhost, database)
     new = {"INTAKE__QUEUE": "delays.2"}
     async with place.ledger(38) as ledger, place.working(INTAKE__CONSUMERS="shared") as old, AsyncExitStack() as stack:

@@ -1,4 +1,5 @@
-"""A store belongs to one broker and virtual host: daemons of another one neither take its lanes nor park into it."""
+"""A store belongs to one broker and virtual host: daemons of another broker or virtual host neither take its lanes nor
+park in it."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ async def refusal(daemon: DaemonProcess) -> str:
 
 
 def destinations(place: OwnVhost) -> set[str]:
-    """The queues and exchanges that exchanges of this place lead to."""
+    """The queues and exchanges bound to exchanges of this place."""
     bindings = place.rabbitmq.api("GET", f"/api/bindings/{quote(place.vhost, safe='')}")
     return {one["destination"] for one in bindings if one["source"]}
 

@@ -23,7 +23,7 @@ from tests.support.servers import Postgres
 SEED = 2_007
 LONGEST_MS = 4_000
 IN_FORCE = 10.0
-"""Seconds from the signal to the new mode of a busy daemon; mostly it takes a tenth of a second."""
+"""Seconds from the signal to the new mode of a busy daemon; usually a tenth of a second."""
 BY_STORE = 32
 """The ids of released rows are shorter than that: the store numbers its rows."""
 
@@ -44,7 +44,7 @@ async def test_store_native_store(
 ) -> None:
     """``rate * seconds`` messages flow in each mode. After the switch to native mode the store still releases its
     messages."""
-    # A place in native mode with a store looks at everything: the cascade and the rows.
+    # A place in native mode with a store checks everything: the cascade and the rows.
     place = await Place("native", vhost, postgres.url(schema)).declare()
     environ = {name: value for name, value in place.environ.items() if name != "MODE"}
     file = tmp_path / "delayer.toml"

@@ -67,7 +67,7 @@ class Service:
         return self.shown("StatusText")["StatusText"]
 
     def start(self, *changes: tuple[str, str], drop_in: str = "") -> None:
-        """Start with the configuration of the README, with these texts replaced."""
+        """Start with the README's configuration, with these strings replaced."""
         self.machine.run("systemctl", "stop", "delayer")
         self.change(*changes)
         directory = self.machine.file(f"{systemd.UNITS}/delayer.service.d")
@@ -101,7 +101,7 @@ class Service:
 
     @asynccontextmanager
     async def behind_a_proxy(self) -> AsyncIterator[Proxy]:
-        """Lead the broker's URL through a proxy for the block."""
+        """Route the broker's URL through a proxy for the block."""
         url = self.machine.file("/etc/delayer/broker-url")
         before = url.read_text()
         async with Proxy(self.rabbitmq.port) as proxy:
@@ -114,7 +114,7 @@ class Service:
 
 @pytest.fixture(scope="module")
 def service(rabbitmq: RabbitMQ, postgres: Postgres) -> Iterator[Service]:
-    """Installed by the README's lines, on a vhost and a database of its own."""
+    """Installed with the README's commands, on its own vhost and database."""
     vhost, database = rabbitmq.add_vhost(), postgres.add_database()
     things = Things(rabbitmq, vhost)
     things.exchange("delayer.out")
@@ -310,7 +310,7 @@ def after(machine: Machine, unit: str, before: dict[str, str]) -> dict[str, str]
 @pytest.mark.deadline(700)
 async def test_the_jobs_of_the_night_and_their_timers(service: Service) -> None:
     """Follow docs/backlog.md: run the audit by hand, and the compaction by its timer. Both can write only to the
-    directories that systemd makes for them."""
+    directories systemd creates for them."""
     if shutil.which("java") is None:
         pytest.skip("Java is not installed: `.ci/setup servers`")
     machine, far = service.machine, 20 * 24 * 3_600_000
@@ -380,7 +380,7 @@ async def test_a_token_for_the_page(service: Service) -> None:
 
 
 def test_an_instance_for_another_broker(service: Service) -> None:
-    """delayer@orders.service, with a configuration and credentials of its own."""
+    """delayer@orders.service, with its own configuration and credentials."""
     machine = service.machine
     machine.run("systemctl", "stop", "delayer")
     share, files = "/opt/delayer/share/delayer", ["delayer.toml", "broker-url", "store-url"]

@@ -82,7 +82,7 @@ class Shop:
             return [int(row[0]) for row in await connection.fetch(statement)]
 
     def topology(self) -> Any:
-        """The others' exchanges, queues and bindings: the daemon may change, add or remove none of them."""
+        """The other system's exchanges, queues and bindings; the daemon may not change, add or remove any."""
         found: dict[str, object] = {}
         for kind in ("exchanges", "queues", "bindings"):
             rows = self.rabbitmq.api("GET", f"/api/{kind}/{quote(self.vhost, safe='')}")
@@ -162,7 +162,7 @@ async def test_endpoints_of_nservicebus_do_not_notice(
                     body = f"{address} after {seconds}"
                     due_ms = now_ms() + seconds * 1000  # Before the message, which carries its due instant.
                     sent[body] = (nservicebus_message(cascade, seconds, address, body), due_ms)
-            # A delayed retry: all headers but the time of the failure come from a sending long ago.
+            # A delayed retry: all headers except the time of the failure are from an earlier sending, long ago.
             retry = "Billing retried after 4"
             old = dict.fromkeys(("NServiceBus.TimeSent", "NServiceBus.DeliverAt"), wire_instant(now_ms() - 86_400_000))
             old["NServiceBus.Retries"] = "2"
@@ -170,7 +170,7 @@ async def test_endpoints_of_nservicebus_do_not_notice(
             old["NServiceBus.Retries.Timestamp"] = wire_instant(failed_ms)
             sent[retry] = (nservicebus_message(cascade, 4, "Billing", retry, **old), failed_ms + 4_000)
             await it.raw.publish(*(message for message, _ in sent.values()))
-            await declare(rabbitmq.url(it.vhost), endpoints(cascade))  # as an endpoint does that starts meanwhile
+            await declare(rabbitmq.url(it.vhost), endpoints(cascade))  # like an endpoint that has just started
             wanted = [name for name in sent if not name.startswith("Missing")]
             for name in ENDPOINTS:
                 # A queue bound with #.Orders also gets the messages for Sales.Orders: its owner bound it so.
@@ -190,7 +190,7 @@ async def test_endpoints_of_nservicebus_do_not_notice(
 async def test_long_delays_are_parked_with_their_due_instant(
     rabbitmq: RabbitMQ, postgres: Postgres, schema: str
 ) -> None:
-    """From level 6, the default; the daemon also takes messages that stood in the levels before its start."""
+    """From level 6, the default; the daemon also takes over messages that were in the levels before it started."""
     cascade = Cascade("nservicebus-v2")
     async with shop(rabbitmq, postgres, schema) as it:
         await declare(rabbitmq.url(it.vhost), endpoints(cascade))

@@ -1,4 +1,4 @@
-"""Messages that their destination does not take stand somewhere visible, with the reason, and block no other."""
+"""Messages rejected by their destination are kept somewhere visible, with the reason, and do not block others."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_an_unroutable_message_is_held_with_its_reason(played: World, case: str)
 
 
 def test_held_messages_leave_by_themselves_once_they_can(played: World) -> None:
-    """The test repairs each destination; the next attempt comes within twenty seconds."""
+    """The test repairs each destination; the next attempt follows within twenty seconds."""
     things = played.things
     things.bind("narrow", "inbox", "nowhere.yet")
     things.exchange("missing")

@@ -49,7 +49,7 @@ def assert_no_secret(daemon: DaemonProcess) -> None:
 
 @dataclass
 class Things:
-    """Exchanges, queues and bindings of one vhost, made through the management API: it takes every name."""
+    """Exchanges, queues and bindings of one vhost, created through the management API because it accepts every name."""
 
     rabbitmq: RabbitMQ
     vhost: str
@@ -100,7 +100,7 @@ class World:
         return self.runner.run(work)
 
     def wait(self, *bodies: bytes, box: str = "inbox", timeout: float = 40.0) -> None:
-        """Wait until each has come. Does not fail: the test that checks a missing message fails."""
+        """Wait until each has arrived. Does not fail; the test that checks a missing message does."""
         inbox = self.boxes[box]
         self.run(inbox.until(lambda: all(body in inbox.counts for body in bodies), timeout))
 

@@ -1,4 +1,4 @@
-"""A cluster of this machine: Spark's standalone master and workers. Each executor is a JVM of its own.
+"""A cluster on this machine: Spark's standalone master and workers. Each executor is a separate JVM.
 
     with Cluster() as cluster:
         delayer("audit", "--deep", "--master", cluster.url, "--work", work, **cluster.environment)
@@ -60,7 +60,7 @@ class Cluster:
         return {"SPARK_CONF_DIR": str(self._settings)}
 
     def with_fault(self, fault: str, settings: Path) -> dict[str, str]:
-        """The environment of a job whose executors have this fault; ``settings`` is a directory of its own."""
+        """The environment of a job whose executors have this fault; ``settings`` is its own directory."""
         settings.mkdir(exist_ok=True)
         given = (self._settings / "spark-defaults.conf").read_text()
         (settings / "spark-defaults.conf").write_text(f"{given}spark.executorEnv.DELAYER_FAULT {fault}\n")
@@ -79,7 +79,7 @@ class Cluster:
         return found
 
     def connected_to(self, port: int) -> list[int]:
-        """The pids of executors that are connected to this port, themselves or by their Python workers."""
+        """The pids of executors connected to this port, directly or through their Python workers."""
         return [one.pid for one in self.executors() if any(_connected(each, port) for each in reaper.family(one.pid))]
 
     def kill_executor(self, pid: int | None = None) -> None:
@@ -105,7 +105,7 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """End all processes, executors too, and delete their files."""
+        """Stop all processes, including executors, and delete their files."""
         for family in reversed(self._families):
             family.kill()
         self._families.clear()

@@ -23,7 +23,7 @@ from tests.support.store import Store, opened, owned, parcel, sql
 
 WEEK_MS = 7 * DAY_MS
 FIRST_DAY = 10
-"""Days from now; compaction takes messages due later than in 7 days."""
+"""Days from now; compaction packs messages due in more than 7 days."""
 ROWS = 250
 COUNT = 5_000
 FEW = 2_000
@@ -46,8 +46,8 @@ async def bring_back(database: str, within_ms: int | None = None) -> restore.Res
 
 
 async def fill(store: Store, count: int, days: float = 6.0) -> None:
-    """Park messages of some hundred bytes into two lanes, due over so many days from FIRST_DAY on, in any order. Every
-    fourth has a key."""
+    """Park messages of a few hundred bytes in two lanes, due over this many days from FIRST_DAY on, in random order.
+    Every fourth has a key."""
     chance, now = random.Random(7), store.now_upper_ms()
     letters = [
         parcel(
@@ -72,21 +72,21 @@ async def filled(database: str, count: int = COUNT) -> AsyncIterator[Store]:
 
 
 async def everything(database: str) -> dict[int, tuple[Any, ...]]:
-    """All waiting messages by id, without their lanes; each is there once, as a row or in a segment."""
+    """All waiting messages by id, without their lanes. Checks that each exists once, as a row or in a segment."""
     async with sql(database) as admin, admin.transaction(isolation="repeatable_read", readonly=True):
         return rows.without_lanes(await rows.everything(admin))
 
 
 async def lawful(database: str) -> dict[str, int]:
-    """The counters, after a check that they fit the rows and the segments, lane by lane."""
+    """The counters, after checking lane by lane that they match the rows and the segments."""
     async with sql(database) as admin:
         return await rows.conserved(admin)
 
 
 @contextmanager
 def fault(spark: SparkSession, point: str) -> Iterator[None]:
-    """Give this fault to Python workers that start in the block; each counts its own passes of the point. The block
-    ends when no worker is busy."""
+    """Set this fault for Python workers started in the block; each counts its own passes of the point. The block exits
+    when no worker is busy."""
     environment = spark.sparkContext.environment
     environment["DELAYER_FAULT"] = point
     try:
@@ -97,9 +97,9 @@ def fault(spark: SparkSession, point: str) -> Iterator[None]:
 
 
 def until_idle(spark: SparkSession) -> None:
-    """Wait until every task has left its executor. When a task fails for good, Spark ends the job first and then the
-    other tasks, whose Python processes it kills after two seconds. A late session of such a task would lock rows, and
-    the next job would skip them."""
+    """Wait until every task has left its executor. When a task fails permanently, Spark ends the job first and then the
+    remaining tasks, whose Python processes it kills after two seconds. A lingering session of such a task would lock
+    rows, and the next job would skip them."""
     context = spark.sparkContext._jsc.sc()
     context.listenerBus().waitUntilEmpty()  # count also tasks that began a moment ago
     tracker = context.statusTracker()
@@ -122,7 +122,7 @@ def failed_tasks(spark: SparkSession, name: str) -> int:
 async def command(
     database: str, *arguments: str, fault: str, **environ: str
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Start `delayer …` in a process group of its own, with that fault in its workers."""
+    """Start `delayer …` in its own process group, with that fault in its workers."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("DELAYER_")}
     process = await asyncio.create_subprocess_exec(
         str(Path(sys.executable).with_name("delayer")), *arguments,
@@ -152,7 +152,7 @@ def kill_tree(pid: int) -> None:
 
 
 def stopped(pid: int) -> list[psutil.Process]:
-    """The workers that stand at their fault point."""
+    """The workers stopped at their fault point."""
     found = []
     for process in tree(pid):
         with suppress(psutil.NoSuchProcess):
@@ -162,7 +162,7 @@ def stopped(pid: int) -> list[psutil.Process]:
 
 
 async def until_stopped(pid: int) -> None:
-    """Wait until a worker stands at its fault point."""
+    """Wait until a worker is stopped at its fault point."""
     await eventually(lambda: stopped(pid), timeout=120)
 
 

@@ -1,12 +1,12 @@
-"""A sound store, and every violation that the audit knows, planted into it once and separately.
+"""A sound store, with every violation known to the audit planted in it once and separately.
 
-Each uses messages, and a segment, of its own, and keeps all counters right but those that it violates.
+Each has its own messages and its own segment, and keeps every counter right except those it violates.
 """
 
 from __future__ import annotations
 
 import asyncpg
-import pandas  # noqa: F401 - pyarrow loads it for its first table, and no lane is kept alive meanwhile: seconds
+import pandas  # noqa: F401 - else pyarrow imports it for its first table, which stops lane heartbeats for seconds
 
 from delayer.audit import faults
 from delayer.core.units import DAY_MS
@@ -155,7 +155,7 @@ class Planting:
         await count(self._connection, lane, parked=1)
 
     async def _packed(self) -> Findings:
-        """Each in a segment of its own, in a lane of its own."""
+        """Each in its own segment and its own lane."""
         now_ms = round(await self._connection.fetchval("SELECT extract(epoch FROM now()) * 1000"))
         for lane, due_in_ms, changes, _, _ in PACKED:
             await put(self._connection, [row(900_000 + lane, now_ms + due_in_ms, lane)._replace(**changes)])

@@ -88,7 +88,7 @@ def store(
     now_ms: int = NOW,
     sample: float = 1.0,
 ) -> Extract:
-    """An extract of these rows; counters that fit them unless others are given."""
+    """An extract of these rows, with counters that match them unless others are given."""
     messages, segments = list(messages), list(segments)
     found = {
         "message": [one for one in messages if one.get("kind", WAITING) == WAITING],

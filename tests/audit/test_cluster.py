@@ -85,7 +85,7 @@ async def test_the_audit_by_spark_submit(cluster: Cluster, backlog: str, tmp_pat
 async def test_an_executor_is_killed_while_it_reads(
     cluster: Cluster, postgres: Postgres, backlog: str, tmp_path: Path
 ) -> None:
-    """Spark starts its task again on another executor: nothing is missing or there twice."""
+    """Spark restarts its task on another executor, so nothing is missing or duplicated."""
     async with Proxy(postgres.port) as proxy:
         proxy.slow(bytes_per_second=SLOW)
         process = await begun(cluster, backlog.replace(f":{postgres.port}/", f":{proxy.port}/"), tmp_path)
@@ -115,7 +115,7 @@ async def test_an_executor_is_killed_while_it_judges(cluster: Cluster, backlog: 
 async def test_an_executor_is_killed_in_the_middle_of_a_segment(
     cluster: Cluster, database: str, step: str, tmp_path: Path
 ) -> None:
-    """JVM and worker die at once, while all workers stop at this step; then the others go on."""
+    """JVM and worker die together while all workers are stopped at this step; then the rest continue."""
     arguments = ["compact", "--rows", "250", "--json", "--master", cluster.url]
     more = cluster.with_fault(f"{step}:1:stop", tmp_path)
 

@@ -1,4 +1,4 @@
-"""The messages to come: bars, peaks, routes and destinations; and the report as JSON."""
+"""The upcoming messages: bars, peaks, routes and destinations, and the report as JSON."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ async def test_spark_starts_a_task_again(spark: SparkSession, database: str, ste
 
 
 async def test_the_machine_of_the_job_goes_down(spark: SparkSession, database: str) -> None:
-    """Driver, JVM and workers are gone at once, in the middle of a transaction."""
+    """Driver, JVM and workers die together, in the middle of a transaction."""
     async with filled(database, FEW):
         before = await everything(database)
         async with command(database, *COMPACT, fault="compact.deleted:2:stop") as process:
@@ -110,7 +110,7 @@ async def test_the_command_is_stopped_in_the_middle_of_its_work(
             os.killpg(process.pid, number)
             _, told = await process.communicate()
         assert (process.returncode, b"Traceback" in told) == (code, False), told.decode()
-        assert b"\ndelayer: " in b"\n" + told  # The JVM, which is stopped too, may have the last word.
+        assert b"\ndelayer: " in b"\n" + told  # The JVM is stopped as well, and may print last.
         await other.execute("ROLLBACK")
         await until_quiet(database, f"delayer {arguments[0]}")
         assert await everything(database) == before

@@ -1,4 +1,4 @@
-"""Pages that Postgres cannot read end an audit, with the next step."""
+"""Pages that Postgres cannot read abort an audit, and the message names the next step."""
 
 from __future__ import annotations
 

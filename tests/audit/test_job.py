@@ -111,7 +111,7 @@ def test_the_password_is_nowhere(
 
 
 def contents(directory: Path) -> Iterator[bytes]:
-    """The contents of all files; Spark removes some meanwhile."""
+    """The contents of all files, except those Spark removes while we read."""
     for path in directory.rglob("*"):
         with suppress(FileNotFoundError):
             if path.is_file():

@@ -1,4 +1,4 @@
-"""An audit that ends in the middle of its work leaves no files."""
+"""An audit interrupted in the middle of its work leaves no files behind."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def hurry(pid: int) -> None:
 
 
 async def reached(process: asyncio.subprocess.Process, there: Callable[[], object]) -> None:
-    """Wait until the audit has come so far."""
+    """Wait until the audit has got this far."""
 
     last = 0.0
 
     async def look() -> object:
         nonlocal last
         assert process.returncode is None, "it ended before the test stopped it"
-        if time.monotonic() > last + 1.0:  # Not with each look, as it takes time.
+        if time.monotonic() > last + 1.0:  # Not on each poll, because it takes time.
             hurry(process.pid)
             last = time.monotonic()
         return there()

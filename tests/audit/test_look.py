@@ -16,7 +16,7 @@ from tests.audit.rows import DAY, NOW, properties
 
 
 def message(**other: Any) -> StoredMessage:
-    """A message with a message id and these columns changed; its checksum fits them unless it is given."""
+    """A message with a message id and these columns changed; its checksum matches them unless given."""
     made = StoredMessage(
         format=1,
         checksum=0,

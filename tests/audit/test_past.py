@@ -1,4 +1,4 @@
-"""What the deep audit tells of the history."""
+"""The deep audit's report on the history."""
 
 from __future__ import annotations
 

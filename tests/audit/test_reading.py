@@ -198,7 +198,7 @@ def test_a_lost_snapshot_is_a_loss_of_the_store(spark: SparkSession, filled: str
 
 
 def pack(url: str, after_days: int = 3) -> int:
-    """Compact the messages due after so many days. Return their number."""
+    """Compact the messages due after this many days, and return their number."""
 
     async def work() -> int:
         async with sql(url) as connection:
@@ -265,7 +265,7 @@ def test_a_sample_reads_a_share(spark: SparkSession, database: str, work: str) -
 def test_the_workplace_is_private_and_goes(tmp_path: Path) -> None:
     place = tmp_path / "work"
     with pytest.raises(RuntimeError), extract.workplace(str(place)) as url:
-        [made] = [path for path in place.iterdir() if path.is_dir()]  # beside its lock
+        [made] = [path for path in place.iterdir() if path.is_dir()]  # the lock is a file next to it
         assert made.as_uri() == url
         assert made.stat().st_mode & 0o077 == 0
         (made / "file").write_text("x")

@@ -1,6 +1,6 @@
 """The audit's rules on rows written by hand: each finds its defects, and sound rows give no finding.
 
-A question to Spark takes time, so one store has all defects of a kind, each in its own lane or key.
+Spark queries are slow, so one store has all defects of a kind, each in its own lane or key.
 """
 
 from __future__ import annotations

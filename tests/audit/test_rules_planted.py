@@ -1,4 +1,5 @@
-"""A real store with every violation planted once: the audit finds each, and nothing else, and nothing before."""
+"""A real store with every violation planted once: the audit finds each of them and nothing else, and nothing before
+they are planted."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The surroundings of the publisher and consumer tests: a broker, an operator's tools for it, and a proxy before it.
+"""The surroundings of the publisher and consumer tests: a broker, an operator's tools for it, and a proxy in front of
+it.
 
-A broker in memory takes the place of all three."""
+An in-memory broker replaces all three."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ class AdminHand:
             await asyncio.to_thread(self._broker.api, "PUT", f"/api/topic-permissions/{at}", rule)
 
     async def limit_connections(self, most: int) -> None:
-        """Let the vhost have so many connections."""
+        """Limit the vhost to this many connections."""
         at = f"/api/vhost-limits/{quote(self._vhost, safe='')}/max-connections"
         await asyncio.to_thread(self._broker.api, "PUT", at, {"value": most})
 
@@ -118,13 +119,13 @@ class World:
     publisher: Publisher
     consumer: Consumer
     of_one: tuple[Consumer, Consumer]
-    """Consumers of queues that have a single active one, over connections of their own."""
+    """Consumers of single-active-consumer queues, each on its own connection."""
     hand: AdminHand | MemoryHand
     network: Proxy | MemoryNetwork
 
 
 class Place:
-    """A vhost, and a user there whose permissions a test may take away."""
+    """A vhost, and a user there whose permissions a test may revoke."""
 
     def __init__(self, broker: RabbitMQ, url: str) -> None:
         self.broker = broker
@@ -225,7 +226,7 @@ def no_route(outcome: Outcome) -> bool:
 
 
 def codes(outcomes: Sequence[Outcome]) -> list[object]:
-    """Each outcome as the number of the broker's objection; others unchanged. A reworded text may have any number."""
+    """Each outcome as the broker's error code; other outcomes unchanged. A reworded message may have any code."""
     return [_code(one) if isinstance(one, Hold) else one for one in outcomes]
 
 
@@ -237,7 +238,7 @@ def _code(hold: Hold) -> object:
 
 
 async def until_published(publisher: Publisher, batch: Sequence[Outgoing]) -> list[Outcome]:
-    """Publish again and again until the broker is back, as the services do."""
+    """Keep publishing until the broker is back, as the services do."""
     while True:
         try:
             return await publisher.publish(batch)

@@ -1,4 +1,4 @@
-"""What the suites run against: the real part of each port, and its fake."""
+"""The implementations under test: the real one of each port, and its fake."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def either(request: pytest.FixtureRequest) -> Place | MemoryPlace:
 
 @pytest.fixture(params=[REAL, MEMORY])
 def stores(request: pytest.FixtureRequest) -> Callable[[int], Stores]:
-    """Makes a store with so many lanes."""
+    """Creates a store with this many lanes."""
     if request.param == MEMORY:
         return MemoryStores
     database = request.getfixturevalue("database")

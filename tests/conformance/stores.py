@@ -68,7 +68,7 @@ class Daemon:
         await lane.close()
 
     async def has(self, count: int) -> list[Lane]:
-        """Wait until it has so many lanes, and returns them."""
+        """Wait until it has this many lanes, and return them."""
         while len(self.lanes) < count:
             self._taken.clear()
             await self._taken.wait()
@@ -110,7 +110,7 @@ class MemoryStores:
             yield daemon
 
     async def lose(self, lane: Lane) -> None:
-        """End the sessions of a lane, as the server does to a process that hangs."""
+        """Terminate the sessions of a lane, as the server does if a process hangs."""
         assert isinstance(lane, MemoryLane)
         lane.end()
 
@@ -225,7 +225,7 @@ async def hold_all(lane: Lane, hold: Hold) -> list[Due]:
 
 @asynccontextmanager
 async def waking(lane: Lane) -> AsyncIterator[None]:
-    """The block ends a wait of the lane, long before its time."""
+    """The block wakes the waiting lane long before its time."""
     sleeper = asyncio.create_task(lane.wait(50.0))
     await asyncio.sleep(0)
     assert not sleeper.done()

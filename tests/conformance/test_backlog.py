@@ -1,4 +1,5 @@
-"""The port Backlog: what an intake writes comes out of the store unchanged, and operations on a key are in order."""
+"""The port Backlog: messages written by an intake leave the store unchanged, and operations on a key are applied in
+order."""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ async def test_a_cancel_waits_for_the_release_in_flight(stores: Open) -> None:
 
 @pytest.mark.parametrize("hold", [WHY, NO_CONFIRM, Hold(HoldKind.LATE, "late", may_be_delivered=True)])
 async def test_a_held_message_that_never_waited_counts_as_parked_and_is_retried(stores: Open, hold: Hold) -> None:
-    """When it is due, unless a person decides."""
+    """When it is due, unless an operator acts first."""
     store = stores(1)
     async with store.daemon() as daemon:
         [lane] = await daemon.has(1)
@@ -138,7 +139,7 @@ async def test_messages_of_a_route_with_a_lane_go_there(stores: Open) -> None:
 
 
 async def test_messages_due_later_go_to_all_lanes_in_turn(stores: Open) -> None:
-    """Those that are due soon stay with the daemon that parks them."""
+    """Messages due soon stay with the daemon that parks them."""
     store = stores(4)
     async with store.daemon() as one, store.daemon() as two:
         await eventually(lambda: (len(one.lanes), len(two.lanes)), lambda found: found == (2, 2))
@@ -166,7 +167,8 @@ async def test_without_a_lane_nothing_is_accepted_and_the_reason_is_given(stores
 
 
 async def test_operations_with_keys_of_an_earlier_term_fail(stores: Open) -> None:
-    """However late they reach the store: the next process has applied them again, and newer ones behind them."""
+    """Even if they reach the store very late: the next process has already reapplied them, and newer ones after
+    them."""
     store = stores(2)
     async with store.daemon() as one, store.daemon() as two:
         await eventually(lambda: (len(one.lanes), len(two.lanes)), lambda found: found == (1, 1))

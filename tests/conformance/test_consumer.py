@@ -1,6 +1,6 @@
 """The port Consumer, at a broker behind a proxy and in memory: unsettled deliveries return to their places.
 
-The memory of the real one is bounded."""
+The real consumer's memory is bounded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.conformance.broker_world import (
 from tests.support.place import eventually
 
 A_READ = 256_000
-"""The most bytes that uvloop reads from a socket at once."""
+"""The maximum number of bytes that uvloop reads from a socket at once."""
 
 
 async def filled(world: World, count: int) -> None:
@@ -41,7 +41,7 @@ async def filled(world: World, count: int) -> None:
 
 @asynccontextmanager
 async def reading(either: Either, count: int, prefetch: int = 100) -> AsyncIterator[tuple[World, Subscription]]:
-    """A world with so many messages in the queue ``q``, and a subscription to it."""
+    """A world with this many messages in the queue ``q``, and a subscription to it."""
     async with either.world() as world:
         await filled(world, count)
         subscription = await world.consumer.subscribe("q", prefetch)
@@ -141,8 +141,8 @@ async def test_acknowledged_deliveries_are_not_repeated_after_the_end(either: Ei
 
 @pytest.mark.parametrize("kind", ["quorum", "classic"])
 async def test_a_standby_gets_the_messages_in_their_order(either: Either, kind: str) -> None:
-    """The active consumer of a queue with a single one leaves, while messages that it has not acknowledged, and newer
-    ones, are there. What it has acknowledged does not come again."""
+    """The active consumer of a single-active-consumer queue leaves unacknowledged and newer messages behind. The
+    messages it acknowledged are not delivered again."""
     async with either.world() as world:
         await world.hand.queue("one", {"x-queue-type": kind, ONE_CONSUMER: True})
         first, other = world.of_one
@@ -204,7 +204,7 @@ async def test_a_cut_connection(either: Either) -> None:
 
 
 async def test_a_buffer_is_bounded_by_bytes(place: Place) -> None:
-    """The consumer stops reading the socket while the buffer is full; in the end everything has come."""
+    """The consumer stops reading the socket while the buffer is full; in the end everything has arrived."""
     size, count, bound = 1 << 18, 64, 1 << 20
     async with place.world("q") as world:
         for n in range(count):
@@ -282,7 +282,7 @@ async def test_a_full_buffer_is_returned_and_less_is_read_ahead(place: Place) ->
 
 
 async def test_queues_that_share_a_connection_share_its_limit_of_bytes(place: Place) -> None:
-    """The number of queues does not matter, and a queue can stop while the others are full."""
+    """The number of queues does not matter, and one queue can stop while the rest are full."""
     size, count, bound, queues = 1 << 16, 5, 1 << 18, ("a", "b", "c", "d")
     async with place.world(*queues) as world, relay_to(place.address) as reconnecting:
         flow = FlowControl(bound)

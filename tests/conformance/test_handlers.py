@@ -1,6 +1,6 @@
 """The contract of Handler: it accepts every delivery, or its work raises a loss and the rest returns to the queue.
 
-Each handler runs over a broker and a store in memory. Whatever happens, each message is in one place at least.
+Each handler runs on an in-memory broker and store. Every message must always be in at least one place.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Scene:
                 await session.wait_until_idle()
         except LOSSES:
             self.handler.flush()
-            await session.wait_while(lambda: self.handler.is_waiting)  # A loss does not keep back the others.
+            await session.wait_while(lambda: self.handler.is_waiting)  # A loss does not block the rest.
             raise
         finally:
             if end_early:
@@ -88,12 +88,12 @@ class Scene:
 
     @property
     def left(self) -> list[bytes]:
-        """What waits in the queue."""
+        """The messages waiting in the queue."""
         return self._in("delays")
 
     @property
     def elsewhere(self) -> list[bytes]:
-        """What the handler put somewhere."""
+        """The messages the handler stored or published."""
         waiting = [one.parcel.body for one in self.store.messages.values()]
         return sorted([*waiting, *(body for name in ("out", *OUR_QUEUES) for body in self._in(name))])
 
@@ -127,7 +127,7 @@ HANDLERS: dict[str, Callable[[Scene], Handler]] = {
     "due queue": lambda it: DueHandler(it.live, it.dispatch()),
     "takeover": takeover,
 }
-"""The real handlers. The fake accepts all and puts nothing anywhere, so it has a test of its own."""
+"""The real handlers. The fake accepts everything and stores nothing, so it has a separate test."""
 
 
 def says(name: bytes, value: int | bytes) -> bytes:
@@ -141,7 +141,7 @@ def envelope(due_ms: int, key: bytes = b"k", inner: bytes = b"\0\0") -> bytes:
 
 
 def messages() -> list[Outgoing]:
-    """Good and hostile messages of every queue; each has a body of its own. There are three of each key."""
+    """Good and hostile messages of every queue, with distinct bodies. Each key has three."""
     now = host_ms()
     wrong = [
         b"",
@@ -212,7 +212,7 @@ def lose_store(it: Scene) -> None:
 
 
 def fill(it: Scene) -> None:
-    """The queue of the refused ones takes no more."""
+    """Make the refused queue full."""
     it.broker.queues["delays.refused"].most = 0
 
 
@@ -236,7 +236,7 @@ async def test_a_loss_returns_what_is_not_safe_and_loses_nothing(it: Scene, lose
 
 
 async def test_after_the_end_no_work_begins(it: Scene) -> None:
-    """What waits for company, or for its instant, returns to the queue and is published by nobody."""
+    """Messages waiting for a fuller batch or their due instant return to the queue and are never published."""
     it.send(sent := [one for one in messages() if b"x-delay-key" not in one.properties])
     await it.handle(end_early=True)
     left, elsewhere = it.left, it.elsewhere

@@ -1,6 +1,6 @@
-"""Any sequence of operations, in batches cut anywhere, has the result that it has one by one.
+"""Any sequence of operations, split into batches anywhere, has the same result as one by one.
 
-Two stores take the same operations, one in batches and one without; each is the one on Postgres, or its fake.
+Two stores get the same operations, one in batches and one without; each is the Postgres store or its fake.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.store import MANY, ROOM, parcel
 
 LIMITED = b"limited"
 KEYS = [b"a", b"ab", b"abc", b"b", b"ba", b"\xff", b"\xff\xff"]
-"""Some begin like others, so that groups have several keys, and share some."""
+"""Some are prefixes of others, so that groups have several keys, and share some."""
 GROUPS = [b"a", b"ab", b"b", b"\xff"]
 ROUNDS = 8
 LONGEST = 60
@@ -29,7 +29,7 @@ LONGEST = 60
 
 @dataclass
 class Sequences:
-    """Makes operations, round by round."""
+    """Generates operations, round by round."""
 
     now_ms: int
     chance: random.Random
@@ -73,7 +73,7 @@ async def apply(daemon: Daemon, batches: Sequence[Sequence[Operation]]) -> list[
 
 
 async def release_and_hold(daemon: Daemon) -> None:
-    """Release a third of the due messages, and hold the others: for a retry, or for a person."""
+    """Release a third of the due messages, and hold the rest for a retry or an operator."""
     for lane in tuple(daemon.lanes):
         while rows := await lane.claimers[0].claim(MANY, ROOM):
             fate = [crc32(row.parcel.body) % 3 for row in rows]

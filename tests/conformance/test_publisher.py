@@ -1,4 +1,4 @@
-"""The port Publisher, at a broker behind a proxy and in memory: exact outcomes, and bounds to every wait."""
+"""The port Publisher, at a broker behind a proxy and in memory: exact outcomes, and every wait is bounded."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_messages_without_a_token(either: Either) -> None:
 
 @pytest.mark.parametrize("first", [0, 1, 9])
 async def test_a_missing_exchange(either: Either, first: int) -> None:
-    """Messages to it are returned; the others are confirmed, and arrive once."""
+    """Messages to it are returned; the rest are confirmed, and arrive once."""
     async with either.world("q") as world:
         where = ["missing" if n >= first and n % 3 == first % 3 else "" for n in range(12)]
         for _ in range(2):
@@ -143,7 +143,7 @@ async def test_a_publisher_closes_without_its_broker(place: Place, silent: bool)
 
 
 async def test_an_exchange_that_is_deleted_later(either: Either) -> None:
-    """Some messages of one batch may come twice; every outcome is exact, and no message blocks another."""
+    """Some messages of a batch may be delivered twice; every outcome is exact, and no message blocks another."""
     async with either.world("q") as world:
         await world.hand.exchange("brief", to_q="q")
         batch = [message(n, "q", "brief" if n == 5 else "") for n in range(10)]
@@ -159,7 +159,7 @@ async def test_an_exchange_that_is_deleted_later(either: Either) -> None:
 
 
 async def test_messages_not_yet_due_wait_even_in_a_batch_with_a_bad_message(either: Either) -> None:
-    """One message's exchange is missing, so the isolation publishes the others again: not before their due instants."""
+    """One message's exchange is missing, so the isolation republishes the rest, but not before their due instants."""
     async with either.world("q") as world:
         arrived = await world.hand.watch("q")
         due = [int(time.time() * 1000) + 20 * n for n in range(12)]
@@ -192,7 +192,7 @@ async def test_doubtful_messages_of_several_destinations_wait_until_the_last_of_
 async def test_a_batch_does_not_wait_for_a_clock_that_was_set_back(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message is due in an hour by the new clock: its deadline ends the wait, and the caller plans it anew."""
+    """The message is due in an hour by the new clock: its deadline ends the wait, and the caller reschedules it."""
     monkeypatch.setattr(publishing, "LONGEST_AHEAD", 0.1)
     async with place.world("q") as world:
         with pytest.raises(BrokerLost):
@@ -202,7 +202,7 @@ async def test_a_batch_does_not_wait_for_a_clock_that_was_set_back(
 
 
 async def test_without_a_connection(either: Either) -> None:
-    """The wait is bounded, and the connection comes back by itself."""
+    """The wait is bounded, and the connection recovers by itself."""
     async with either.world("q") as world:
         assert await world.publisher.publish([message(0, "q")]) == [CONFIRMED]
         assert world.publisher.ready

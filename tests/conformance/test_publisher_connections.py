@@ -48,7 +48,7 @@ def poisonous(token: object) -> Outgoing:
 
 @asynccontextmanager
 async def far_away(place: Place, round_trip: float) -> AsyncIterator[tuple[World, ReconnectingConnection]]:
-    """A broker so many seconds away, with a topic exchange that takes the key ``open`` alone."""
+    """A broker with this latency in seconds, and a topic exchange that routes only the key ``open``."""
     async with place.world("q") as world, Proxy(place.broker.port) as proxy:
         await world.hand.exchange("news", kind="topic", to_q="#")
         await world.hand.forbid(topic=("news", "^open$"))
@@ -66,7 +66,7 @@ async def all_released(connection: Connection) -> None:
 
 
 async def test_forbidden_topics_over_a_slow_connection(place: Place) -> None:
-    """Every outcome is exact; after the first batch every good message comes once."""
+    """Every outcome is exact; after the first batch every good message is delivered once."""
     batch = [message(n, "closed" if n % 2 else "open", "news") for n in range(400)]
     async with far_away(place, 0.005) as (world, reconnecting):
         publisher = AmqpPublisher(reconnecting)
@@ -116,7 +116,7 @@ async def test_a_message_that_ends_the_connection_is_identified(place: Place, ah
         assert await beside.publish(good) == [CONFIRMED] * len(good)
         found = Counter(await world.hand.drain("q"))
         assert found.keys() == {b"first", *(one.body for one in good)}
-        copies = Counter(found[one.body] - 3 for one in good)  # two batches, and one beside them
+        copies = Counter(found[one.body] - 3 for one in good)  # two batches of the one, and one of the other
         assert min(copies) >= 0
         assert max(copies) <= 10
         assert copies[0] + copies[1] + copies[2] >= 80
@@ -207,7 +207,7 @@ async def test_lost_lanes_leave_no_channels_behind(place: Place) -> None:
 
 
 async def test_an_interrupted_publish_leaves_no_channels_behind(place: Place) -> None:
-    """The interruption may come while the publisher opens a channel, or waits for a confirm."""
+    """The interruption may happen while the publisher opens a channel or waits for a confirm."""
     async with far_away(place, 0.004) as (_, reconnecting):
         connection = await reconnecting.connection(30)
         before = dict(connection.receivers)
@@ -240,7 +240,7 @@ async def test_a_failure_of_the_reconnecting_task_is_raised() -> None:
 
 
 async def test_short_connections_do_not_lengthen_the_pause(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them was opened at once, so the next one may be too."""
+    """Each of them was opened immediately, so the next may be as well."""
     attempts: list[int] = []
 
     def noted(attempt: int, _random: float) -> float:
@@ -323,7 +323,7 @@ async def test_an_address_that_refuses_is_logged_once_although_another_works(pla
 
 
 async def test_a_broker_that_closes_each_connection_is_asked_after_a_pause(place: Place) -> None:
-    """After each connection that ends at once the next one waits, longer each time up to a bound."""
+    """After each connection that closes immediately, the next is delayed, longer each time up to a bound."""
     async with Proxy(place.broker.port) as proxy, relay_to(place.behind(proxy)) as reconnecting:
         loop = asyncio.get_running_loop()
         began = loop.time()

@@ -1,4 +1,5 @@
-"""The ports Releases, Lane and Claimer: each due message is claimed once, in order, and comes back after a rollback."""
+"""The ports Releases, Lane and Claimer: each due message is claimed once, in order, and becomes claimable again after a
+rollback."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ async def test_never_early_and_not_missed(stores: Open) -> None:
         due_ms = daemon.now_ms + 400
         await daemon.apply(parcel(due_ms))
         rows = await lane.claimers[0].claim(MANY, ROOM)
-        if not rows:  # else this machine stood still for 300 ms
+        if not rows:  # otherwise this machine stalled for 300 ms
             assert lane.sleep_hint() <= 0.4
             rows = await claim_when_due(lane)
             assert lane.sleep_hint() >= 0.4
@@ -110,7 +111,7 @@ async def test_a_claim_is_settled_whole_and_before_the_next(stores: Open) -> Non
 
 
 async def test_held_messages_are_claimed_again_with_their_hold_until_they_are_released(stores: Open) -> None:
-    """Each hold counts once; the flags of the first one stay with the caller."""
+    """Each hold is counted once; the flags of the first stay with the caller."""
     store = stores(1)
     async with store.daemon() as daemon:
         [lane] = await daemon.has(1)
