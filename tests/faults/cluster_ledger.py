@@ -13,7 +13,7 @@ from tests.support.ledger import Arrival, Ledger, Verdict
 from tests.support.raw import Props
 
 SILENT_SECONDS: Final = 1.0
-"""The shortest silence that counts: without a fault, a busy machine makes half of it."""
+"""The shortest silence that counts. A busy machine causes half of it without a fault."""
 
 
 class ReplicatedLedger(Ledger):
@@ -88,8 +88,8 @@ class Silence(NamedTuple):
 @dataclass(frozen=True)
 class Repeats:
     """Numbers of messages with copies. ``release``: under one ``x-delayer-id``. ``intake``: read twice by the daemon.
-    ``ledger``: published twice by the ledger, after a publish that the broker did not confirm. Copies that the
-    destination's queue delivered again do not count."""
+    ``ledger``: published twice by the ledger, after a publish that the broker did not confirm. Copies redelivered by
+    the destination's queue do not count."""
 
     release: int
     intake: int

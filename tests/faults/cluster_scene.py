@@ -94,7 +94,7 @@ class Scene:
             yield scene
 
     async def play(self, fault: Fault) -> Figures:
-        """Publish, break the nodes, repair them when new messages pass without them, and make up the account."""
+        """Publish, break the nodes, repair them once new messages pass without them, and draw up the account."""
         async with flowing(self.ledger, A_SECOND, shortest_ms=SHORTEST_MS, longest_ms=LONGEST_MS):
             await self._pass_new_messages(REPAIRED_SECONDS)
             nodes = await asyncio.to_thread(fault.choose, self)
@@ -131,7 +131,7 @@ class Scene:
         return True
 
     async def _pass_new_messages(self, timeout: float) -> None:
-        """Wait until messages arrive that are published from now on, for a second."""
+        """Wait until a second's worth of messages published from now on has arrived."""
         last = self.ledger.account.sent + A_SECOND
         await self.ledger.until(lambda: self.ledger.newest > last, timeout=timeout)
 

@@ -1,4 +1,4 @@
-"""Doomed messages: each of them stands in the refused queue, unchanged, with its reason."""
+"""Doomed messages: each ends up in the refused queue, unchanged, with its reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ID: Final = re.compile(rb"[0-9a-f]{32}")
 
 
 class Doomed(NamedTuple):
-    """``again``: how many stand there more than once. ``wrong``: a text for each message that changed, or was refused
+    """``again``: how many were found more than once. ``wrong``: a note for each message that changed, or was refused
     more often than read."""
 
     sent: int
@@ -55,7 +55,7 @@ async def emptied(fleet: Fleet, queue: str) -> Inbox:
 
 
 class Judge:
-    """Judges so many messages ``sent`` through ``exchange``, with their ``readings``. ``sorts``: see
+    """Judges ``sent`` messages published to ``exchange``, with their ``readings``. ``sorts``: see
     RabbitMQ.sorts_headers. Pure."""
 
     def __init__(self, sent: int, readings: Readings, *, sorts: bool = False, exchange: bytes = b"delayer.in") -> None:
@@ -67,8 +67,8 @@ class Judge:
     def __call__(self, found: Iterable[Delivery], *, faults: bool = False) -> Doomed:
         """``faults``: whether a fault may have repeated messages.
 
-        Each reading gives a message an ``x-delayer-id``. Copies with one id are one refusal that was published again:
-        only after a fault, once for each publish without a confirm.
+        Each read assigns a message an ``x-delayer-id``. Copies with one id are one refusal published again; that
+        happens only after a fault, once for each unconfirmed publish.
         """
         counts: Counter[int] = Counter()
         ids: dict[bytes, int] = {}
@@ -121,7 +121,7 @@ class Judge:
         had, gained = sent.headers or (), tuple(zip(GAINED, values, strict=False))
         tables = [(had, gained)]
         if self._readings.doomed_again(number):
-            # Only the broker knows these counts, and it sorts the headers of a redelivery.
+            # Only the broker has these counts, and it sorts the headers of a redelivery.
             counts = [(name, came.one(name)) for name in COUNTED if came.all(name)]
             tables.append((tuple(sorted((*had, *counts))), gained))
         for before, behind in tables:

@@ -10,7 +10,7 @@ class Missed(Exception):
 
 
 class Untouched(Missed):
-    """The fault changed nothing in its search for a target either, so it excuses no repeated message."""
+    """The fault did not change anything even while searching for a target, so it does not excuse repeated messages."""
 
 
 class Fault(NamedTuple):

@@ -48,7 +48,7 @@ CREATE TRIGGER test_note_named AFTER INSERT ON held
 
 
 class Kept:
-    """One of the daemons, with its own proxies and clock. A fault that ends it starts it again."""
+    """One of the daemons, with its own proxies and clock. A fault that kills it restarts it."""
 
     def __init__(self, number: int, fleet: Fleet) -> None:
         self.number = number
@@ -116,7 +116,7 @@ class Kept:
 
     @asynccontextmanager
     async def meant(self) -> AsyncIterator[None]:
-        """The block may end the process on purpose. A process that has ended by the end of the block stays down."""
+        """The block may stop the process on purpose. If it is not running at the end of the block, it stays down."""
         self._meant += 1
         try:
             yield
@@ -125,7 +125,8 @@ class Kept:
             self._left = None if self.process.running else self.process
 
     async def mind(self) -> None:
-        """Start it again each time it ends by itself, and record a surprise: no fault outside it may end it."""
+        """Restart it each time it exits by itself, and record that as unexpected: a fault outside it must not end
+        it."""
         while True:
             process = self.process
             code = await process.wait(timeout=float("inf"))
@@ -155,7 +156,7 @@ class Fleet:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self.environ = environ or {}
-        """Environment variables of the daemons, beside those of their place."""
+        """Environment variables of the daemons, in addition to those of their place."""
         self.rabbitmq = rabbitmq
         self.postgres = postgres
         self.directory = directory
@@ -167,11 +168,11 @@ class Fleet:
         self.mode = ""
         self.more = ""
         """The lines of the file after the mode."""
-        # A place in native mode with a store looks at everything: the cascade and the rows.
+        # A place in native mode with a store checks everything: the cascade and the rows.
         self.place = Place("native", rabbitmq.url(self.vhost), postgres.url(self.database), lanes=LANES)
         self.surprises: list[str] = []
         self.over = False
-        """From now on a daemon that ends is not started again."""
+        """From now on a daemon that exits is not restarted."""
         self.daemons = [Kept(number, self) for number in range(1, daemons + 1)]
         self.ledger: Ledger
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -218,12 +219,12 @@ class Fleet:
         """Send SIGHUP to all daemons; a hanging or dying one, or its successor, reads the file later."""
         self.write_mode(mode)
         for daemon in self.daemons:
-            if daemon.up:  # an earlier SIGHUP would end it; it reads the file at its start
+            if daemon.up:  # an earlier SIGHUP would kill it; it reads the file at startup
                 daemon.process.reload()
 
     async def switched(self, mode: str) -> None:
-        """Switch the mode, and wait until every daemon works in it: an earlier fault would meet the other mode. Ask
-        again after a refusal: a daemon whose broker has just come back may refuse."""
+        """Switch the mode, and wait until every daemon works in it: an earlier fault would hit the other mode. Retry
+        after a refusal, because a daemon whose broker has just come back may refuse."""
         await asyncio.gather(*(daemon.ready() for daemon in self.daemons))
         refused = -1
 
@@ -250,7 +251,7 @@ class Fleet:
             yield
 
     async def paused(self, server: Server, seconds: float) -> None:
-        """Pause the server: connections stay open, and nothing answers."""
+        """Pause the server: connections stay open, but nothing is answered."""
         await asyncio.to_thread(server.pause)
         try:
             await asyncio.sleep(seconds)
@@ -274,7 +275,7 @@ class Fleet:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[asyncpg.Connection]:
-        """A database session beside those of the daemons."""
+        """A database session separate from the daemons'."""
         connection = await asyncpg.connect(self.postgres.url(self.database), timeout=10)
         try:
             yield connection
@@ -319,7 +320,7 @@ class Fleet:
     # ---- the end
 
     async def finish(self) -> None:
-        """Let the daemons work until no message can still come, then stop them by SIGTERM."""
+        """Let the daemons work until no more messages can arrive, then stop them with SIGTERM."""
         while True:
             await eventually(self._hidden, lambda count: count == 0, timeout=120)
             await eventually(self.place.standing, lambda standing: not set(standing) - self.aside, timeout=120)

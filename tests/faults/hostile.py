@@ -1,4 +1,4 @@
-"""Messages that try to do harm, or only look like it, and the place where each must end.
+"""Messages that try to do harm, or only look like it, and the place where each must end up.
 
 delivered   at its destination, once, not early, with every header that is not delayer's business
 refused     in the refused queue, with this reason
@@ -251,7 +251,7 @@ SILENT: Mapping[str, Hostile] = {
     f"destination: silent{when}": held("no confirm within 8 s: exchange 'h.silent.out', key 'inbox'", "h.silent", delay)
     for when, delay in (("", 1000), (", at once", 0))
 }
-"""For a queue that neither confirms nor refuses: the test makes it silent (tests/support/silent.py)."""
+"""For a queue that neither confirms nor rejects: the test silences it (tests/support/silent.py)."""
 FRAME, LARGEST = 4 << 20, 2 << 20
 ROOMY: Mapping[str, Hostile] = {
     "table: as long as a frame": refused("too long to carry", SECOND, (b"large", text("v" * (FRAME - 1072)))),
@@ -260,7 +260,7 @@ ROOMY: Mapping[str, Hostile] = {
     "address: a body of the broker's maximum": delivered(SECOND, size=LARGEST),
     "address: a body of more than that": turned_away(SECOND, size=LARGEST + 1),
 }
-"""For a broker that takes frames and bodies of so many bytes. Some of these end elsewhere at other brokers."""
+"""For a broker that accepts frames and bodies of this many bytes. At other brokers some of these end up elsewhere."""
 GROUPS = {
     "publisher": PUBLISHER,
     "table": TABLES,

@@ -21,15 +21,15 @@ HOUR_MS: Final = 3_600_000
 MINUTE: Final = (60.0, 60.0)
 EVERYTHING: Final = ("broker", "store", "peace", *(f"daemon {number}" for number in range(DAEMONS)))
 ONE_OF_TWO: Final = ("daemon", "peace")
-"""A fault that ends a daemon leaves the other one alone."""
+"""A fault that kills a daemon leaves the other alone."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """``breaks``: things that no other fault may touch meanwhile; "daemon" is its target. ``seconds``: its shortest and
-    longest duration. ``often``: how often in ten minutes. ``details``: one of these. ``may_repeat``: whether it may
-    repeat messages. ``brief``: seconds up to which a lone fault repeats nothing, as no deadline passes before.
-    docs/guarantees.md says this of each."""
+    """``breaks``: things that no other fault may touch at the same time; "daemon" is its target. ``seconds``: its
+    shortest and longest duration. ``often``: how often in ten minutes. ``details``: one of these. ``may_repeat``:
+    whether it may repeat messages. ``brief``: seconds up to which a lone fault repeats nothing, as no deadline passes
+    before. docs/guarantees.md says this of each."""
 
     inject: Injection
     breaks: Sequence[str]
@@ -50,12 +50,13 @@ class Kind:
 
 
 def never(_: Fault) -> bool:
-    """An orderly stop repeats nothing."""
+    """A clean stop does not repeat messages."""
     return False
 
 
 def to_the_broker(fault: Fault) -> bool:
-    """A slow link to Postgres repeats nothing; a slow link to the broker may make a publish exceed its deadline."""
+    """A slow link to Postgres does not repeat messages; a slow link to the broker may make a publish exceed its
+    deadline."""
     return fault.detail == "broker"
 
 
@@ -66,7 +67,7 @@ OF_A_LANE: Final = HALF * IDLE_SECONDS
 
 
 def of_the_broker(_: Fault) -> float:
-    """The daemon gives up no publish before that, to an exchange that it knows."""
+    """The daemon does not abandon a publish to a known exchange before that."""
     return OF_A_PUBLISH
 
 
@@ -87,7 +88,7 @@ _POINTS: Final = tuple(
     if point.startswith(("intake.", "publish.", "park.", "release."))
     for nth in (1, 2, 7, 25)
 )
-"""Points of the crash tables, and the pass at which the daemon dies: the first pass may come before any load."""
+"""Points of the crash tables, and the pass at which the daemon dies: the first pass may happen before any load."""
 
 KINDS: Final[Mapping[str, Kind]] = {
     "daemon killed": Kind(daemons.killed, ONE_OF_TWO, (0.0, 2.0), 12),
@@ -142,7 +143,7 @@ KINDS: Final[Mapping[str, Kind]] = {
 
 
 def things(fault: Fault) -> Iterator[str]:
-    """Things that no other fault may touch meanwhile."""
+    """Things that no other fault may touch while this one lasts."""
     kind = KINDS[fault.kind]
     for thing in kind.breaks:
         yield f"daemon {fault.target}" if thing == "daemon" else thing
@@ -166,7 +167,7 @@ class Planned(NamedTuple):
 
 def schedule(seed: int, seconds: float, calm: float) -> list[Planned]:
     """Faults between ``calm`` seconds after the beginning and as many before the end, of every kind in its proportion.
-    In a run of ten minutes or more every kind comes at least once."""
+    In a run of ten minutes or more every kind occurs at least once."""
     chance = random.Random(seed)
     share = seconds / TEN_MINUTES
     kinds = [

@@ -1,12 +1,12 @@
-"""The crash tables as scenes: each row's daemon reaches its point, a process or connection dies, and the rest goes on.
+"""The crash tables as scenes: each row's daemon reaches its point, a process or connection dies, and the rest continue.
 
 A scene plays all rows at the same time, each in its own place, because they mostly wait. The broker
 and Postgres die once for all of them. The deaths:
 
     daemon      SIGKILL at the point, then a new daemon
-    broker      the daemon stops at the point (SIGSTOP), the broker is killed and started again, the daemon goes on
+    broker      the daemon stops at the point (SIGSTOP), the broker is killed and restarted, the daemon resumes
     postgres    the same with the store
-    broker cut  the daemon stops at the point, its connections to the broker are reset, it goes on
+    broker cut  the daemon stops at the point, its connections to the broker are reset, it resumes
     store cut   the same with its connections to the store
 """
 
@@ -32,8 +32,8 @@ from tests.support.servers import Postgres, RabbitMQ
 DAEMON, BROKER, POSTGRES, BROKER_CUT, STORE_CUT = "daemon", "broker", "postgres", "broker cut", "store cut"
 
 WORKER = {"dead_letter_worker_publisher_confirm_timeout": 10_000}
-"""Milliseconds, where RabbitMQ has three minutes. A message that falls due while the broker comes back may wait so
-long: the broker tries it before the bindings are there again (docs/versions.md)."""
+"""Milliseconds, where RabbitMQ has three minutes. A message that falls due while the broker restarts may be this late,
+because the broker tries it before it has recovered the bindings (docs/versions.md)."""
 
 Copies = tuple[int, int]
 """How often a message arrives: at least, at most."""
@@ -44,10 +44,10 @@ ONCE, TWICE, PERHAPS_TWICE = (1, 1), (2, 2), (1, 2)
 class Row:
     """A row of a crash table. ``fault``: the point, and the pass that counts. ``after``: the messages by place after
     the death (``store``, ``out`` for arrivals, else a queue). ``copies``: the deliveries in the end, by death.
-    ``same_id``: copies, if any, have one x-delayer-id, else different ones.
-    ``step_ms``: how much later each message is due than the one before. One more message goes through before them, so
-    that the daemon knows the exchange: else it publishes the first one alone.
-    ``prepared``: "compacted" if the messages are in a segment when the daemon that comes to the point starts.
+    ``same_id``: copies, if any, share one x-delayer-id, otherwise they have different ids. ``step_ms``: how much later
+    each message is due than the one before. One more message goes through before them, so that the daemon knows the
+    exchange; otherwise it would publish the first message alone. ``prepared``: "compacted" if the messages are in a
+    segment before the daemon that reaches the point starts.
     """
 
     mode: str
@@ -117,7 +117,7 @@ class Play:
         await self._ledger.publish(row.messages, delay_ms=row.delay_ms, absolute=row.absolute, step_ms=row.step_ms)
 
     async def come(self) -> None:
-        """The daemon comes to its point. If it kills itself there, another daemon goes on at once."""
+        """The daemon reaches its point. If it kills itself there, another daemon takes over immediately."""
         if not self.row.prepared:
             await self._publish()
         if self._died != DAEMON:
@@ -140,7 +140,7 @@ class Play:
         return self._ledger.total() if where == "out" else await self.place.depth(where)
 
     async def go_on(self) -> None:
-        """The daemon that stopped at its point goes on, after a server died or its connections were reset."""
+        """Resume the daemon stopped at its point, after a server died or the connections were reset."""
         if self._died == DAEMON:
             return
         if self._proxy:
@@ -151,7 +151,7 @@ class Play:
         await self._finish(self._daemon, time.time() * 1000)
 
     async def _finish(self, daemon: DaemonProcess, resumed_ms: float) -> None:
-        """Wait for the expected messages, and until no other can come; then look at the account."""
+        """Wait for the expected messages, and until no more can arrive; then check the account."""
         ledger, place = self._ledger, self.place
         await ledger.all_back()
         await ledger.until(lambda: ledger.total() >= self.row.messages * self.row.copies[self._died][0])
@@ -237,7 +237,7 @@ class Scenes:
 
 
 async def told(place: Place) -> str:
-    """For a row that failed: the messages by place, and the ends of its daemons' logs."""
+    """For a failed row: the messages by place, and the tails of its daemons' logs."""
     try:
         async with asyncio.timeout(10):
             standing = str(await place.standing())
@@ -248,8 +248,8 @@ async def told(place: Place) -> str:
 
 
 async def work_off(place: Place, daemon: DaemonProcess) -> None:
-    """Let the daemon, and others after it, work until no message can still come: the copies that a fault made travel
-    behind the messages."""
+    """Let the daemon, and others after it, work until no more messages can arrive: copies caused by a fault travel
+    after the messages."""
     await emptied(place, daemon)
     while await place.standing(cascade=False):
         # The stop gave back messages that were read and not begun.
@@ -265,8 +265,9 @@ async def emptied(place: Place, daemon: DaemonProcess) -> None:
 
 
 def check(row: Row, outcome: Outcome, copies: Copies) -> None:
-    """The claims of every row: nothing is lost, early or changed, and only the claimed copies come, recognisable."""
-    # A process died with the message in hand, so the broker redelivers it, and may sort its headers.
+    """The claims of every row: nothing is lost, early or changed, and only the claimed copies arrive, and they are
+    recognisable."""
+    # A process died holding the message unacknowledged, so the broker redelivers it, and may sort its headers.
     outcome.verdict.assert_kept(repeats=copies[1] > 1, redelivered=True)
     for number, arrivals in outcome.arrivals.items():
         assert copies[0] <= len(arrivals) <= copies[1], f"message {number}: expected {copies}, found {arrivals}"

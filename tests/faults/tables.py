@@ -9,15 +9,15 @@ from tests.faults.scenes import BROKER, BROKER_CUT, DAEMON, ONCE, PERHAPS_TWICE,
 
 
 def native(fault: str, copies: tuple[Copies, ...], after: Mapping[str, int], **more: Any) -> Row:
-    """``copies``: where the daemon dies, the broker, or the connections to it. Long enough for the cascade, which takes
-    no delay of less than a second."""
+    """``copies``: if the daemon dies, the broker, or the connections to it. The delay is long enough for the cascade,
+    whose minimum is a second."""
     more = {"delay_ms": 2_500} | more
     return Row("native", fault, dict(zip((DAEMON, BROKER, BROKER_CUT), copies, strict=True)), after, **more)
 
 
 def store(fault: str, copies: tuple[Copies, ...], after: Mapping[str, int], **more: Any) -> Row:
-    """``copies``: where the daemon dies, the broker, Postgres, the connections to the broker, or those to Postgres. All
-    daemons that have a claim stop at about the same time: Postgres ends the claim of one that stands still for 4 s."""
+    """``copies``: if the daemon dies, the broker, Postgres, the connections to the broker, or those to Postgres. All
+    daemons that have a claim stop at about the same time: Postgres ends the claim of a daemon stalled for 4 s."""
     more = {"delay_ms": 2_500} | more
     deaths = (DAEMON, BROKER, POSTGRES, BROKER_CUT, STORE_CUT)
     return Row("store", fault, dict(zip(deaths, copies, strict=True)), after, **more)
@@ -28,8 +28,8 @@ def store(fault: str, copies: tuple[Copies, ...], after: Mapping[str, int], **mo
 READ = (ONCE, PERHAPS_TWICE, PERHAPS_TWICE)
 PUBLISHED = (PERHAPS_TWICE,) * 3
 CONFIRMED = (TWICE,) * 3
-# The acknowledgement is handed to the transport at this point, not sent. With a prefetch of 1 the second message is
-# there only because the first one's has arrived.
+# The acknowledgement is handed to the transport at this point, not sent. With a prefetch of 1, the second message was
+# only delivered because the first acknowledgement arrived.
 ACKED = {"messages": 2, "prefetch": 1}
 IN_THE_BROKER = {"delay_ms": 8_000}
 """All rows of a scene wait for their points before a broker dies. So long a delay keeps the envelope out of the due
@@ -69,9 +69,9 @@ STORE: Mapping[str, Row] = {
     "claim before the publish": store(
         "release.claimed", (ONCE, PERHAPS_TWICE, TWICE, ONCE, TWICE), {"delays": 0, "store": 1, "out": 0}, same_id=True
     ),
-    # Messages of several claims, parked long before. The daemon comes to this point when it has written a part of one,
-    # before the rest is due: a busy machine is late for some claims, not for all. A broker that comes back may leave a
-    # second publish without a confirm, and so may a store that ends the claim of a daemon that waits.
+    # Messages of several claims, parked long before. The daemon reaches this point when it has written part of one,
+    # before the rest is due: a busy machine is late for some claims, not for all. A second publish may stay unconfirmed
+    # after a broker restart, or after the store ends the claim of a waiting daemon.
     "publish of a part of the claim": store(
         "publish.begun",
         (PERHAPS_TWICE, (1, 3), (1, 3), PERHAPS_TWICE, PERHAPS_TWICE),
@@ -96,14 +96,14 @@ PACKED = 20
 
 def restore(fault: str, rows: int, packed: int, stopped: Copies = ONCE) -> Row:
     """``rows`` and ``packed``: how many of the messages wait, and are in the segment, when the daemon is dead.
-    ``stopped``: the copies where the daemon goes on after its store died."""
+    ``stopped``: the copies if the daemon resumes after its store died."""
     copies = {DAEMON: ONCE, POSTGRES: stopped, STORE_CUT: stopped}
     after = {"delays": 0, "store": rows, "segments": packed, "out": 0}
     return Row("store", fault, copies, after, same_id=True, delay_ms=5_000, messages=PACKED, prepared="compacted")
 
 
 # In addition to these tables: the process dies in the middle of restoring a segment. Nothing of it was published before
-# the commit. After it a lane's claim may already be answered: the daemon reads that answer when it goes on.
+# the commit. After it a lane's claim may already be answered: the daemon reads that answer when it resumes.
 RESTORE: Mapping[str, Row] = {
     "lock of the segment": restore("restore.locked", 0, PACKED),
     "copy of its rows": restore("restore.copied", 0, PACKED),

@@ -1,4 +1,4 @@
-"""Audits beside compactions, restores, exports, cancels, replaced keys and full traffic report no violation.
+"""Audits report no violation during compactions, restores, exports, cancels, key replacements and full traffic.
 
 AUDIT_MINUTES sets the duration (5 without it; more than 10 need `-o faulthandler_timeout=0`). An audit with a violation
 exits with 1, and its report ends the test.
@@ -32,10 +32,10 @@ pytestmark = [pytest.mark.long, pytest.mark.deadline(60 * MINUTES + 900)]
 
 NEAR_MS, FAR_MS, KEYED_MS = 4_000, 720_000, 86_400_000
 PACKED_AFTER_MS, RESTORED_WITHIN_MS = 360_000, 420_000
-"""Above restore_ahead, whose least value is 5 minutes. Restored messages are packed again."""
+"""Above restore_ahead, whose minimum is 5 minutes. Restored messages are packed again."""
 FEWEST = 50
 NEAR, FAR, MOST_FAR = 1_000, 300, 30_000
-"""Messages of one portion, and the most that stand in the store."""
+"""Messages per portion, and the maximum number of far messages in the store."""
 KEYS = 40
 SETTINGS = {"STORE__RESTORE_AHEAD": "5m", "STORE__HISTORY_DAYS": "2"}
 SPARK = ("--master", "local[2]", "--conf", "spark.driver.memory=768m")
@@ -43,7 +43,7 @@ SPARK = ("--master", "local[2]", "--conf", "spark.driver.memory=768m")
 
 @dataclass
 class Reports:
-    """Commands on a store beside its traffic. ``warnings``: of all audits, by rule and subject."""
+    """Commands run on a store under traffic. ``warnings``: of all audits, by rule and subject."""
 
     place: Place
     path: Path

@@ -50,7 +50,7 @@ async def in_the_cascade(place: Place) -> int:
 async def test_with_a_store_the_hosts_clock_does_not_matter(
     ahead_ms: int, vhost: str, store: str, tmp_path: Path
 ) -> None:
-    """Wrong from the start, or set while messages wait: messages come when they are due, relative ones too."""
+    """Wrong from the start, or set while messages wait: messages are delivered when due, even with relative delays."""
     clock = Clock(tmp_path / "clock")
     clock.set(ahead_ms)
     place = await Place("store", vhost, store).declare()
@@ -67,8 +67,8 @@ async def test_with_a_store_the_hosts_clock_does_not_matter(
 
 
 async def test_without_a_store_setting_the_clock_does_not_make_messages_early(vhost: str, tmp_path: Path) -> None:
-    """The cascade measures durations. After a clock is set forward, messages come in time. After it is set back, the
-    daemon takes them for an hour early and sends them round again: late by its clock, never lost."""
+    """The cascade measures durations. After a clock is set forward, messages are on time. After it is set back, the
+    daemon considers them an hour early and sends them through again: late by its clock, never lost."""
     clock = Clock(tmp_path / "clock")
     place = await Place("native", vhost, strategy="cascade").declare()
     async with place.ledger(SEED + 1) as ledger, odd_daemon(place, clock) as daemon:
@@ -90,8 +90,8 @@ async def test_without_a_store_setting_the_clock_does_not_make_messages_early(vh
 async def test_messages_wait_for_a_store_clock_set_back_at_a_failover(
     postgres: Postgres, vhost: str, store: str
 ) -> None:
-    """All sessions end, and the next ones find a clock two seconds behind. Messages due by the old clock wait until the
-    new clock reaches their due instant."""
+    """All sessions are closed, and new sessions find a clock two seconds behind. Messages due by the old clock wait
+    until the new clock reaches their due instant."""
     connection = await asyncpg.connect(store)
     await connection.execute(_SKEW)
     name = store.rpartition("/")[2]

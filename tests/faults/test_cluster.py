@@ -35,7 +35,7 @@ async def test_the_daemons_node_dies(cluster: RabbitMQCluster, cluster_vhost: st
 async def keep_the_promises(
     cluster: RabbitMQCluster, vhost: str, mode: str, store: str, name: str, urls: list[str] | tuple[()]
 ) -> None:
-    """Play the fault, print a row of the report, and check that the daemon did what it promises."""
+    """Inject the fault, print a row of the report, and check that the daemon kept its promises."""
     fault = FAULTS[name]
     async with Scene.open(cluster, vhost, mode, store if mode == "store" else None, urls) as scene:
         figures = await scene.play(fault)

@@ -1,6 +1,6 @@
-"""Compaction and bulk restore beside working daemons and cancels: an account of every message balances.
+"""Compaction and bulk restore while daemons and cancels run: every message is accounted for.
 
-The jobs are the real ones, several at once, but for Spark: the work of executors runs in threads of this process.
+Several real jobs run at once, but without Spark: the executors' work runs in threads of this process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OF_A_SEGMENT = 100
 RESTORED_WITHIN_MS = 8_000
 """Above the limit of packing: restored messages are packed again, and messages packed late are restored at once."""
 ROUNDS = 4
-"""The least number of rounds for each packer, restorer and canceller; they go on while messages come in."""
+"""The minimum number of rounds for each packer, restorer and canceller; they continue while messages arrive."""
 AT_ONCE = 6
 """Messages of one cancel."""
 
@@ -44,13 +44,13 @@ def quiet(*_: object) -> None:
 
 @dataclass
 class Jobs:
-    """Jobs on the store of ``url`` beside the traffic, and their results."""
+    """Jobs on the store of ``url`` during the traffic, and their results."""
 
     url: str
     after_ms: int = PACKED_AFTER_MS
     within_ms: int = RESTORED_WITHIN_MS
     fewest: int = 0
-    """Messages of a segment at least."""
+    """Minimum number of messages per segment."""
     chance: random.Random = field(default_factory=lambda: random.Random(SEED))
     packed: int = 0
     again: int = 0

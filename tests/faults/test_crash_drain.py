@@ -1,4 +1,4 @@
-"""A drain that is killed at every step, there and back, with an account of every message: the next run goes on."""
+"""A drain killed at every step, there and back: the next run resumes it, and every message is accounted for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MESSAGES = 600
 DELAY_MS = 60_000
 PORTION = 100
 LOWEST = 2
-"""The lowest level that is emptied, of 4 s: messages in lower levels come out meanwhile."""
+"""The lowest level emptied, of 4 s; messages in lower levels leave by themselves during the drain."""
 PROGRAM = f"""
 from delayer.cli import drain
 from delayer.imports import queues
@@ -56,7 +56,7 @@ async def test_killed_at_every_step_there_and_back(vhost: str, store: str) -> No
             await ledger.publish(MESSAGES, delay_ms=DELAY_MS, absolute=True)
             await eventually(place.rows, lambda rows: rows == MESSAGES)
         async with place.working():
-            # Each drain goes on where the last one died, and dies in its second portion.
+            # Each drain resumes where the last one died, and dies in its second portion.
             await killed(
                 place, "native", "drain.taken:2", "publish.written:2", "drain.published:2", "drain.committed:2"
             )

@@ -1,4 +1,4 @@
-"""An import that is killed at every step, on a real store: the next run goes on, and every message is there once."""
+"""An import killed at every step, on a real store: the next run resumes it, and every message exists once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def delayer(
     store: str, *arguments: str, fault: str = "", at_stop: Callable[[], None] | None = None, **more: str
 ) -> tuple[int, str, str]:
     """Run a command: its exit code, output and errors. Only a command with a fault gets its own process: a new
-    interpreter takes a second. ``at_stop`` is called while a fault stops the command, which then goes on."""
+    interpreter takes a second. ``at_stop`` is called while a fault stops the command, which then resumes."""
     nothing = {name: None for name in os.environ if name.startswith("DELAYER_")}
     environ = {"DELAYER_CONFIG": os.devnull, "DELAYER_STORE__URL": store, **more}
     if not fault:
@@ -146,7 +146,7 @@ async def test_run_again(store: str, tmp_path: Path, fault: str, committed: int)
         elsewhere = {"DELAYER_IMPORT_URL": "postgresql://127.0.0.1:1/sales"}
         refused, _, told = await delayer(store, "import", "nservicebus-sql", "abort", "--yes", **elsewhere)
         assert (refused, "import 1 from jsonl is not finished" in told) == (1, True), told
-    else:  # and killed once more while it goes on
+    else:  # and killed once more after it resumes
         await killed(store, *arguments, fault="import.committed:1")
         committed += min(BATCH, COUNT - committed)
     done = await report(store, *arguments)
@@ -214,7 +214,8 @@ async def test_tables_are_in_one_place_only(store: str, source: Source, fault: s
 
 
 async def test_a_removal_undone_by_a_source_crash_imports_nothing_twice(store: str, source: Source) -> None:
-    """The store records the progress in every table, not only in those of the last batch: nothing comes in twice."""
+    """The store records the progress in every table, not only in those of the last batch, so nothing is imported
+    twice."""
     rows = [source.timeout(n, NOON + timedelta(seconds=n)) for n in range(COUNT)]
     for name, some in zip(TABLES, (rows[:BATCH], rows[BATCH:]), strict=True):
         await source.create(name)

@@ -1,5 +1,5 @@
-"""An import out of queues that is killed at every step, or loses its connection behind a commit. After another run each
-message is in the store or in its queue, once, and the report is true."""
+"""An import from queues, killed at every step, or losing its connection after a commit. After another run each message
+is in the store or in its queue, once, and the report is correct."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {
 }  # fmt: skip
 """The queue of the messages, and the arguments of the import."""
 SOME = range(1, COUNT)
-"""A batch or two; the broker decides how much comes in one."""
+"""A batch or two; the broker decides how many arrive in one."""
 STEPS = {
     "import.begun": range(1),
     "import.staged": range(1),
@@ -138,7 +138,8 @@ async def test_abort_instead(store: str, source: Import, fault: str) -> None:
 async def test_the_connection_is_cut_after_a_commit(
     store: str, source: Import, rabbitmq: RabbitMQ, vhost_name: str, number: int
 ) -> None:
-    """The connection is cut while a batch is in hand. Its commit works, but the broker hears no acknowledgement."""
+    """The connection is cut during a batch. The batch is committed, but its acknowledgement never reaches the
+    broker."""
     broker, words = source
     async with Proxy(rabbitmq.port) as proxy:
         broker.url = rabbitmq.url(vhost_name, port=proxy.port)
@@ -165,7 +166,7 @@ async def test_messages_that_moved_down_a_level_before_the_run_continues(store: 
 
 
 async def test_messages_behind_too_many_others_are_reported(store: str, rabbitmq: RabbitMQ, vhost: str) -> None:
-    """Messages due before the cutoff stand in front, and the run does not see the message behind them."""
+    """Messages due before the cutoff are at the head of the queue, and the run does not see the message behind them."""
     broker = Broker(vhost, "hold")
     await broker.fill(expiration=b"40000000")
     async with await Raw.connect(vhost) as raw:

@@ -1,5 +1,5 @@
 """Compacting and restoring die at every step, at random moments and with the database server. Each message is a row or
-in exactly one segment, and comes once, on time and unchanged; another run finishes the work."""
+in exactly one segment, and is delivered once, on time and unchanged; another run finishes the work."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_restoring(restore_scenes: Scenes, name: str, death: str) -> None:
 
 @pytest.mark.deadline(150)
 async def test_killed_at_random_moments_while_it_restores(vhost: str, store: str) -> None:
-    """Each life finds segments, rows that were restored before it, and new messages, and dies with some of each."""
+    """Each process finds segments, rows restored earlier, and new messages, and dies with some of each."""
     place = await Place("store", vhost, store).declare()
     chance = random.Random(SEED)
     async with place.ledger(SEED) as ledger:
@@ -116,7 +116,7 @@ async def test_killed_at_random_moments_while_it_restores(vhost: str, store: str
 
 @pytest.mark.deadline(90)
 async def test_another_daemon_restores_the_segment_of_a_hung_one(vhost: str, store: str) -> None:
-    """The store ends the transaction of the hung daemon after some seconds; the other one looks again soon after."""
+    """The store ends the transaction of the hung daemon after some seconds; the other polls again soon after."""
     place = await Place("store", vhost, store).declare()
     async with place.ledger(SEED + 1) as ledger:
         async with place.daemon(STORE__LANES="1") as daemon:  # one lane, one segment
@@ -146,7 +146,7 @@ def server() -> Iterator[Postgres]:
 
 
 async def killed(server: Postgres, url: str, work: Callable[[], Any], done: Callable[[int], bool]) -> Any:
-    """Kill the server during ``work`` as soon as so many segments are ``done``, and start it again."""
+    """Kill the server during ``work`` as soon as this many segments are ``done``, and restart it."""
     working = asyncio.create_task(asyncio.to_thread(work))
     async with sql(url) as admin:
 

@@ -1,5 +1,5 @@
 """The crash table with a standby: the active daemon dies, or loses a connection, at each step of a batch whose keys are
-folded; and the standby dies at each step of a release. The other daemon goes on."""
+folded; and the standby dies at each step of a release. The other daemon continues."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def inbox(place: Place) -> AsyncIterator[tuple[Raw, Counter[str]]]:
 
 
 async def finished(place: Place, *daemons: DaemonProcess) -> dict[str, int]:
-    """Wait until nothing waits any more, and stop the daemons. Return the counters."""
+    """Wait until no messages are waiting, stop the daemons, and return the counters."""
     await eventually(place.standing, lambda standing: not standing, timeout=60)
     for daemon in daemons:
         assert await daemon.stop() == 0, daemon.tail()

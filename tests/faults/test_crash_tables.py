@@ -34,10 +34,10 @@ def test_native_mode(scenes: Scenes, name: str, death: str) -> None:
 
 @pytest.mark.parametrize(("name", "death"), cases(STORE))
 def test_store_mode(scenes: Scenes, name: str, death: str) -> None:
-    """The counters agree with the arrivals too."""
+    """The counters also agree with the arrivals."""
     outcome = played(scenes, name, death)
     arrived = {arrival.id for arrivals in outcome.arrivals.values() for arrival in arrivals}
-    # A redelivered message that is due already goes out without being parked, under an id that is no number.
+    # A redelivered message already due is published without being parked, under an id that is not a number.
     parked = {id for id in arrived if len(id) < 32}
     assert outcome.counters["released"] == len(parked), (outcome.counters, outcome.arrivals)
     if death == DAEMON and "part" in name:
@@ -55,7 +55,8 @@ async def test_a_publish_whose_confirm_is_lost_is_repeated_with_the_same_id(
         place = await Place("store", vhost, store, via_broker=rabbitmq.url(name, port=proxy.port), lanes=1).declare()
         ledger = await stack.enter_async_context(place.ledger())
         daemon = await stack.enter_async_context(place.working())
-        # So that the lane's publisher knows the exchange and has its channel: the next publish asks nothing first.
+        # So that the lane's publisher knows the exchange and has its channel: the next publish needs no prior round
+        # trip.
         await ledger.publish(20, delay_ms=500, absolute=True)
         await ledger.all_back()
         await ledger.publish(50, delay_ms=2_000, absolute=True)  # one due instant, so one claim

@@ -86,7 +86,7 @@ async def on_page(url: str, page: int) -> list[int]:
 @pytest.fixture(scope="module")
 def damaged() -> Iterator[dict[str, Damaged]]:
     """Stores of one server. Each has lost a page of the segments' bytes, or their whole file, or an index page of a
-    partition that takes the restored rows."""
+    partition that receives the restored rows."""
     with Postgres() as server:
         template = server.add_store()
         asyncio.run(fill(server.url(template)))

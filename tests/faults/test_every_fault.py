@@ -1,7 +1,8 @@
-"""Each kind of fault once, small, while messages pass two daemons. Nothing is lost, early or changed, and only messages
-under way come twice, after a fault that may repeat them. `make soak` mixes faults, for minutes or hours.
+"""Each kind of fault once, briefly, while messages pass through two daemons. Nothing is lost, early or changed, and
+only messages in flight are delivered twice, after a fault that may repeat them. `make soak` mixes faults, for minutes
+or hours.
 
-One fleet for all of them, with servers of its own: they are killed and stopped here.
+They share one fleet with its own servers, which are killed and stopped here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ A_SECOND = 150
 """Messages a second during the fault."""
 LONGEST_MS = 1_200
 DOOMED = 5
-"""The number of doomed messages beside them."""
+"""The number of doomed messages sent along with them."""
 KNOWN = 50
 """Messages through both daemons, by the cascade too, after which they know all exchanges."""
 STORE, NATIVE = "store", "native"

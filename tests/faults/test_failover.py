@@ -26,7 +26,7 @@ SLACK = 15.0
 
 @asynccontextmanager
 async def two(place: Place, **active: str) -> AsyncIterator[tuple[Ledger, DaemonProcess, DaemonProcess]]:
-    """An active daemon, with these settings of its own, and its standby, under load."""
+    """An active daemon with these extra settings, and its standby, under load."""
     heartbeat = {"BROKER__HEARTBEAT": f"{HEARTBEAT}s"}
     async with place.ledger(SEED) as ledger, place.daemon(**heartbeat, **active) as first:
         await first.ready()
@@ -61,8 +61,8 @@ async def test_the_active_daemon_dies(vhost: str, store: str, mode: str) -> None
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize("mode", ["store", "native"])
 async def test_the_active_daemon_hangs(vhost: str, store: str, mode: str) -> None:
-    """RabbitMQ looks once in each interval, and ends a connection after two in which it heard nothing. The first of
-    them may begin just after the daemon's last word."""
+    """RabbitMQ checks once per interval, and closes a connection after two silent intervals. The first may begin just
+    after the daemon's last frame."""
     place = Place(mode, vhost, store if mode == "store" else None)
     async with two(place) as (ledger, first, second):
         began = time.monotonic()

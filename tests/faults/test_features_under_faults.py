@@ -40,7 +40,8 @@ def servers() -> Iterator[Servers]:
 
 
 def kept(verdict: Verdict) -> None:
-    """Nothing is early or changed; copies come only after a fault, and marked. Each feature judges losses itself."""
+    """Nothing is early or changed; copies appear only after a fault, and are marked. Each feature judges losses
+    itself."""
     print(verdict)
     verdict = replace(verdict, missing=())
     verdict.assert_kept(repeats=True)
@@ -55,7 +56,7 @@ def kept(verdict: Verdict) -> None:
 @pytest.mark.parametrize("mode", MODES)
 async def test_keys(mode: str, servers: Servers, tmp_path: Path) -> None:
     """One daemon reads. First it takes in everything before anything is due; then it reads while others become due.
-    Native mode has no faults of the store: there a key is refused while the store is away."""
+    Native mode has no faults of the store: there a key is refused while the store is down."""
     async with opened(*servers, tmp_path, keys.Keyed, mode=mode, seed=SEED, daemons=1) as fleet:
         ledger = fleet.ledger
         assert isinstance(ledger, keys.Keyed)
@@ -89,7 +90,7 @@ async def test_keys(mode: str, servers: Servers, tmp_path: Path) -> None:
 @pytest.mark.deadline(500)
 @pytest.mark.parametrize("mode", MODES)
 async def test_cancels(mode: str, servers: Servers, tmp_path: Path) -> None:
-    """Messages cancel a third, commands some, while they become due; first in peace, when no exception counts."""
+    """Messages cancel a third, commands some, while they become due; first in peace, when no exception is allowed."""
     async with opened(*servers, tmp_path, cancels.Cancelling, mode=mode, seed=SEED + 10, daemons=1) as fleet:
         peaceful = await peace.cancelled_in_peace(fleet, seconds=4.0)
         peaceful.assert_kept()
@@ -106,7 +107,8 @@ async def test_cancels(mode: str, servers: Servers, tmp_path: Path) -> None:
         judgement.assert_kept()
         verdict = ledger.verdict()
         kept(verdict)
-        # A row may come, be rolled back by a fault, and be cancelled or replaced by a second reading of its message.
+        # A row may be delivered, rolled back by a fault, and then cancelled or replaced when its message is read a
+        # second time.
         uncounted = len(judgement.out) + len(judgement.read) + verdict.taken_in_twice + verdict.nameless
         assert counters["released"] <= await fleet.rows_back() <= counters["released"] + uncounted
 
@@ -121,7 +123,8 @@ async def test_cancels(mode: str, servers: Servers, tmp_path: Path) -> None:
     ids=["short", STORE, NATIVE],
 )
 async def test_retries(mode: str, faults: int | None, servers: Servers, tmp_path: Path) -> None:
-    """Messages fail up to six times; the route allows three retries. First in peace, when nothing may come twice."""
+    """Messages fail up to six times; the route allows three retries. First in peace, when nothing may be delivered
+    twice."""
     async with opened(*servers, tmp_path, retries.Failing, mode=mode, seed=SEED + 20, environ=retries.ENVIRON) as fleet:
         peaceful = await peace.retried_in_peace(fleet, 300)
         peaceful.assert_kept()
@@ -167,7 +170,7 @@ async def test_a_takeover(mode: str, servers: Servers, tmp_path: Path) -> None:
 @LONG
 @pytest.mark.deadline(500)
 async def test_park_beyond_changes_between_cascade_and_store(servers: Servers, tmp_path: Path) -> None:
-    """``park_beyond`` moves up and down meanwhile: each message is on one side of it."""
+    """``park_beyond`` moves up and down during the run, and each message is on one side of it."""
     async with opened(*servers, tmp_path, seed=SEED + 40) as fleet:
         ledger, borders = fleet.ledger, cycle(("3s", "0s", "1s", "2s"))
 
@@ -222,8 +225,8 @@ async def test_a_limited_rate(servers: Servers, tmp_path: Path) -> None:
 @pytest.mark.deadline(500)
 @pytest.mark.parametrize("mode", MODES)
 async def test_late_messages_are_held(mode: str, servers: Servers, tmp_path: Path) -> None:
-    """Faults make messages late, and some are late when published. Each comes or is held; only a fault may cause both.
-    A held message comes after an operator retries it."""
+    """Faults make messages late, and some are late when published. Each is delivered or held; only a fault may cause
+    both. A held message is delivered after an operator retries it."""
     async with opened(*servers, tmp_path, mode=mode, seed=SEED + 60, environ=overdue.ENVIRON) as fleet:
         ledger = fleet.ledger
         peaceful = await overdue.late_in_peace(fleet, 200)

@@ -56,8 +56,8 @@ def met_in_a_level(body: bytes, seconds: int) -> Message:
 @pytest.mark.words
 @pytest.mark.deadline(60)
 async def test_a_stray_envelope_is_not_opened(vhost: str) -> None:
-    """No binding leads to the queue mine, so the message joins the daemon's own envelopes among the strays. The command
-    reports that it is not an envelope of ours, and sends it nowhere."""
+    """No binding routes to the queue mine, so the message joins the daemon's own envelopes among the strays. The
+    command reports that it is not an envelope of ours, and sends it nowhere."""
     place = await Place("native", vhost).declare()
     async with await Raw.connect(place.broker) as raw:
         await raw.publish(met_in_a_level(b"old", 1))
@@ -127,7 +127,7 @@ async def test_refused_messages_go_back_to_the_intake_queue(rabbitmq: RabbitMQ, 
     assert await place.bodies("h.stolen") == []
     back = await place.bodies("delays")
     assert {b"nothing", b"with a user id"} <= set(back), told
-    # Before RabbitMQ 4.0 the broker goes on writing into notes that a publisher brought.
+    # Before RabbitMQ 4.0, the broker keeps writing into death notes supplied by a publisher.
     assert set(back) - {b"nothing", b"with a user id"} <= {b"a note of another queue", b"a note of the intake queue"}
     left = await place.bodies("delays.refused")
     assert sorted(back + left) == sorted([*messages, b"with a user id"]), told

@@ -48,7 +48,7 @@ async def passed(ledger: Ledger, *, all_back: bool = True) -> Verdict:
 
 @asynccontextmanager
 async def killed_at(fleet: Fleet, point: str) -> AsyncIterator[None]:
-    """The only daemon comes to this point with the messages of the block, and another one follows it."""
+    """The only daemon reaches this point with the messages of the block, and another replaces it."""
     first, second = fleet.daemons
     async with first.meant(), second.meant():
         await second.kill()
@@ -148,7 +148,7 @@ async def test_a_new_id_at_the_end_of_the_cascade_is_found(fleet_with: Opened) -
         async with first.meant(), second.meant():
             await second.kill()
             await fleet.ledger.publish(MESSAGES, delay_ms=8_000)
-            # Not before each has left the intake queue: an unacknowledged message stands in no count.
+            # Only once each has left the intake queue, because no count includes unacknowledged messages.
             await eventually(fleet.place.standing, lambda standing: sum(standing.values()) == MESSAGES)
             assert await first.process.stop() == 0
             await eventually(lambda: fleet.place.depth("delays.due"), lambda depth: depth >= MESSAGES)

@@ -1,5 +1,5 @@
-"""Held messages are tried again after growing pauses, always visible, kept through every restart, and block no other
-message. They go out by themselves once their destination is there."""
+"""Held messages are retried after growing pauses, are always visible, survive every restart, and never block other
+messages. They are published automatically once their destination exists."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROGRAM = (
     "from delayer.intake import dispatch; dispatch.MAX_ATTEMPTS = 1_000\n"
     "from delayer.cli.main import main; main()",
 )
-"""The daemon with pauses from 0.3 to 3 s instead of 10 s to an hour, so that some of them fit a test."""
+"""The daemon with pauses from 0.3 to 3 s instead of 10 s to an hour, so that some of them fit into a test."""
 ROUTES = [
     {"from": "delayer.in", "to": "delayer.out"},
     {"from": "h.missing", "to": "h.missing.out"},
@@ -54,7 +54,7 @@ def tried(at_least: int) -> Any:
 @pytest.mark.deadline(150)
 @pytest.mark.parametrize("mode", ["store", "native", "native alone"])
 async def test_held_messages_survive_every_restart_and_are_delivered_in_the_end(mode: str) -> None:
-    """In native mode a store beside it holds them; without one they wait in the cascade."""
+    """In native mode with a store, the store holds them; without a store they wait in the cascade."""
     with RabbitMQ() as rabbitmq, Postgres() as postgres:
         store = None if mode == "native alone" else postgres.url(postgres.add_store())
         place = Place(mode.partition(" ")[0], rabbitmq.url(), store)
@@ -143,8 +143,8 @@ async def either(daemon: DaemonProcess, *names: str, after: int) -> None:
 async def test_a_full_refused_queue_does_not_stop_good_messages(
     rabbitmq: RabbitMQ, vhost_name: str, vhost: str, store: str
 ) -> None:
-    """A limit of that queue keeps bad messages in the intake queue, with a warning; the others go on. Nothing is lost,
-    and the daemon refuses the bad ones when there is room again."""
+    """If that queue is at its limit, bad messages stay in the intake queue, with a warning; the rest are delivered.
+    Nothing is lost, and the daemon refuses the bad ones when there is room again."""
     place = await Place("store", vhost, store).declare()
     limit = {"pattern": r"^delays\.refused$", "apply-to": "queues", "priority": 1}
     limit |= {"definition": {"max-length": 1, "overflow": "reject-publish"}}

@@ -1,4 +1,5 @@
-"""Hostile and awkward messages, alone and among good ones: each ends where it should, and affects no other."""
+"""Hostile and awkward messages, alone and among good ones: each ends up where it should, and does not affect the
+rest."""
 
 from __future__ import annotations
 
@@ -166,7 +167,7 @@ def played(villain: Villain) -> set[str]:
 async def test_bindings_in_a_circle_end_in_the_refused_queue(
     mode: str, rabbitmq: RabbitMQ, vhost_name: str, store: str
 ) -> None:
-    """A route's destination, bound to the exchange of the same route: the copy comes in under another name."""
+    """A route's destination, bound to the exchange of the same route: the copy arrives under another name."""
     async with scene(mode, rabbitmq, vhost_name, store) as (_, daemon, villain):
         rabbitmq.api("POST", f"/api/bindings/{vhost_name}/e/h.out/e/h.in", {"routing_key": "circle"})
         body = b"round and round"
@@ -179,8 +180,8 @@ async def test_bindings_in_a_circle_end_in_the_refused_queue(
 
 
 async def test_replies_never_enter_delayers_own_queues(rabbitmq: RabbitMQ, vhost_name: str, store: str) -> None:
-    """A cancel names the queue for its reply. A queue of delayer would treat the reply as a message: the daemon does
-    not send it there, and the cancel counts."""
+    """A cancel names the queue for its reply. A queue of delayer would treat the reply as a message, so the daemon does
+    not send it there, and the cancel still applies."""
     async with scene(STORE, rabbitmq, vhost_name, store) as (place, daemon, villain):
         rabbitmq.api("PUT", f"/api/queues/{vhost_name}/h.answers", {"durable": True})
         queues = [b"delays", b"delays.refused", b"delays.due", STRAYS.encode(), b"delayer.delay-level-00"]
@@ -204,7 +205,7 @@ async def test_replies_never_enter_delayers_own_queues(rabbitmq: RabbitMQ, vhost
 @pytest.mark.parametrize("mode", MODES)
 async def test_the_largest_default_body_arrives(mode: str, template: str, postgres: Postgres) -> None:
     """16 MiB, or 128, among 10,000 good ones: the body arrives whole, and no other is lost. RabbitMQ 3.10 may stop for
-    its 128 MiB longer than a publish may take: only then some come twice, perhaps with the largest."""
+    its 128 MiB longer than a publish may take: only then are some delivered twice, perhaps including the largest."""
     store = postgres.add_database(template=template)
     with RabbitMQ() as broker:
         case = hostile.delivered(delay_header(2000), size=broker.largest_body)

@@ -1,8 +1,9 @@
-"""Keys with any number of daemons: no cancelled message comes, no replaced one, and every newest one comes once (G7).
+"""Keys with any number of daemons: cancelled and replaced messages are never delivered, and every newest message is
+delivered once (G7).
 
 A publisher sends parks, replacements and cancels of many keys on one channel, first in peace and then while the active
-daemon is killed again and again, and every fault of broker and store strikes in turn. There all messages are due after
-the last fault.
+daemon is killed repeatedly, and every fault of broker and store strikes in turn. There all messages are due after the
+last fault.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def servers() -> Iterator[tuple[RabbitMQ, Postgres]]:
 
 
 class Publisher:
-    """Sends operations in order, on one channel. After a loss it sends those again that were not confirmed, in their
-    order, before any other."""
+    """Sends operations in order, on one channel. After a loss it first resends the unconfirmed operations, in their
+    order."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -132,7 +133,8 @@ async def test_keys_stay_in_order_without_faults(
 
 
 class Churn:
-    """Random operations on all keys, without end; ``newest``: what waits under each key after the last one."""
+    """Random operations on all keys, endlessly; ``newest``: the message waiting under each key after the last
+    operation."""
 
     def __init__(self, due_ms: int) -> None:
         self.due_ms = due_ms

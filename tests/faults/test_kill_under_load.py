@@ -1,5 +1,5 @@
-"""Messages pass while daemons are killed again and again, hang, and lose their connections: none is lost, none early,
-none changed."""
+"""Messages pass while daemons are killed repeatedly, hang, and lose their connections: none is lost, early or
+changed."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ async def test_without_a_fault_nothing_comes_twice(mode: str, vhost: str, store:
 
 
 async def test_a_daemon_that_hangs_in_the_middle_of_a_claim_loses_it(vhost: str, store: str) -> None:
-    """The server ends its transaction, and another daemon publishes all messages, some a second time. The first daemon
-    goes on, and may publish the others once more, under the same id."""
+    """The server aborts its transaction, and another daemon publishes all messages, some a second time. The first
+    daemon resumes, and may publish the rest again, under the same ids."""
     place = await Place("store", vhost, store).declare()
     async with place.ledger(SEED + 5) as ledger:
         async with place.daemon("publish.begun:1:stop") as first:

@@ -72,7 +72,7 @@ async def driver(url: str, master: str, **environ: str) -> AsyncIterator[asyncio
 
 @dataclass
 class Actors:
-    """Cancels and reschedules beside the traffic. ``gone``: the ledger's numbers of cancelled messages."""
+    """Cancels and reschedules during the traffic. ``gone``: the ledger's numbers of cancelled messages."""
 
     url: str
     ledger: Ledger
@@ -86,7 +86,7 @@ class Actors:
                 self.gone[number] = found
 
     async def reschedule(self) -> None:
-        """A second later: the ledger takes that of messages with a relative delay."""
+        """Make them due a second later, which the ledger allows for messages with a relative delay."""
 
         async def later(connection: object, ids: list[int]) -> dict[int, FoundIn]:
             return await actions.reschedule(connection, ids, when=NewDue(by_ms=1_000))
@@ -106,7 +106,7 @@ class Actors:
 
 @asynccontextmanager
 async def repeated(*works: Callable[[], object]) -> AsyncIterator[None]:
-    """Do each of these again and again in the block, and finish the turns that have begun."""
+    """Repeat each of these in the block, and finish the rounds already begun."""
     over = asyncio.Event()
 
     async def again(work: Callable[[], object]) -> None:
@@ -123,7 +123,7 @@ async def repeated(*works: Callable[[], object]) -> AsyncIterator[None]:
 
 
 async def at_step(process: asyncio.subprocess.Process, workers: Callable[[], list[psutil.Process]]) -> bool:
-    """Whether a worker stands at its step, before the driver ends."""
+    """Whether a worker stops at its step before the driver exits."""
 
     async def look() -> object:
         return workers() or process.returncode is not None
@@ -156,7 +156,7 @@ async def kill_driver(url: str, step: str) -> bool:
 
 
 async def kill_executor(url: str, step: str, settings: Path, cluster: Cluster) -> bool:
-    """An executor of a cluster dies with its worker, and the others finish the work."""
+    """An executor of a cluster dies with its worker, and the rest finish the work."""
 
     def standing() -> list[psutil.Process]:
         return [one for executor in cluster.executors() for one in stopped(executor.pid)]
@@ -191,7 +191,7 @@ async def scene(place: Place, kill: Callable[[str, Path], Awaitable[bool]], tmp_
             await ledger.publish(3_000, longest_ms=LONGEST_MS)
             async with repeated(send, actors.cancel, actors.reschedule):
                 for step in STEPS:
-                    # A job that met too few messages never comes to its step.
+                    # A job with too few messages never reaches its step.
                     tries = [await kill(step, tmp_path / step)]
                     while not tries[-1]:
                         assert len(tries) < 3, f"no worker reached {step}"

@@ -1,5 +1,6 @@
 """Most nodes of a cluster die, and the daemon's node stays up, as with RabbitMQ's default partition handling. The
-broker still accepts connections and passive declarations; only the queues' members show that nothing goes in."""
+broker still accepts connections and passive declarations; only the queues' members show that nothing can be
+enqueued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of docs/operations.md that no other test takes: a restored backup, and a store on a lost machine."""
+"""Steps of docs/operations.md not covered by other tests: a restored backup, and a store on a lost machine."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_a_restored_backup_holds_released_messages(
 @pytest.mark.deadline(240)
 async def test_base_backup_and_archived_wal_bring_the_backlog_back(vhost: str) -> None:
     """Messages released after the end of the archive are held, not sent again. Messages that became late during the
-    outage are held too."""
+    outage are also held."""
     directory = make_directory()
     wal = directory / "wal"
     wal.mkdir()

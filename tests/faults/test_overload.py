@@ -1,5 +1,5 @@
-"""More load than the store can take, a broker that takes nothing, a dead store: the daemon continues all possible work.
-The rest waits in a safe place, and afterwards the daemon recovers by itself."""
+"""More load than the store can handle, a broker that accepts nothing, a dead store: the daemon continues all possible
+work. The rest waits in a safe place, and afterwards the daemon recovers by itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEED = 7_000
 GROWN_MB = 120
 """The most memory that load may add to a daemon: its prefetch, a few batches, and the interpreter's reserve."""
 FACTOR = 10
-"""So many times more is sent than the store takes, over the whole overload."""
+"""How many times more is sent than the store can take, over the whole overload."""
 TAKEN_AT_MOST = 100_000
 """Bytes a second at first; the test lowers it while the store takes more than a tenth of the messages."""
 DEEP = 10_000
@@ -40,7 +40,7 @@ GIVEN_BACK_SECONDS = 45.0
 CONSUMER_TIMEOUT = 60.0
 """The same limit of the test's broker in seconds: the shortest that the deadlines of the store allow."""
 TICK_MS = 1_000
-"""Milliseconds between two looks of its channels for old deliveries."""
+"""Milliseconds between two checks of its channels for old deliveries."""
 TOO_OLD = "delivery acknowledgement on channel"
 """The broker's log line when it closes a consumer's channel for that; it logs nothing when it cancels a consumer."""
 
@@ -53,7 +53,7 @@ SLOW_SECONDS = 75.0
 
 
 def destination(rabbitmq: RabbitMQ, vhost: str) -> None:
-    """Queue ``out``, for everything that comes to delayer.out."""
+    """Queue ``out``, for everything published to delayer.out."""
     rabbitmq.api("PUT", f"/api/exchanges/{vhost}/delayer.out", {"type": "topic", "durable": True})
     rabbitmq.api("PUT", f"/api/queues/{vhost}/out", {"durable": True})
     rabbitmq.api("POST", f"/api/bindings/{vhost}/e/delayer.out/q/out", {"routing_key": "#"})
@@ -78,7 +78,8 @@ def megabytes(daemon: DaemonProcess) -> float:
 
 @pytest.mark.deadline(120)
 async def test_a_blocked_broker_stops_releasing_not_parking(postgres: Postgres, store: str) -> None:
-    """Also when half of the messages are due at once: they wait in the store too, and stop no other message."""
+    """Even if half of the messages are due immediately: they also wait in the store, and do not block other
+    messages."""
     async with AsyncExitStack() as stack:
         rabbitmq = RabbitMQ()
         stack.callback(rabbitmq.close)
@@ -203,7 +204,7 @@ async def test_a_lost_store_gives_deliveries_back(
         await stack.enter_async_context(place.working())
         await ledger.publish(100, longest_ms=500)
         await ledger.all_back()
-        proxy.slow(bytes_per_second=20_000)  # so that there is something in hand when it dies
+        proxy.slow(bytes_per_second=20_000)  # so that it dies with messages in flight
         await ledger.publish(8_000, delay_ms=15_000)
         await eventually(lambda: place.depth("delays"), lambda depth: depth < 6_000)
         if store_is == "dead":
@@ -225,7 +226,7 @@ async def test_a_lost_store_gives_deliveries_back(
 async def large_scene(
     stack: AsyncExitStack, rabbitmq: RabbitMQ, postgres: Postgres, store: str, **more: str
 ) -> tuple[Place, DaemonProcess, Proxy, Raw]:
-    """A daemon with a proxy before its store, in a vhost of its own with a destination."""
+    """A daemon with a proxy in front of its store, in its own vhost with a destination."""
     vhost = rabbitmq.add_vhost()
     stack.callback(rabbitmq.drop_vhost, vhost)
     proxy = await stack.enter_async_context(Proxy(postgres.port))
@@ -305,7 +306,7 @@ async def sleeper(url: str) -> AsyncIterator[asyncio.Event]:
 async def test_no_delivery_stays_unacknowledged_until_the_consumer_timeout(
     store_is: str, postgres: Postgres, store: str
 ) -> None:
-    """A slow store would make prefetched messages wait for minutes, and a hung store answers nothing. In both cases the
+    """A slow store would make prefetched messages wait for minutes, and a hung store never answers. In both cases the
     daemon gives them back in time, and nothing is lost."""
     bodies = [b"%06d" % n + bytes(500_000) for n in range(300)]
     async with AsyncExitStack() as stack:

@@ -1,5 +1,6 @@
-"""A silent destination queue, such as a quorum queue without its majority: no other destination waits for it. Its
-messages are held, and come when it answers again. A broker that answers nothing at all causes no held message."""
+"""A silent destination queue, such as a quorum queue without its majority: other destinations do not wait for it. Its
+messages are held, and delivered when it answers again. A broker that does not answer at all does not cause held
+messages."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ AGAIN = 5.0
 
 
 def furnish(rabbitmq: RabbitMQ, vhost: str) -> None:
-    """Declare a destination beside that of the good messages."""
+    """Declare a second destination, next to that of the good messages."""
     rabbitmq.api("PUT", f"/api/exchanges/{vhost}/h.out", {"type": "topic", "durable": True})
     at = f"/api/queues/{vhost}/{QUEUE}"
     rabbitmq.api("PUT", at, {"durable": True, "arguments": {"x-queue-type": "quorum"}})
@@ -72,7 +73,7 @@ async def test_other_destinations_do_not_wait_for_a_silent_one(
             await ledger.all_back(timeout=MOST)
             held = await daemon.event("message held")
             assert held["reason"].startswith("no confirm within 8 s: exchange 'h.out', key 'mute.x'")
-            # By now the daemon knows the silent queue: its messages delay no other.
+            # By now the daemon knows the silent queue: its messages do not delay the rest.
             for number in range(1000, 1005):
                 await raw.publish(mute(number, delay_ms))
                 await ledger.publish(200, longest_ms=500)
@@ -113,7 +114,7 @@ def most_ids(inbox: Inbox, bodies: Collection[bytes]) -> int:
 @pytest.mark.long
 @pytest.mark.deadline(180)
 async def test_a_paused_broker_does_not_cause_holds() -> None:
-    """The whole broker pauses for longer than two publishes may take: messages come late, and none is held or lost."""
+    """The whole broker pauses for longer than two publishes may take: messages are late, but none is held or lost."""
     with RabbitMQ() as rabbitmq, Postgres() as postgres:
         place = await Place("store", rabbitmq.url(), postgres.url(postgres.add_store())).declare()
         async with place.ledger() as ledger, DaemonProcess(place.environ, program=PROGRAM) as daemon:

@@ -30,7 +30,7 @@ NO_ROOM_FOR_THE_WAL = r"PANIC:  could not write to file \"pg_wal/.*: No space le
 
 
 async def test_a_read_only_standby_until_it_is_promoted(rabbitmq: RabbitMQ, vhost: str) -> None:
-    """The address leads to the standby while it is read-only: nothing is parked, released or lost."""
+    """The address points to the standby while it is read-only: nothing is parked, released or lost."""
     async with AsyncExitStack() as stack:
         primary = Postgres()
         stack.callback(primary.close)
@@ -80,8 +80,8 @@ def postgres_on_a_small_disk(request: pytest.FixtureRequest) -> Iterator[SmallDi
 
 @pytest.mark.deadline(150)
 async def test_a_disk_without_room(postgres_on_a_small_disk: SmallDisk, vhost: str) -> None:
-    """Parking fails, and goes on when there is room again. Without room for the WAL, Postgres ends and cannot start
-    until an operator makes room and starts it. The daemon waits, and goes on by itself."""
+    """Parking fails, and resumes when there is room again. Without room for the WAL, Postgres stops, and stays down
+    until an operator makes room and starts it. The daemon waits, and resumes by itself."""
     postgres = postgres_on_a_small_disk
     name = await asyncio.to_thread(postgres.add_store)
     place = await Place("store", vhost, postgres.url(name)).declare()

@@ -111,7 +111,7 @@ class Villain:
             attempts = strays = None
             if place.mode == NATIVE:
                 rabbitmq.api("PUT", f"/api/queues/{vhost}/{ATTEMPTS}", {"durable": True})
-                # A broker that delays has attempts in the due queue, beside every other envelope.
+                # A delaying broker has attempts in the due queue, along with every other envelope.
                 way = Cascade().delivery if rabbitmq.delays_messages else RETRY_LEVEL
                 rabbitmq.api("POST", f"/api/bindings/{vhost}/e/{way}/q/{ATTEMPTS}", {"routing_key": "#"})
                 attempts, strays = await raw.inbox(ATTEMPTS), await raw.inbox(STRAYS)
@@ -119,7 +119,7 @@ class Villain:
             yield cls(rabbitmq, vhost, place, raw, impersonator, inbox, refused, attempts, strays)
 
     async def publish(self, name: str, case: Hostile, copy: int = 0) -> None:
-        """Publish one. Fails unless the broker takes it, or turns it away, as the case says."""
+        """Publish one. Fails unless the broker accepts or rejects it, as the case says."""
         message = case.message(b"" if name == EMPTY else b"hostile %d: %b" % (copy, name.encode()))
         body = message.body
         case = case.at(self.rabbitmq)
@@ -132,7 +132,7 @@ class Villain:
             await (self.impersonator if case.impersonated else self.raw).publish(message)
 
     async def _try(self, message: Message, content_class: int) -> bool:
-        """Publish on a new connection, which may end. Return whether the broker took it."""
+        """Publish on a new connection, which may be closed. Return whether the broker accepted the message."""
         raw = await Raw.connect(self.place.broker)
         try:
             if content_class != CONTENT_CLASS:
@@ -192,7 +192,7 @@ class Villain:
         return 1 if body else self.empty
 
     def verify(self, ends: dict[bytes, list[Found]], *, redelivered: bool = False) -> None:
-        """Check that each ended once, in the right place, with the right headers, and that nothing else came.
+        """Check that each ended up in the right place once, with the right headers, and that nothing else arrived.
         ``redelivered``: a queue may have redelivered it, and RabbitMQ 3.10 sorts the headers then."""
         sorts = self.rabbitmq.sorts_headers
         for body, (name, case) in self.sent.items():
@@ -238,7 +238,7 @@ def assert_no_forged_line(events: Sequence[dict[str, object]], stray_lines: Sequ
 
 
 async def turned_away(raw: Raw, message: Message, content_class: int = CONTENT_CLASS) -> bool:
-    """Send frames that no library makes: a content header of any length and class. Return whether the broker closed
+    """Send frames that no library produces: a content header of any length and class. Return whether the broker closed
     the connection."""
     properties = message.props if isinstance(message.props, bytes) else message.props.encode()
     address = b"".join(bytes((len(name),)) + name for name in (message.exchange.encode(), message.routing_key))

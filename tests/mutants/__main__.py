@@ -1,4 +1,4 @@
-"""`make mutants`: break one line of the program at a time, and see that its tests notice.
+"""`make mutants`: break one line of the program at a time, and check that its tests notice.
 
 Each mutant of tests/mutants/listed.py is applied to a copy of the tree. Its tests run there with -x, and the line is
 put back. Exit code 1 if a mutant survives, if its text is not found, or if a test fails without it.
@@ -20,7 +20,7 @@ from tests.mutants.listed import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 LONGEST_SECONDS = 600
-"""A mutant may make its tests hang: this counts as killed."""
+"""A mutant may make its tests hang, which counts as killed."""
 PASSED, FAILED = 0, 1
 
 
@@ -40,7 +40,7 @@ def copied(to: Path) -> None:
 
 
 def ran(tree: Path, tests: Sequence[str]) -> int | None:
-    """The exit code of pytest in ``tree``; None if it did not end in time."""
+    """The exit code of pytest in ``tree``; None if it did not finish in time."""
     command = [sys.executable, "-m", "pytest", "-n0", "-q", "-x", "-p", "no:cacheprovider", "-m", "", *tests]
     # Programs that a test starts import the copy too, not the tree that the virtual environment was made for.
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -54,7 +54,7 @@ def ran(tree: Path, tests: Sequence[str]) -> int | None:
 
 
 def judged(tree: Path, mutant: Mutant) -> str:
-    """ "killed", or a text that names the problem."""
+    """ "killed", or a message that names the problem."""
     file = tree / mutant.file
     before = file.read_text() if file.is_file() else ""
     if before.count(mutant.text) != mutant.times:

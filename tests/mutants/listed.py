@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 
 class Mutant(NamedTuple):
-    """``text`` stands ``times`` times in ``file``, and each is replaced. ``tests``: files or node ids, of which one
-    test at least must fail."""
+    """``text`` occurs ``times`` times in ``file``, and each is replaced. ``tests``: files or node ids, of which at
+    least one test must fail."""
 
     name: str
     file: str

@@ -1,1 +1,1 @@
-"""`make soak`: the ledger runs for minutes or hours while everything around two daemons breaks, again and again."""
+"""`make soak`: the ledger runs for minutes or hours while everything around two daemons keeps breaking."""

@@ -1,4 +1,4 @@
-"""`make soak`: SOAK_MINUTES of faults (10 if not said), SOAK_SEED to repeat one; --json FILE for the figures.
+"""`make soak`: SOAK_MINUTES of faults (default 10), SOAK_SEED to repeat a run; --json FILE for the figures.
 
 Exit code 1 if a promise broke; such a run keeps its logs and prints their place.
 """

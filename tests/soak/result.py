@@ -26,9 +26,9 @@ class Options:
 @dataclass(frozen=True)
 class Result:
     """The findings of a soak. ``faults`` broke something, ``missed`` found nothing to break. ``aside``: the number of
-    messages in the strays queue; ``stranded``: those of them that never came. ``doomed``: the messages that had to be
+    messages in the strays queue; ``stranded``: those that never arrived. ``doomed``: the messages that had to be
     refused. ``peaceful``: seconds without a fault that may repeat messages. ``rows``: the store's counter of releases,
-    and the number of rows of which a copy arrived under their number or an earlier id. These differ if one row came
+    and the number of rows of which a copy arrived under their number or an earlier id. These differ if one row arrived
     under two ids."""
 
     options: Options

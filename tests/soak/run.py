@@ -27,9 +27,9 @@ from tests.support.servers import Postgres, RabbitMQ, StartFailed
 from tests.support.verdict import Window, covered
 
 CALM: Final = 15.0
-"""Seconds without a fault, at the beginning and at the end: nothing may come twice then."""
+"""Seconds without a fault, at the beginning and at the end, when nothing may be delivered twice."""
 PATIENCE: Final = 300.0
-"""Seconds after the last fault for the last messages to come: a held one may have to wait for a few attempts."""
+"""Seconds after the last fault for the last messages to arrive; a held message may need a few attempts."""
 CLIPPED: Final = 1_000
 """Characters of a surprise; the logs have the rest."""
 HEALING: Final = 400.0
@@ -42,7 +42,7 @@ FAILURES: Final = (
 
 
 class Soak:
-    """``faults``: those that are over. ``missed``: those of them that broke nothing. ``now``: those at work."""
+    """``faults``: those that are over. ``missed``: those that broke nothing. ``now``: those in progress."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -142,7 +142,7 @@ class Soak:
             except Missed as missed:
                 self.missed[fault.kind] += 1
                 self._note(f"missed {fault}: {missed}")
-                # Other missed faults excuse repeats: one that waited for a daemon at its point killed it in the end.
+                # Other missed faults excuse repeats: a fault waiting for a daemon at its point ends by killing it.
                 excuses = excuses and not isinstance(missed, Untouched)
             except FAILURES as error:
                 fleet.surprises.append(f"{fault}: {type(error).__name__}: {str(error)[:CLIPPED]}")

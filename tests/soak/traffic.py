@@ -1,4 +1,4 @@
-"""The traffic through a fleet while everything breaks: messages without an end, in alternating modes."""
+"""The traffic through a fleet while everything breaks: an endless stream of messages, in alternating modes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MODES: Final[Mapping[str, float]] = {"store": 40.0, "native": 20.0}
 """Seconds of each mode in turn. A message in the cascade costs the broker ten times the work of one in the store, so
 most messages go through the store."""
 WAITING: Final[Mapping[str, int]] = {"store": 40_000, "native": 45_000}
-"""The number of messages under way at which publishing pauses. Native mode has more, so that some can enter before all
-of store mode have come back."""
+"""The number of messages in flight at which publishing pauses. It is higher in native mode, so that some can enter
+before all of store mode have returned."""
 PORTION: Final[Mapping[str, int]] = {"store": 1_000, "native": 200}
 DOOMED: Final = 5
-"""The number of doomed messages beside each portion."""
+"""The number of doomed messages sent with each portion."""
 PACE: Final[Mapping[str, float]] = {"store": 0.0, "native": 0.2}
 """Seconds between two portions."""
 LONGEST_MS: Final = 5_000

@@ -1,7 +1,7 @@
 """Cancels: a message reported as cancelled is not delivered, and a message reported as too late or not found is.
 
 One exception (docs/guarantees.md): a fault may leave a message in the store though it is delivered, or in the intake
-queue though it is parked. The test counts the cancelled messages that came, and each must have met a fault.
+queue though it is parked. The test counts the cancelled messages that arrived, and each must have met a fault.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Told(NamedTuple):
 
 
 class Cancelling(Ledger):
-    """Every letter has a key of its own. Letters and answers come to the same queue. ``asked``: numbers that a message
+    """Every letter has its own key. Letters and answers arrive in the same queue. ``asked``: numbers that a message
     asked to cancel. ``told``: by number, the answers to messages and commands."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
@@ -95,7 +95,7 @@ async def cancel_some(fleet: Fleet, ledger: Cancelling) -> int:
     tokens = {f"id:{id}@{due_ms}": NUMBER.unpack(number)[0] for id, due_ms, number in rows}
     code, output = await commanded(fleet, "cancel", "--json", *tokens)
     now_ms = time.time() * 1000
-    # The store was out of reach: perhaps it committed the cancel, and the answer was lost.
+    # The store was unreachable; it may have committed the cancel before the answer was lost.
     found = dict.fromkeys(tokens, "") if code == REACH else json.loads(output)["found"]
     for token, where in found.items():
         what = {"": "unknown", "nowhere": "gone"}.get(where, "cancelled")
@@ -105,11 +105,10 @@ async def cancel_some(fleet: Fleet, ledger: Cancelling) -> int:
 
 @dataclass(frozen=True)
 class Judgement:
-    """``lost``: owed, never cancelled, and did not come. ``denied``: reported as gone, and did not come, without a
-    fault.
-    ``delivered``: told to be cancelled, and came, without a fault. With one: ``out`` already, and not committed;
-    or ``read`` again, as the broker had not heard that it was parked. ``silent``: asked, and never answered, without a
-    fault."""
+    """``lost``: owed, never cancelled, and did not arrive. ``denied``: reported as gone, but did not arrive, without a
+    fault. ``delivered``: reported as cancelled, but arrived, without a fault. With one: ``out`` already, and not
+    committed; or ``read`` again, because the broker did not get the acknowledgement after the park. ``silent``:
+    requested, but never answered, without a fault."""
 
     cancelled: int
     lost: Sequence[int]

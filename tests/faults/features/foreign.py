@@ -1,6 +1,6 @@
 """Takeovers: every message in another system's cascade arrives, never early, and twice only after a fault.
 
-The daemon parks some of them; the others pass the cascade while the daemon is away.
+The daemon parks some of them; the rest run through the cascade while the daemon is down.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Foreign(Ledger):
         return letter._replace(routing_key=key, said=[*headers, *shape], kept=[*headers, *shape])
 
     def _compose(self, now_ms: int, delay_ms: int, absolute: bool | None) -> Outgoing:
-        """Delays of whole seconds, two at least: the daemon takes over no shorter ones."""
+        """Delays of whole seconds, at least two: the daemon does not take over shorter delays."""
         seconds = 2 + delay_ms // 1000
         one = super()._compose(now_ms, seconds * 1000, absolute=False)
         return one._replace(exchange=CASCADE.entry(seconds).encode())

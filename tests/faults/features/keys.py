@@ -1,7 +1,7 @@
-"""Keys: the letter of a key that was read last is delivered, and the letters that it replaced are not.
+"""Keys: the last letter read for a key is delivered, and the letters it replaced are not.
 
 Letter n is the version n // KEYS of key n % KEYS. Without a fault they are read in that order. After a cut the broker
-may redeliver letters behind newer ones: it may notice a cut later than the daemon.
+may redeliver letters after newer ones, because it may notice the cut later than the daemon.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class Keyed(Ledger):
 
 @dataclass(frozen=True)
 class Judgement:
-    """``lost``: the last letter of a key did not come. ``stale``: a replaced letter came. ``overtaken``: a letter came
-    behind a later one of its key. ``again``: the same, after the letter was read again behind that one."""
+    """``lost``: the last letter of a key did not arrive. ``stale``: a replaced letter arrived. ``overtaken``: a letter
+    arrived after a later letter of its key. ``again``: like ``overtaken``, but the letter was read again after the
+    later letter."""
 
     lost: Sequence[int] = ()
     stale: Sequence[int] = ()
@@ -77,8 +78,8 @@ def lasts(last_read: Mapping[int, int], refused: Collection[int] = ()) -> dict[i
 def lost(
     last_read: Mapping[int, int], sent: Iterable[int], came: Collection[int], refused: Collection[int]
 ) -> list[int]:
-    """Letters that were never read, and last letters that did not come. A refused letter may have been parked at its
-    first reading: then it may come in place of the last letter that was not refused."""
+    """Letters that were never read, and last letters that did not arrive. A refused letter may have been parked at its
+    first read; then it may arrive instead of the last letter that was not refused."""
     latest: dict[int, int] = {}
     for number in came:
         latest[number % KEYS] = max(latest.get(number % KEYS, 0), last_read[number])
@@ -88,7 +89,7 @@ def lost(
 
 
 def judged_waiting(ledger: Keyed, refused: Collection[int] = ()) -> Judgement:
-    """For runs that read every version before any was due: only the last letter of each key comes."""
+    """For runs that read every version before any is due: only the last letter of each key arrives."""
     came, read = set(ledger.order), ledger.last_read
     last = lasts(read, refused)
     stale = [one for one in came if one % KEYS in last and read[one] < read[last[one % KEYS]]]
@@ -96,8 +97,8 @@ def judged_waiting(ledger: Keyed, refused: Collection[int] = ()) -> Judgement:
 
 
 def judged_live(ledger: Keyed, first: int, refused: Collection[int] = ()) -> Judgement:
-    """For runs that read some versions while others become due: any may come, but not behind a later one of its key.
-    The last must come."""
+    """For runs that read some versions while others become due: any may arrive, but not after a later letter of its
+    key. The last must arrive."""
     newest: dict[int, int] = {}
     overtaken, again = [], []
     for number in ledger.order:

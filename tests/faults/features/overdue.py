@@ -1,5 +1,5 @@
-"""Late messages are held: every message came or is held. A message that was published too late comes only after an
-operator retries it. The daemon holds it in the store, or among the strays while the store is away.
+"""Late messages are held: every message has arrived or is held. A message published too late is delivered only after an
+operator retries it. The daemon holds it in the store, or among the strays while the store is down.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OVERDUE_MS: Final = 10_000
 AWAY_MS: Final = 10_000
 """Long enough to stop the daemons before the messages are due."""
 FOUND: Final = 120.0
-"""Seconds within which every message is found: a message between two levels of the cascade stands in no queue."""
+"""Seconds within which every message is found. Between two levels of the cascade, a message is in no queue."""
 ENVIRON: Final = {
     "ROUTE": json.dumps(
         [{"from": "delayer.in", "to": "delayer.out", "late_limit": f"{LIMIT_MS // 1000}s", "late_action": "hold"}]
@@ -73,7 +73,7 @@ def judged(account: Account, held: Collection[int]) -> Judgement:
             if number not in held:
                 lost.append(number)
             continue
-        came_ms, due_ms = arrivals[0].at_ms, arrivals[0].due_ms  # a delay counts from its reading, also from a late one
+        came_ms, due_ms = arrivals[0].at_ms, arrivals[0].due_ms  # a delay is measured from its read, even if late
         if owed.delay_ms < -LIMIT_MS:
             overdue.append(number)
         elif came_ms > due_ms + LIMIT_MS + AFTERMATH_MS and not excused(account, number, came_ms):
@@ -84,8 +84,8 @@ def judged(account: Account, held: Collection[int]) -> Judgement:
 
 
 def unmarked(account: Account) -> list[int]:
-    """Messages that came under more ids than they have readings from the intake queue. A held message keeps its id, so
-    another reading from the end of the cascade, or from the strays, allows no other id."""
+    """Messages that arrived under more ids than they were read from the intake queue. A held message keeps its id, so
+    another read from the end of the cascade, or from the strays, does not excuse another id."""
     readings = account.readings
     assert readings is not None, "this account records no readings"
     return [
@@ -112,7 +112,7 @@ async def late_in_peace(fleet: Fleet, count: int) -> Judgement:
 
 
 async def everywhere(fleet: Fleet) -> Held:
-    """The held messages, as soon as every message has come or is held, or after FOUND seconds."""
+    """The held messages, as soon as every message has arrived or is held, or after FOUND seconds."""
     account = fleet.ledger.account
 
     def found(held: Held) -> bool:
@@ -132,7 +132,7 @@ async def looked(fleet: Fleet) -> Held:
 
 
 async def let_go(fleet: Fleet) -> None:
-    """Retry all held messages, and wait until they have come, with the copies of those that had come already."""
+    """Retry all held messages, and wait until they have arrived, including copies of those that had already arrived."""
     for where in ("held", "strays"):
         assert (await commanded(fleet, where, "retry", "--all", "--yes"))[0] == 0
     await fleet.ledger.all_back()

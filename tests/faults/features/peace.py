@@ -91,7 +91,7 @@ async def retried_in_peace(fleet: Fleet, count: int) -> retries.Judgement:
 
 
 async def retried(fleet: Fleet) -> retries.Judgement:
-    """The judgement when every message has come to its end."""
+    """The verdict once every message has reached its end."""
     ledger = fleet.ledger
     assert isinstance(ledger, retries.Failing)
     with suppress(AssertionError):  # the judgement names the missing messages
@@ -110,7 +110,7 @@ async def at_rest(fleet: Fleet) -> bool:
     for _ in range(10):
         if await fleet.place.standing() or (await ledger.depths(ledger.queue))[ledger.queue]:
             return False
-        await asyncio.sleep(0.1)  # not to wait for anything: the second of rest is ten looks, a tenth apart
+        await asyncio.sleep(0.1)  # not to wait for anything: the second of rest is ten polls, a tenth apart
     return True
 
 

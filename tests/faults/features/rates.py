@@ -35,8 +35,8 @@ class Excess(NamedTuple):
 def excess(at_ms: Sequence[float], daemons: int, rate: float = RATE) -> Excess | None:
     """The first such stretch, from one arrival to another. Pure."""
     ordered = sorted(at_ms)
-    # With a(i) = i - rate * t(i), too many came from i to j where a(j) - a(i) + 1 is more than the bursts allow: each
-    # daemon that takes the lane of the route begins with one.
+    # With a(i) = i - rate * t(i), too many arrived from i to j if a(j) - a(i) + 1 exceeds the allowed bursts: each
+    # daemon that takes the route's lane starts with a burst.
     allowed = rate * (daemons * BURST + JITTER)
     lowest, since = float("inf"), 0
     for position, at in enumerate(ordered):
@@ -51,7 +51,7 @@ def excess(at_ms: Sequence[float], daemons: int, rate: float = RATE) -> Excess |
 
 @asynccontextmanager
 async def paced(fleet: Fleet, seed: int) -> AsyncIterator[Ledger]:
-    """A ledger of the limited route; its account knows of the fleet's faults."""
+    """A ledger of the limited route, whose account includes the fleet's faults."""
     ledgers = Ledger.open(
         fleet.place.broker, random.Random(seed), into=PACED.encode(), exchange=f"{PACED}.out", queue=PACED
     )

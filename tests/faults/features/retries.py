@@ -1,7 +1,7 @@
 """Retry routes: a message that fails in a queue comes back to it as often as configured and never before its pause.
 After the last retry it goes to the route's queue for exhausted messages.
 
-Letter n fails FAILS times n; its consumer goes by ``x-delayer-retries``, so a copy fails as its original did.
+Letter n fails FAILS times n; its consumer relies on ``x-delayer-retries``, so a copy fails like its original.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def fails(number: int) -> int:
 
 
 def pause_ms(retries: int) -> int:
-    """The shortest pause before it comes back for the ``retries``-th time."""
+    """The shortest pause before it returns for the ``retries``-th time."""
     return FIRST_MS * FACTOR ** (retries - 1)
 
 
 def tries(number: int) -> int:
-    """The last value of ``x-delayer-retries`` with which it comes to its queue."""
+    """The last value of ``x-delayer-retries`` with which it reaches its queue."""
     return min(fails(number), ATTEMPTS)
 
 
@@ -49,7 +49,7 @@ class Failing(Ledger):
         self.wrong = Findings()
         self.final: set[int] = set()
         self.parked: dict[int, int] = {}
-        """Messages in the queue of the exhausted: by number, the count in their header."""
+        """Messages in the queue for exhausted messages: by number, the count in their header."""
 
     def arguments(self) -> dict[str, Any]:
         return {
@@ -98,7 +98,7 @@ class Judgement:
 
 
 def judged(account: Account, came: Mapping[tuple[int, int], Sequence[float]], parked: Mapping[int, int]) -> Judgement:
-    """``parked``: by number, the header's count of each message in the queue of the exhausted."""
+    """``parked``: by number, the header's count of each message in the queue for exhausted messages."""
     wanted = {(number, retries) for number in range(account.sent) for retries in range(tries(number) + 1)}
     early = [
         (number, retries)

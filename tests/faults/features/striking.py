@@ -29,12 +29,12 @@ HEALING: Final = 120.0
 HANGS: Final = 6.0
 """Seconds after which the lanes of a hung daemon are free."""
 REACH: Final = 3
-"""The exit code of a command that found broker or store out of reach."""
+"""The exit code of a command that could not reach the broker or the store."""
 
 
 def handful(seed: int, *, daemons: int = 2, adopted: bool = False, store: bool = True) -> list[Fault]:
-    """Faults in an order that repeats with its seed, each at a daemon by chance. ``adopted``: one hangs so long that
-    the other takes its lanes. ``store``: whether some faults break the store."""
+    """Faults in an order reproducible from the seed, each at a random daemon. ``adopted``: one hangs until the other
+    takes its lanes. ``store``: whether some faults break the store."""
     chance = random.Random(seed)
     faults = [
         Fault("daemon killed", chance.randrange(daemons), 0.3),
@@ -112,8 +112,8 @@ async def stopped(fleet: Fleet) -> AsyncIterator[None]:
 
 
 async def rested(fleet: Fleet, empty: Callable[[], Awaitable[bool]]) -> None:
-    """Wait until the fleet is ``empty``, also when its daemons are stopped: messages that a daemon has in hand are in
-    no count before."""
+    """Wait until the fleet is ``empty``, even with its daemons stopped: until then, messages a daemon is working on are
+    in no count."""
     while True:
         await eventually(empty, bool, timeout=120)
         async with stopped(fleet):
@@ -155,7 +155,8 @@ async def commanded(fleet: Fleet, *arguments: str) -> tuple[int, str]:
 
 
 async def due_from_now(fleet: Fleet, seconds: float) -> None:
-    """Make everything in the store due in so many seconds by `delayer reschedule`, and change the ledger to match."""
+    """Make everything in the store due in this many seconds with `delayer reschedule`, and change the ledger to
+    match."""
     due_ms = int((time.time() + seconds) * 1000)
     at = datetime.fromtimestamp(due_ms // 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S") + f".{due_ms % 1000:03d}Z"
     fleet.ledger.account.reschedule(due_ms)
@@ -170,7 +171,8 @@ async def numbers_in(fleet: Fleet, queue: str) -> list[int]:
 
 
 async def finished(fleet: Fleet) -> dict[str, int]:
-    """The end of every run: no message stands anywhere, no surprise happened, and the counters match the rows."""
+    """The end of every run: no message is left anywhere, nothing unexpected happened, and the counters match the
+    rows."""
     await fleet.finish()
     standing = await fleet.place.standing()
     assert not set(standing) - {"delays.refused"}, f"left standing: {standing}"

@@ -18,9 +18,9 @@ from tests.support.proxy import Proxy
 
 LOSSES = 50
 A_PORTION = 0.4
-"""Seconds within which a consumer beside the daemons gets a message, at ten publishes a second."""
+"""Seconds within which a consumer other than the daemons gets a message, at ten publishes a second."""
 MOST_LOSSES = 25
-"""So many of them must have had messages in hand: more than the default delivery limit of 20."""
+"""At least this many of them must have been given a message: more than the default delivery limit of 20."""
 
 NOBODY = "the broker knew of no connection of the daemons"
 
@@ -48,7 +48,7 @@ async def disk_alarm(fleet: Fleet, fault: Fault) -> None:
 
 
 async def _alarm(fleet: Fleet, fault: Fault, alarm: str, limit: str, low: str, usual: str) -> None:
-    """Set a limit that is too low; ``seconds`` count from the broker's report of the alarm."""
+    """Set a limit that is too low; ``seconds`` are measured from the broker's report of the alarm."""
 
     async def said() -> bool:
         return any(node.get(alarm) for node in await fleet.api("GET", "/api/nodes"))
@@ -91,7 +91,7 @@ async def permissions_taken(fleet: Fleet, fault: Fault) -> None:
 
 
 async def destination_deleted(fleet: Fleet, fault: Fault) -> float:
-    """Delete the exchange: a publish to it closes the channel. ``seconds`` later it is there again."""
+    """Delete the exchange: a publish to it closes the channel. It is declared again ``seconds`` later."""
     await fleet.settled()
     before, begin_ms = fleet.told("message held"), time.time() * 1000
     async with await aio_pika.connect(fleet.place.broker) as connection:
@@ -125,7 +125,7 @@ async def lost_again_and_again(fleet: Fleet, fault: Fault) -> None:
     """Cut fifty connections in a row, each just after a delivery from the queue ``detail``, to reach delivery
     limits."""
     lost = 0
-    # The intake queue has one active consumer: it is not a daemon meanwhile.
+    # The intake queue has a single active consumer, and for now that is not a daemon.
     away = fleet.daemons if fault.detail == "delays" else []
     for daemon in away:
         await daemon.broker.refuse()
@@ -144,7 +144,7 @@ async def lost_again_and_again(fleet: Fleet, fault: Fault) -> None:
 
 
 async def take_and_lose(url: str, proxy: Proxy, queue: str, patience: float, *, messages: int = 1) -> None:
-    """Consume ``messages`` of the queue on a connection, and cut it. Raises TimeoutError if they do not come."""
+    """Consume ``messages`` of the queue on a connection, and cut it. Raises TimeoutError if they do not arrive."""
     connection = await Connection.open(url, name=f"{USER} lost")
     try:
         given = asyncio.Semaphore(0)

@@ -16,11 +16,11 @@ from tests.support.place import eventually, stopped
 POINT_SECONDS = 8.0
 """Seconds for a daemon to reach its fault point under load; after that it is killed anywhere."""
 LANE_SECONDS = 30.0
-"""A daemon that hangs for so long has lost its lanes to the other one, if that one runs."""
+"""A daemon that hangs this long has lost its lanes to the other, if the other is running."""
 SOME = 20
-"""So many messages in its lanes last until it has stopped."""
+"""Enough messages in its lanes to keep it busy until it has stopped."""
 NOTICED_SECONDS = 60.0
-"""Seconds within which it notices the loss, once it goes on."""
+"""Seconds within which it notices the loss after it resumes."""
 STOP_SECONDS = 10.0
 """The promised limit of a stop."""
 
@@ -35,7 +35,7 @@ def of(fleet: Fleet, fault: Fault) -> Kept:
 
 @asynccontextmanager
 async def replaced(daemon: Kept, fault: Fault) -> AsyncIterator[None]:
-    """The block ends the daemon on purpose. ``seconds`` later a new process starts in its place."""
+    """The block stops the daemon on purpose. ``seconds`` later a new process replaces it."""
     async with daemon.meant():
         yield
         await asyncio.sleep(fault.seconds)
@@ -71,7 +71,7 @@ async def told_to_stop(fleet: Fleet, fault: Fault) -> None:
 
 
 async def hanging(fleet: Fleet, fault: Fault) -> None:
-    """SIGSTOP for ``seconds``: another daemon takes its lanes while it still believes to own them."""
+    """SIGSTOP for ``seconds``: another daemon takes its lanes while it still believes it owns them."""
     daemon = of(fleet, fault)
     await daemon.ready()
     watched = fleet.mode == "store" and fault.seconds >= LANE_SECONDS  # a shorter hang loses no lane
@@ -108,14 +108,14 @@ def _losses(daemon: Kept) -> int:
 
 async def start_active(fleet: Fleet, daemon: Kept, point: str) -> None:
     """Start the target with this fault point, as the active consumer of the intake. A standby reads and parks nothing,
-    so the others lose their connections to the broker, and come back behind it."""
+    so the other daemons' connections to the broker are reset, and they queue up behind it."""
     await daemon.kill()
     others = [one for one in fleet.daemons if one is not daemon]
     for one in others:
         await one.broker.refuse()
     try:
         await daemon.start(point)
-        with suppress(AssertionError):  # It may come to the point, and end, before it consumes.
+        with suppress(AssertionError):  # It may reach the point, and die, before it consumes.
             await daemon.process.event("consuming", where=lambda one: one["queue"] == "delays", timeout=LANE_SECONDS)
     finally:
         for one in others:

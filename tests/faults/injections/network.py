@@ -33,7 +33,7 @@ async def refused(fleet: Fleet, fault: Fault) -> None:
 
 
 async def half_open(fleet: Fleet, fault: Fault) -> None:
-    """The proxy accepts connections and answers nothing for ``seconds``."""
+    """The proxy accepts connections but does not answer for ``seconds``."""
     async with _met(fleet, fault) as proxy:
         proxy.stall()
         await _healed_after(proxy, fault)

@@ -24,7 +24,7 @@ PATIENCE = 30.0
 
 
 async def killed(fleet: Fleet, fault: Fault) -> None:
-    """Kill all its processes at once, and start it again after ``seconds``: crash recovery."""
+    """Kill all its processes at once, and restart it after ``seconds``: crash recovery."""
     await asyncio.to_thread(fleet.postgres.kill)
     await asyncio.sleep(fault.seconds)
     await asyncio.to_thread(fleet.postgres.start)
@@ -35,12 +35,12 @@ async def stopped(fleet: Fleet, fault: Fault) -> None:
 
 
 async def connections_ended(fleet: Fleet, fault: Fault) -> None:
-    """End all connections of the daemons one by one, spread over ``seconds``."""
+    """Terminate all connections of the daemons one by one, spread over ``seconds``."""
     await _end(fleet, OURS, fault.seconds)
 
 
 async def locks_ended(fleet: Fleet, fault: Fault) -> None:
-    """End the connections that hold the lanes' locks, one by one."""
+    """Terminate the connections that hold the lanes' locks, one by one."""
     await _end(fleet, LOCKS, fault.seconds)
 
 
@@ -89,7 +89,7 @@ async def _refusals(fleet: Fleet) -> int:
 
 
 def limit_files(postgres: Postgres, limit: int | None) -> None:
-    """Limit the size of every file that the server's sessions, present and future, write. None: no limit. Raises
+    """Limit the size of every file written by the server's sessions, present and future; no limit if None. Raises
     CalledProcessError if that cannot be done.
 
     The server's own writers have no limit: they write pages that are in its memory already.
@@ -108,7 +108,7 @@ def limit_files(postgres: Postgres, limit: int | None) -> None:
 
 
 async def long_transaction(fleet: Fleet, fault: Fault) -> None:
-    """Another session's snapshot is open for ``seconds``: vacuum can remove no row deleted meanwhile."""
+    """Another session keeps a snapshot open for ``seconds``, so vacuum cannot remove rows deleted since."""
     async with _transaction(fleet) as say:
         await say("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         await say("SELECT count(*) FROM message")
