@@ -23,13 +23,13 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def delayer(vhost: str, database: str) -> Iterator[Run]:
-    """Call `delayer …` with its own vhost and store, in this process: new interpreters for some eighty calls would take
-    a minute."""
+    """Call `delayer …` with its own vhost and store, in this process: new interpreters for about eighty calls would
+    take a minute."""
     nothing = {name: None for name in os.environ if name.startswith("DELAYER_")}
     ours = nothing | {"DELAYER_CONFIG": os.devnull, "DELAYER_BROKER__URL": vhost, "DELAYER_STORE__URL": database}
 
     def run(*arguments: str, expect: int = 0, stdin: bytes = b"", **more: str | None) -> Result:
-        # In a thread: the command has its own event loop, and the test may have one too.
+        # In a thread, because the command has its own event loop, and so may the test.
         call = partial(CliRunner().invoke, cli, arguments, env=ours | more, input=stdin, prog_name="delayer")
         with ThreadPoolExecutor(1) as thread:
             result = thread.submit(call).result(60)
@@ -48,7 +48,7 @@ async def channel_to(url: str) -> AsyncIterator[AbstractChannel]:
 
 
 def said(message: AbstractIncomingMessage) -> dict[str, object]:
-    """The publisher's headers, without the counts that a quorum queue adds to what it delivers again."""
+    """The publisher's headers, without the counts that a quorum queue adds on redelivery."""
     return {name: value for name, value in message.headers.items() if name.encode() not in COUNTED}
 
 

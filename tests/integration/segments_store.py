@@ -38,6 +38,6 @@ async def restore_all(admin: asyncpg.Connection, **more: Any) -> list[Restored |
 
 
 async def apart(url: str, work: Callable[[asyncpg.Connection], Awaitable[Any]]) -> Any:
-    """``work`` with a connection of its own."""
+    """Run ``work`` with its own connection."""
     async with sql(url) as connection:
         return await work(connection)

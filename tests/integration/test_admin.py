@@ -54,7 +54,7 @@ async def publish(vhost: str, queue: str, body: bytes = b"x") -> None:
 
 
 async def ignore(message: aio_pika.abc.AbstractIncomingMessage) -> None:
-    """Take the message without an acknowledgement."""
+    """Get the message without acknowledging it."""
 
 
 @pytest.mark.parametrize("kind", CASCADE_KINDS)
@@ -140,7 +140,8 @@ async def test_nothing_is_removed_while_messages_remain_unless_forced(rabbitmq: 
 async def test_a_message_that_arrives_during_the_removal_stops_it_there(
     rabbitmq: RabbitMQ, vhost: str, vhost_name: str
 ) -> None:
-    """The message comes between the first look and the level's turn. The lower levels stay, so it reaches the end."""
+    """The message arrives between the first check and the level's turn. The lower levels remain, so it reaches the
+    end."""
     cascade = Cascade()
     message = {"properties": {}, "routing_key": cascade.level(10), "payload": "x", "payload_encoding": "string"}
     top = cascade.level(27).encode()
@@ -199,7 +200,7 @@ async def test_a_slow_connection_is_not_mistaken_for_a_slow_leader(
 
 
 async def test_messages_that_the_broker_begins_to_delay_stop_the_removal(vhost: str) -> None:
-    """They come between the first count and the removal of the exchanges, and no depth shows them."""
+    """They arrive between the first count and the removal of the exchanges, and no queue depth shows them."""
     topology = whole(Cascade())
     last = topology.queues[-1].name
     async with await Admin.connect(vhost) as admin:

@@ -58,7 +58,7 @@ async def test_messages_arrive_once_on_time_and_only_at_their_address(vhost: str
         await here.inboxes["orders"].got([b"3 last"])
         assert await here.waiting() == {}
     for body, due_ms in sent.items():
-        # Both clocks round: the broker counts whole milliseconds.
+        # Both clocks round, because the broker works in whole milliseconds.
         assert due_ms - 2 <= inbox.only(body).at_ms < due_ms + 2_000, body
     counts = [len(here.inboxes[name].arrivals) for name in ("sales.orders", "orders", "eu.sales.orders")]
     assert counts == [len(sent), 1, 0]
@@ -74,8 +74,8 @@ async def test_the_longest_delays_wait_in_level_27_and_nowhere_else(vhost: str, 
 
 
 async def test_strays_are_set_aside_and_do_not_block_other_messages(vhost: str) -> None:
-    """A level's dead-letter worker has at most 32 messages in flight. Without an alternate exchange 40 strays would
-    block the five messages behind them for ever."""
+    """A level's dead-letter worker has at most 32 messages in flight. Without an alternate exchange, 40 strays would
+    block the five messages behind them forever."""
     async with bench(vhost, "delayer", "good") as here:
         strays = here.cascade.strays
         await here.send(0, "nobody", b"bad at once")

@@ -271,7 +271,7 @@ def test_minorities(members: tuple[int, int | None], minority: str) -> None:
 
 
 async def test_a_queue_whose_members_do_not_run_is_found(rabbitmq: RabbitMQ, vhost: str) -> None:
-    """With and without the management API. With a majority, asking the members takes no message."""
+    """With and without the management API. With a majority, querying the members does not consume messages."""
     sources = intake_topology()
     (intake,) = (queue for queue in sources.queues if queue.name == "delays")
     classic = Topology(queues=(Queue("old", arguments({"x-queue-type": "classic"})),))
@@ -362,7 +362,7 @@ async def test_an_answer_that_does_not_end_is_given_up() -> None:
 
 
 async def test_a_queue_without_counts_is_unknown() -> None:
-    """With ``management.disable_stats`` a row has no counts, and so has that of a new queue."""
+    """With ``management.disable_stats`` a row has no counts, and neither does a new queue's."""
     rows = b'[{"name": "a"}, {"name": "b", "messages": 3, "messages_ready": 1, "messages_unacknowledged": 0}]'
     async with answering(OK + rows) as url:
         assert await Management(url, "/").delayed() == {"a": None, "b": 2}

@@ -1,4 +1,4 @@
-"""Destinations asked of a real broker: the answers match its routing, and asking publishes nothing."""
+"""Destinations checked on a real broker: the answers match its routing, and checking publishes nothing."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ ROUTES = (b"mail.in", b"", b"odd/route =%&\xc3\xa4", b"no\xff-utf-8")
 
 @pytest.fixture
 def delayer(database: str) -> Run:
-    """A process for each command, because the export takes signals."""
+    """One process per command, because the export handles signals."""
 
     def run(*arguments: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
         words = (str(EXECUTABLE), "--config", os.devnull, "--store-url", database, *arguments)
@@ -136,7 +136,7 @@ async def test_readers_find_what_the_store_has(database: str, delayer: Run, tmp_
         {0o600},
     )
 
-    instants = ("due_at", "parked_at", "timestamp")  # DuckDB shows a zone by an extension that is not at hand.
+    instants = ("due_at", "parked_at", "timestamp")  # DuckDB needs an extension to show time zones.
     columns = ", ".join(f"epoch_us({name}) AS {name}" for name in instants)
     query = f"SELECT * REPLACE ({columns}) FROM read_parquet(?, hive_partitioning = true, hive_types_autocast = false)"
     with duckdb.connect() as duck:
@@ -147,7 +147,7 @@ async def test_readers_find_what_the_store_has(database: str, delayer: Run, tmp_
 
 
 def found_in(path: Path, names: str = ".*") -> list[str]:
-    """The names of what is there; by default what an export works in."""
+    """The names of the files that match; by default the names an export works with."""
     return [one.name for one in path.glob(names)]
 
 

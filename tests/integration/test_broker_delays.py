@@ -45,7 +45,7 @@ def told(rabbitmq: RabbitMQ) -> dict[str, str]:
 
 
 def names(run: Result, pattern: str) -> int:
-    """How often the output has the pattern. Every run of blanks counts as one."""
+    """How often the pattern occurs in the output; runs of blanks are treated as one."""
     return len(re.findall(pattern, " ".join(run.output.split())))
 
 
@@ -69,8 +69,8 @@ VERBS: Mapping[str, tuple[int, int]] = {
     "import hold-queues preview --queue held.60s": (1, 1),
     "import hold-queues run --yes --unverified --queue held.60s": (1, 1),
 }
-"""Every verb that reads, ends or empties a queue of delayer or of an import: its exit code, and how often it names
-messages that the broker delays, one in each queue."""
+"""Every verb that reads, deletes or empties a queue of delayer or an import: its exit code, and how often it mentions
+messages delayed by the broker, one in each queue."""
 NAMED = '(the broker itself|their broker) delays|, delayed by RabbitMQ itself 1|1 (wait )?in "'
 HELD = "--queue held.60s --ttl 2h --exchange= --routing-key work"
 UNTOLD: Mapping[str, tuple[int, int]] = {
@@ -110,7 +110,7 @@ async def test_no_verb_deletes_a_delayed_message_or_calls_its_queue_empty(
     await publish(vhost, *whole)
     await counted(delaying, vhost)
     known = {**told(delaying), "DELAYER_TAKEOVER": TAKEOVERS}
-    # The broker's counts may not have these messages yet.
+    # The broker's counts may not include these messages yet.
     for kind in ("refused", "strays"):
         run = delayer(kind, "list", **known)
         assert names(run, "up to 12 s ago|the broker itself delays") == 1 and not names(run, EMPTY), run.output
@@ -118,7 +118,7 @@ async def test_no_verb_deletes_a_delayed_message_or_calls_its_queue_empty(
         run = delayer(*verb.split(), expect=code, DELAYER_MODE="native", DELAYER_TAKEOVER=TAKEOVERS)
         assert names(run, UNKNOWN) == unknown and not names(run, EMPTY), f"{verb}: {run.output}"
     async with await Admin.connect(vhost, management_url=delaying.management_url) as admin:
-        assert set((await admin.delayed(whole)).values()) == {1}  # After that the broker's counts have them.
+        assert set((await admin.delayed(whole)).values()) == {1}  # After that the broker's counts include them.
     for verb, (code, named) in VERBS.items():
         run = delayer(*verb.split(), expect=code, **known)
         assert names(run, NAMED) == named and not names(run, EMPTY), f"{verb}: {run.output}"
@@ -186,7 +186,7 @@ async def test_a_queue_that_a_publisher_ended_is_off(delayer: Run, delaying: Rab
 
 
 class Api:
-    """A management API with this answer, or one out of reach."""
+    """A management API with this answer, or an unreachable one."""
 
     def __init__(self, *answer: dict[str, int]) -> None:
         self._answer = answer

@@ -1,4 +1,4 @@
-"""`delayer check` names what loses messages elsewhere, and what it could not see."""
+"""`delayer check` reports causes of message loss elsewhere, and the things it could not see."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def without(patterns: Patterns, kind: str, name: str) -> Patterns:
 async def test_a_missing_right_is_off(
     delayer: Run, vhost: str, rabbitmq: RabbitMQ, mode: str, kind: str, name: str
 ) -> None:
-    """A look changes nothing, so the bindings are as before."""
+    """Checking changes nothing, so the bindings are as before."""
     await destination(vhost)
     delayer("--set", f"mode={mode}", "topology", "apply")
     allowed = patterns_of(mode)

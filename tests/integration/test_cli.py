@@ -35,7 +35,7 @@ def test_apply_verify_show_remove_in_store_mode(delayer: Run, rabbitmq: RabbitMQ
     assert shown["queues"] == {"delays": 0, "delays.due": None, "delays.refused": 0, "delayer.delay-strays": None}
     table = [line.split() for line in delayer("topology", "show").stdout.splitlines()]
     unused = ["not", "used", "in", "store", "mode"]
-    # Below these, RabbitMQ 4.3 and later have a row for what they delay.
+    # Below these, RabbitMQ 4.3 and later have a row for the messages they delay.
     assert table[1:6] == [
         ["cascade", *unused], ["delays", "0"], ["delays.due", *unused], ["delays.refused", "0"],
         ["delayer.delay-strays", *unused],
@@ -152,7 +152,7 @@ async def test_send_does_not_send_what_the_daemon_would_refuse(delayer: Run, vho
 async def test_send_names_the_command_that_finds_the_message(
     delayer: Run, vhost: str, database: str, number: str, command: str
 ) -> None:
-    """`delayer show` takes a name that begins with id: for an id of delayer's."""
+    """`delayer show` treats a name starting with id: as delayer's own id."""
     delayer("topology", "apply")
     assert f"`delayer {command} {number}` the message" in delayer("send", "--message-id", number).stderr
     async with opened(database) as store, owned(store) as [lane]:

@@ -1,4 +1,4 @@
-"""What the command line says about the consumers of the intake queue."""
+"""The command line's output on the consumers of the intake queue."""
 
 from __future__ import annotations
 

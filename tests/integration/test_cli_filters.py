@@ -1,4 +1,4 @@
-"""Filters of the command line that match nothing, and those by the kind of a hold."""
+"""Command line filters that match nothing, and filters by kind of hold."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_the_kind_of_a_hold_selects_held_messages(delayer: Run, database: 
 
 
 async def returned(vhost: str, count: int) -> None:
-    """Wait until so many messages are ready: the broker returns what a command has read after the command has ended."""
+    """Wait until this many messages are ready: messages a command has read return only after it exits."""
     async with await Admin.connect(vhost) as admin:
         await eventually(lambda: admin.depths([QUEUE.decode()]), lambda depths: depths[QUEUE.decode()] == count)
 

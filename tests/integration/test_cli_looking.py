@@ -211,7 +211,7 @@ async def test_quick_commands_load_few_modules(vhost: str, database: str, tmp_pa
     assert not modules & STATUS
 
 
-# delayer strays and delayer refused: more messages than one look reads, and looks that change nothing.
+# delayer strays and delayer refused: more messages than one read returns, and reads that change nothing.
 
 
 async def test_show_reads_the_beginning_of_a_large_body(

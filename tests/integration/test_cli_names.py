@@ -1,4 +1,4 @@
-"""The names of messages on the command line: ids of delayer's begin with id:, and all others are a publisher's."""
+"""The names of messages on the command line: delayer's ids begin with id:, and all other names are a publisher's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.store import opened, owned, parcel, sql
 
 
 async def test_a_number_alone_is_never_an_id_of_delayer(delayer: Run, database: str) -> None:
-    """Row 1 and a message that its publisher called 1: each verb takes the one that it was told."""
+    """Row 1 and a message that its publisher called 1: each verb acts on the one it was given."""
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         now = place.now_upper_ms()
         called = parcel(now + DAY_MS, b"called 1", properties=Props(message_id=b"1").encode())

@@ -53,7 +53,7 @@ def test_check_names_max_connections_with_the_number(lanes: int, limited: int, d
 
 
 async def test_the_least_limit_counts(database: str, postgres: Postgres) -> None:
-    """Those of database and role are named with the statement that raises them."""
+    """For the limits of database and role, the message names the statement that raises them."""
     await migrated(database)
     name = database.rpartition("/")[2].partition("?")[0]
     role = f"limited_{name}"

@@ -33,7 +33,7 @@ async def now_ms(admin: asyncpg.Connection) -> int:
 
 
 async def fill(admin: asyncpg.Connection) -> set[int]:
-    """Write rows, and one segment at the far end. Returns all ids."""
+    """Write rows, and one segment after them. Returns all ids."""
     due_ms = await now_ms(admin) + 100 * DAY_MS
     await put(admin, rows(WAITING, due_ms))
     await compact(admin, after_ms=due_ms + DAY_MS * 9 // 10)
@@ -80,7 +80,7 @@ async def _all(admin: asyncpg.Connection) -> None:
 async def test_concurrent_changes_leave_no_message_out_of_an_export(
     database: str, meanwhile: Callable[[asyncpg.Connection], Awaitable[None]]
 ) -> None:
-    """A page is listed at once, and fetched by portions."""
+    """A page is listed at once, and fetched in portions."""
     async with sql(database) as admin:
         there = await fill(admin)
         async with exporting.snapshot(database) as reading:
@@ -114,7 +114,7 @@ async def test_partitions_stay_until_the_export_ends(database: str) -> None:
 
 
 async def test_the_last_line_counts_the_snapshot(database: str, tmp_path: Path) -> None:
-    """The export writes into a pipe with a slow reader, and a compaction runs meanwhile."""
+    """A compaction runs while the export writes to a pipe with a slow reader."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with ExitStack() as closing:
@@ -129,7 +129,7 @@ async def _export_beside_a_compaction(database: str, pipe: Path, closing: ExitSt
         file = await asyncio.to_thread(pipe.open, "rb")
         closing.callback(file.close)
         first = await asyncio.to_thread(file.readline)
-        await admin.execute("SET idle_in_transaction_session_timeout = 0")  # This session packs segments meanwhile.
+        await admin.execute("SET idle_in_transaction_session_timeout = 0")  # This session packs segments below.
         await admin.execute("ALTER SYSTEM SET idle_in_transaction_session_timeout = '200ms'")
         await admin.execute("SELECT pg_reload_conf()")
         try:
@@ -146,7 +146,7 @@ async def _export_beside_a_compaction(database: str, pipe: Path, closing: ExitSt
 
 
 async def test_an_export_whose_reader_has_gone_ends_with_1(database: str) -> None:
-    """As every verb does whose output has no reader."""
+    """Like every verb whose output has no reader."""
     async with sql(database) as admin:
         await put(admin, rows(WAITING, await now_ms(admin) + 100 * DAY_MS))
     line = '{ "$0" --store-url "$1" export -; echo $? >&2; } | head -c 9'

@@ -30,7 +30,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", copy)
     for patch in PATCHES:
-        # An editor leaves no blanks at the ends of lines, so an empty line of the context has lost its blank.
+        # An editor leaves no blanks at the ends of lines, so empty context lines have lost their blank.
         text = re.sub(r"^$", " ", patch.removesuffix("\n"), flags=re.M) + "\n"
         subprocess.run(["git", "apply", "-"], cwd=copy, input=text, text=True, check=True)
     return copy

@@ -1,8 +1,8 @@
 """Backlogs in files: `delayer export` and `delayer import jsonl`, from one store into another, exact to the byte. A
-real broker makes the dump of the delayed-message plugin by docs/importing.md.
+real broker produces the delayed-message plugin's dump as in docs/importing.md.
 
-Debian's brokers have no such plugin: a table of the same name and shape replaces its table. The broker's own code makes
-the messages, in the form of its version.
+Debian's brokers have no such plugin: a table of the same name and shape replaces its table. The broker's own code
+creates the messages, in its version's format.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def content(admin: asyncpg.Connection) -> list[tuple[object, ...]]:
 
 
 def letters(count: int, now_ms: int, chance: random.Random) -> list[Parcel]:
-    """Messages of all kinds: some are equal, some have keys, and all fields have bytes that are no text."""
+    """Messages of all kinds: some are equal, some have keys, and all fields contain non-text bytes."""
 
     def name(longest: int) -> bytes:
         return chance.choice([b"orders", "ö☃".encode(), chance.randbytes(chance.randrange(longest))])
@@ -173,7 +173,7 @@ async def test_messages_for_missing_destinations_are_held(delayer: Run, database
     assert json.loads(delayer("import", "jsonl", "run", *args, "--dry-run", expect=1).stdout) == seen
     async with sql(database) as admin:
         assert await admin.fetchval("SELECT count(*) FROM import_run") == 0
-        delayer("import", "jsonl", "run", *args, expect=2)  # no terminal to ask at
+        delayer("import", "jsonl", "run", *args, expect=2)  # no terminal to prompt on
         delayer("import", "jsonl", "run", *args, "--yes", "--limit", "2", expect=1)
         assert [tuple(row) for row in await admin.fetch("SELECT to_key, body FROM message")] == [
             (b"delays.refused", b"2")
@@ -373,7 +373,7 @@ async def test_an_imported_message_that_is_held_can_be_cancelled_by_its_key(
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "importing.md"
 DUE_MS = 4_000_000_000_000
-# The plugin's storage: a row a message in a table that is named after the node, and an index beside it.
+# The plugin's storage: one row per message in a table named after the node, plus an index table.
 PLANT = """
 Content = fun(Headers, Body) ->
     rabbit_basic:build_content({'P_basic', <<"text/plain">>, undefined, Headers, 2, undefined, undefined, undefined,

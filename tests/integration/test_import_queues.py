@@ -302,7 +302,7 @@ async def test_the_soonest_due_first(delayer: Run, vhost: str, database: str) ->
 async def test_levels_below_the_cutoff_are_not_touched(
     delayer: Run, rabbitmq: RabbitMQ, vhost: str, database: str
 ) -> None:
-    """The run reads no level below the cutoff. It meets a message that it leaves twice, and counts it once."""
+    """The run does not read levels below the cutoff. It sees a message it leaves alone twice, and counts it once."""
     began = await publish(vhost, 40, 41, 5_000, 7_000, 200_000)
     cutoff = ("--cutoff", instant(began + 6_000_000))
     management = {"DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url}
@@ -325,7 +325,7 @@ async def test_levels_below_the_cutoff_are_not_touched(
 
 
 async def test_a_run_ends_beside_a_publisher(delayer: Run, vhost: str, database: str) -> None:
-    """A visit takes the messages that stood there at its start; later ones stay, on time, for the next run."""
+    """A visit takes the messages present at its start; later messages stay, on time, for the next run."""
     await publish(vhost, 1_000, 1_001, 1_002)
     over, flowing = asyncio.Event(), asyncio.Event()
     late = 0

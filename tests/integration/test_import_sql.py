@@ -38,7 +38,7 @@ CREATE = {
         INDEX Index_Time (Time))""",
 }
 NHIBERNATE = {
-    # NHibernate makes it so: with names without quotes.
+    # As NHibernate creates it, with unquoted names.
     "postgresql": """CREATE TABLE TimeoutEntity (Id uuid PRIMARY KEY, Destination varchar(1024), SagaId uuid,
         State bytea, Endpoint varchar(440), Time timestamp, Headers varchar(4000))""",
     "mysql": """CREATE TABLE TimeoutEntity (Id varchar(40) NOT NULL PRIMARY KEY, Destination varchar(1024),
@@ -197,7 +197,7 @@ async def test_all_tables_into_the_store(delayer: Run, database: str, source: So
         due_ms = int(NOON.replace(tzinfo=UTC).timestamp() * 1000)
         assert of[b"exact"]["due_at"] == due_ms + (1 if source.kind == "postgresql" else 0)  # never early
         assert of[b"never"]["due_at"] == 253_402_300_799_000
-        # The soonest due comes first: ids follow this order.
+        # The earliest due is first, and ids follow this order.
         dues = [row["due_at"] for row in await admin.fetch("SELECT due_at FROM message ORDER BY id")]
         assert dues == sorted(dues)
         reasons = sorted(reason for (reason,) in await admin.fetch("SELECT reason FROM held"))
@@ -260,7 +260,7 @@ SLOW = {
 
 async def test_a_long_move_takes_no_timeout_due_before_its_end(source: Source) -> None:
     """A timeout manager reads without locks, so it sees rows until the move commits, and takes the due ones. It may
-    also store timeouts meanwhile. The import makes the move again, with a later limit."""
+    also store new timeouts during the move. The import repeats the move with a later limit."""
     await source.create("Sales_TimeoutData")
     async with source.connected() as connection:
         for statement in SLOW[source.kind]:
@@ -394,7 +394,7 @@ async def import_into(store: str, source: Source) -> tuple[int, dict[str, Any], 
 
 
 async def test_each_timeout_is_in_one_store(source: Source, postgres: Postgres) -> None:
-    """Both imports look and make their tables before either of them takes anything."""
+    """Both imports check and create their tables before either takes anything."""
     rows = [source.timeout(n, NOON + timedelta(seconds=n)) for n in range(COUNT)]
     for name, some in zip(TABLES, (rows[::2], rows[1::2]), strict=True):
         await source.create(name)
@@ -428,7 +428,7 @@ async def test_each_timeout_is_in_one_store(source: Source, postgres: Postgres) 
 
 @pytest.mark.parametrize("source", ["postgresql", pytest.param("mysql", marks=pytest.mark.long)], indirect=True)
 async def test_a_later_import_is_refused(source: Source, postgres: Postgres) -> None:
-    """The import reports rows that another store's import has staged, and takes neither them nor later rows."""
+    """The import reports rows staged by another store's import, and takes neither them nor later rows."""
     await source.create(TABLES[0])
     await source.put(TABLES[0], [source.timeout(n, NOON) for n in range(3)])
     async with source.connected() as connection:

@@ -34,7 +34,7 @@ async def sessions(admin: asyncpg.Connection) -> int:
 
 
 async def park_each(process: Process, names: list[bytes], messages: int) -> None:
-    """Park so many messages for each route, all due now."""
+    """Park this many messages for each route, all due now."""
     now = process.now_upper_ms()
     await process.backlog.apply([parcel(now, b"%d" % n, route=name) for name in names for n in range(messages)])
 
@@ -123,7 +123,7 @@ async def test_a_limited_message_is_not_early(database: str) -> None:
 
 
 async def test_a_failed_take_gives_up_its_locks(database: str) -> None:
-    """Else no process could take these lanes, and nobody would release them."""
+    """Otherwise no process could take these lanes, and their messages would never be released."""
     await migrated(database)
     async with sql(database) as admin, sql(database) as locker:
         async with running(database) as first:

@@ -22,7 +22,7 @@ from tests.support.store import parcel, sql
 BALANCED_SECONDS = 10.0
 LANES = 12
 CONSTANT = 4
-"""Connections of a process beside its lanes: presence, and the pool of parks."""
+"""A process's connections other than its lanes': presence, and the pool for parks."""
 _OWNERS = """
 SELECT l.number, l.owner, EXISTS (
     SELECT FROM pg_locks AS k JOIN pg_database AS d ON d.oid = k.database AND d.datname = current_database()
@@ -36,7 +36,7 @@ WHERE datname = current_database() AND application_name LIKE 'delayer %'
 
 
 async def balanced(admin: asyncpg.Connection, live: Collection[DaemonProcess]) -> float:
-    """Seconds until every lane has a live owner, and shares differ by one at most."""
+    """Seconds until every lane has a live owner, and shares differ by at most one."""
     began, wanted = time.monotonic(), {str(daemon.pid) for daemon in live}
 
     async def shares() -> Counter[str]:
@@ -58,7 +58,7 @@ async def test_eight_daemons_that_die_hang_and_return(vhost: str, database: str)
     async with place.ledger() as ledger, sql(database) as admin, AsyncExitStack() as started:
 
         async def start(count: int) -> list[DaemonProcess]:
-            """Until so many more live: to start eight of them takes a busy machine half a minute."""
+            """Start this many more, and wait for them: on a busy machine, starting eight takes half a minute."""
             fresh = [await started.enter_async_context(place.daemon()) for _ in range(count)]
             for daemon in fresh:
                 await daemon.event("store connected", timeout=120.0)
@@ -87,7 +87,7 @@ async def test_eight_daemons_that_die_hang_and_return(vhost: str, database: str)
 
 
 async def test_more_processes_than_lanes(database: str) -> None:
-    """One waits, and takes over from the first that ends; more lanes are taken without a restart."""
+    """One waits, and takes over from the first to exit; more lanes are taken without a restart."""
     await migrated(database)
     async with sql(database) as admin:
         await admin.execute("DELETE FROM lane WHERE number > 1")

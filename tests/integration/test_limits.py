@@ -21,7 +21,7 @@ COMMANDS = (
 
 @pytest.fixture
 def small(rabbitmq: RabbitMQ, vhost_name: str) -> Iterator[str]:
-    """The URL of a user with all permissions in the vhost, and limits of its own to set."""
+    """The URL of a user with all permissions in the vhost, for whom the test can set limits."""
     rabbitmq.api("PUT", "/api/users/small", {"password": "small", "tags": ""})
     rights = {"configure": ".*", "write": ".*", "read": ".*"}
     rabbitmq.api("PUT", f"/api/permissions/{vhost_name}/small", rights)

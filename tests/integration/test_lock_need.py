@@ -23,7 +23,7 @@ _ADVISORY = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid =
 
 
 async def park(connection: asyncpg.Connection, first: int, last: int) -> int:
-    """Park messages under so many keys. Return the number of advisory locks of the transaction."""
+    """Park messages under this many keys. Return the transaction's number of advisory locks."""
     async with pool.transaction(connection):
         some = [parcel(FAR_MS + n, b"", key=b"order %d" % n) for n in range(first, last)]
         await postgres.apply_batch(connection, LANE, fold(some))

@@ -38,7 +38,7 @@ CREATE TRIGGER cut BEFORE DELETE ON segment FOR EACH STATEMENT EXECUTE FUNCTION 
 
 
 def restorer(process: Process) -> tuple[SegmentRestorer, Counters]:
-    """The part of a daemon that restores, and what it counts."""
+    """The restoring part of a daemon, and its counters."""
     counters = Counters()
     return SegmentRestorer(process.backlog, ScriptedLive(), counters), counters
 
@@ -168,7 +168,7 @@ async def test_a_restore_begins_again_after_lost_connections(database: str) -> N
 
 
 async def test_the_event_loop_is_not_blocked_while_a_large_segment_is_restored(database: str) -> None:
-    """Decoding and encoding run in another thread. The bounds are wide, because the machine has other work too."""
+    """Decoding and encoding run in another thread. The bounds are wide, because the machine is busy with other work."""
     now = await now_ms(database)
     body = b'{"customer": %d, "items": [1, 2, 3], "text": "' + b"lorem ipsum dolor sit amet " * 30 + b'"}'
     made = await packed(database, [parcel(now + HOUR_MS + n, body % n) for n in range(20_000)])

@@ -72,7 +72,7 @@ NEEDS = {
 
 
 def cases() -> list[Any]:
-    """Every pattern of the table; a test takes it away."""
+    """Every pattern of the table; a test removes it."""
     return [
         pytest.param(name, kind, one, id=f"{name}-{kind}-{one}")
         for name, need in NEEDS.items()
@@ -87,7 +87,7 @@ PAGES = Path(__file__).parents[2] / "docs"
 
 @pytest.fixture(autouse=True)
 def without_broker(store: str, postgres: Postgres) -> None:
-    """Each test has a vhost of its own, and the store is that of all tests."""
+    """Each test has its own vhost; all tests share the store."""
     postgres.execute("UPDATE store SET has_broker = false", database=DATABASE)
 
 
@@ -200,7 +200,7 @@ async def test_a_daemon_of_everything_with_these_rights(
 async def test_messages_left_in_the_cascade_are_off_without_its_rights(
     rabbitmq: RabbitMQ, postgres: Postgres, store: str, tmp_path: Path
 ) -> None:
-    """The daemon would not be ready. The check takes nothing out of the queue."""
+    """The daemon would not be ready. The check does not consume from the queue."""
     async with place(rabbitmq) as vhost, await Raw.connect(rabbitmq.url(vhost)) as raw:
         rabbitmq.api("PUT", f"/api/exchanges/{vhost}/delayer.out", {"type": "topic", "durable": True})
         await declare(rabbitmq.url(vhost), topology_of(Settings.model_validate({"mode": "native"})))
@@ -300,7 +300,7 @@ async def test_the_management_api_answers_a_monitoring_user(rabbitmq: RabbitMQ, 
 async def test_the_daemon_with_these_rights(
     rabbitmq: RabbitMQ, postgres: Postgres, store: str, mode: str, tmp_path: Path
 ) -> None:
-    """Messages come out, and no server refuses anything to the daemon."""
+    """Messages are delivered, and no server denies the daemon anything."""
     await asyncio.to_thread(clear, postgres)
     async with place(rabbitmq) as vhost:
         url = user_url(rabbitmq, vhost, patterns_of(mode), f"delayer-{mode}")

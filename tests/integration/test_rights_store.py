@@ -54,7 +54,7 @@ def rights() -> list[Right]:
 
 async def test_an_upgrade_as_the_daemon_can_be_undone(store: str, postgres: Postgres) -> None:
     """The role may create tables, so the upgrade succeeds. The page's other statements succeed too, without effect."""
-    del store  # the fixture makes the roles
+    del store  # the fixture creates the roles
     name = "upgraded_by_mistake"
     postgres.execute(f"CREATE DATABASE {name} OWNER {OWNER}")
     try:
@@ -94,7 +94,7 @@ async def work(url: str) -> None:
             await store.park(lane, [parcel(now + 600, key=b"k")], [])
             await store.park(lane, [], [b"k"])
             term = Term((await store.locks.look()).intake)
-            for _ in range(2):  # The first batch of a term raises its epoch, and the others hold it.
+            for _ in range(2):  # The first batch of a term raises its epoch; later batches keep it.
                 await store.apply(lane, fold([Cancel(b"k")]), lane.number, term)
             await store.hold(lane, [(parcel(now), WHY)])
             await retry(url, lane)
@@ -117,7 +117,7 @@ async def work(url: str) -> None:
 
 
 async def upkeep(url: str, store: Store, today: int) -> None:
-    """Make and drop partitions. A failure there is only a warning, so this asks the catalog."""
+    """Create and drop partitions. A failure there is only a warning, so check the catalog."""
     async with sql(url) as connection:
         await partitions.make(connection, today - 5, today - 10)
         assert today - 5 in await partitions.existing(connection)

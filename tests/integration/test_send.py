@@ -44,7 +44,7 @@ async def test_each_line_is_a_message(ready: Run, vhost: str, tmp_path: Path) ->
 
 
 async def test_many_lines_from_stdin(ready: Run, vhost: str) -> None:
-    """More than a portion, with a large body that goes alone."""
+    """More than one portion, with a large body that is sent alone."""
     lines = text_of(*({"message_id": str(n), "body": "x" * (5 << 20 if n == 1_700 else 9)} for n in range(2_500)))
     sent = ready("send", "--file", "-", "--delay", "1h", stdin=lines)
     assert sent.stdout == "Sent: 2,500. Not taken: 0.\n"

@@ -30,7 +30,7 @@ OTHER_KINDS = ("classic", pytest.param("quorum", marks=pytest.mark.long))
 
 
 class Scene:
-    """Queues ``good`` and ``bad``, behind the exchange ``x`` under any key that begins with their name."""
+    """Queues ``good`` and ``bad``, bound to the exchange ``x`` with any key that begins with their name."""
 
     def __init__(self, vhost: str, reconnecting: ReconnectingConnection, isolation: Isolation, hand: AdminHand) -> None:
         self.vhost = vhost
@@ -74,7 +74,7 @@ def mixed(count: int, stuck: Sequence[int], key: Callable[[int], str] = lambda _
 
 
 def stuck_of(outcomes: Sequence[Outcome]) -> list[int]:
-    """The indexes of messages without an answer; all others must be confirmed."""
+    """The indexes of messages without an answer; the rest must be confirmed."""
     silent = [index for index, outcome in enumerate(outcomes) if kind_of(outcome) is HoldKind.UNANSWERED]
     assert [outcome for outcome in outcomes if kind_of(outcome) is not HoldKind.UNANSWERED] == [CONFIRMED] * (
         len(outcomes) - len(silent)
@@ -118,7 +118,7 @@ async def test_a_silent_queue_in_a_batch_does_not_delay_other_queues(kind: str, 
 
 
 async def steady(publisher: AmqpPublisher) -> None:
-    """Publish good messages without end, so that the broker keeps answering."""
+    """Keep publishing good messages, so that the broker keeps answering."""
     for n in count():
         await publisher.publish([message(f"steady {n}", "good", "x")])
         await asyncio.sleep(0.1)
@@ -127,7 +127,7 @@ async def steady(publisher: AmqpPublisher) -> None:
 @pytest.mark.deadline(60)
 @pytest.mark.parametrize("kind", OTHER_KINDS)
 async def test_a_silent_queue_gets_its_messages_when_it_answers(kind: str, rabbitmq: RabbitMQ, vhost: str) -> None:
-    """Its breaker is half-open after a pause; then one message is published, and the others follow."""
+    """Its breaker is half-open after a pause; then one message is published, and the rest follow."""
     async with scene(rabbitmq, vhost, kind) as it:
         publisher, batch = it.publisher(), [message(n, "bad", "x") for n in range(3)]
         async with silent(rabbitmq, it.vhost, "bad"):
@@ -163,7 +163,7 @@ async def test_ever_new_keys_of_a_silent_queue_do_not_delay_good_messages(rabbit
 
 @asynccontextmanager
 async def few_channels(rabbitmq: RabbitMQ, most: int) -> AsyncIterator[None]:
-    """Connections that the broker opens meanwhile have so many channels at most."""
+    """Connections opened in this context have at most ``most`` channels."""
     rabbitmq.ctl("eval", f"application:set_env(rabbit, channel_max, {most}).")
     try:
         yield
@@ -177,8 +177,8 @@ async def few_channels(rabbitmq: RabbitMQ, most: int) -> AsyncIterator[None]:
 async def test_more_probes_than_channels_do_not_end_a_connection(
     rabbitmq: RabbitMQ, vhost: str, channels: int, apart: bool
 ) -> None:
-    """Probes without a free channel get their verdict in a later turn, and no connection ends. The same holds when the
-    broker allows no second connection, and the probes use the publishers' own."""
+    """Probes without a free channel get their verdict in a later round, and no connection is closed. The same is true
+    if the broker does not allow a second connection, and the probes use the publishers'."""
     async with few_channels(rabbitmq, channels), scene(rabbitmq, vhost, "classic") as it:
         if not apart:
             await it.hand.limit_connections(2)  # the publishers' and ours

@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM end each command on the backlog within seconds, with one line, in each phase without a JVM.
+"""Ctrl-C and SIGTERM stop each backlog command within seconds, with one line, in each phase without a JVM.
 
-Another session holds a lock, so that the command waits in its phase. Phases with a JVM: tests/audit/test_killed.py.
+Another session holds a lock to keep the command in its phase. Phases with a JVM: tests/audit/test_killed.py.
 """
 
 from __future__ import annotations

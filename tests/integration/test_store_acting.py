@@ -163,7 +163,7 @@ async def test_a_hung_command_keeps_its_locks_for_ten_seconds(database: str) -> 
 
 @pytest.mark.parametrize("kind", ["compacted", "restored"])
 async def test_cancel_against_a_compaction_or_a_restore_in_flight(database: str, kind: str) -> None:
-    """The cancel waits for the end of the other, and then finds the message in its new place."""
+    """The cancel waits for the other to finish, and then finds the message in its new place."""
     async with store(database) as admin, sql(database) as holder, sql(database) as one, sql(database) as two:
         await put(admin, rows(10, START_MS))
         if kind == "restored":
@@ -184,7 +184,7 @@ async def test_cancel_against_a_compaction_or_a_restore_in_flight(database: str,
 
 
 SOON = 0.9
-"""Seconds in which a notified lane looks again; without a notification it takes five at least."""
+"""Seconds within which a notified lane polls again; without a notification it takes at least five."""
 
 
 async def test_reschedule_of_waiting_and_held_messages_and_of_those_with_keys(database: str) -> None:
@@ -316,7 +316,7 @@ async def move(connection: asyncpg.Connection, ids: list[int]) -> dict[int, Foun
 async def test_a_change_waits_for_a_release_in_flight(
     database: str, act: Callable[[asyncpg.Connection, list[int]], Awaitable[dict[int, FoundIn]]], cancelled: int
 ) -> None:
-    """The act waits for the end of the release, and then takes the row if it is still there."""
+    """The action waits for the release to end, and then takes the row if it still exists."""
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         for settled, expected in ((True, FoundIn.NOWHERE), (False, FoundIn.WAITING)):
             await place.park(lane, [parcel(place.now_upper_ms())], [])

@@ -1,10 +1,10 @@
-"""The interface of PostgresStore below the ports: looks, lanes taken by number, announced rows, restores."""
+"""The interface of PostgresStore below the ports: polls, lanes taken by number, announced rows, restores."""
 
 from __future__ import annotations
 
 import asyncio
 
-import pandas  # noqa: F401 - pyarrow loads it for its first table, and no lane is kept alive meanwhile: seconds
+import pandas  # noqa: F401 - else pyarrow imports it for its first table, which stops lane heartbeats for seconds
 import pytest
 
 from delayer.core.errors import LaneLost

@@ -124,7 +124,7 @@ async def test_a_process_that_freezes_in_the_middle_of_a_statement_loses_its_lan
 
 
 class Asking(Days):
-    """Asks for the timeout, and makes no partition."""
+    """Reads the timeout, and does not create a partition."""
 
     seen: str | None = None
 

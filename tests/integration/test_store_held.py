@@ -209,7 +209,7 @@ async def test_a_locked_held_row_is_queried_only_after_a_pause(database: str) ->
             await other.fetch("SELECT FROM held FOR UPDATE")
             for _ in range(3):
                 await lane.wait(lane.sleep_hint())
-                for _ in range(2):  # The second one looks whether the row is locked, or only too large for the first.
+                for _ in range(2):  # The second checks whether the row is locked, or only too large for the first.
                     assert await lane.claimers[0].claim(MANY, ROOM) == []
                 assert 0.5 < lane.sleep_hint() <= 1.1
             await store.park(lane, [parcel(store.now_upper_ms(), b"fresh")], [])

@@ -29,7 +29,7 @@ async def written(admin: asyncpg.Connection) -> list[dict[str, Any]]:
 
 
 async def agrees(admin: asyncpg.Connection) -> None:
-    """Whether the history agrees with the counters: what is held still, was released or cancelled."""
+    """Check the history's released and cancelled messages against the counters."""
     found = Counter(one["what"] for one in await written(admin))
     kinds = await counters(admin)
     assert (found["released"], found["cancelled"]) == (kinds["released"], kinds["cancelled"])
@@ -173,7 +173,7 @@ async def test_two_daemons_create_the_same_days_at_once(database: str) -> None:
 
 @pytest.mark.deadline(120)
 async def test_the_rights_of_the_page_are_enough(store: str) -> None:
-    """The daemon's role keeps a history with block 4 of docs/security.md, and needs nothing of it without one."""
+    """The daemon's role can keep a history with block 4 of docs/security.md, and needs none of it without a history."""
     without = await Store.connect(lambda: store)
     await without.maintain()
     await without.close()

@@ -64,7 +64,7 @@ async def test_a_message_that_became_held_while_its_cancel_waited_is_cancelled(d
 
 
 async def move_some(database: str, by_ms: int) -> None:
-    """Move some messages by command; a command that loses against another transaction gives up."""
+    """Move some messages by command; a command that loses to another transaction gives up."""
     async with sql(database) as hand:
         ids = [number for (number,) in await hand.fetch("SELECT id FROM message ORDER BY random() LIMIT 20")]
         with suppress(*WORTH_REPEATING):
@@ -72,7 +72,7 @@ async def move_some(database: str, by_ms: int) -> None:
 
 
 async def test_conservation_under_everything_at_once(database: str) -> None:
-    """Two daemons with two loops each do every kind of work; the counters fit the rows at every look."""
+    """Two daemons with two loops each do every kind of work; the counters match the rows at every check."""
     chance = random.Random(20_261_120)
     keys = [b"key %d" % n for n in range(6)]
     async with opened(database) as one, opened(database) as two, sql(database) as admin:

@@ -1,4 +1,4 @@
-"""Keys of messages in segments: replaced, cancelled and restored, beside compactions and restores."""
+"""Keys of messages in segments: replaced, cancelled and restored while compactions and restores run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def park(store: Store, lane: PostgresLane, *keys: bytes, body: bytes = b"b
 
 
 async def bodies(admin: asyncpg.Connection) -> dict[bytes | None, bytes]:
-    """All messages by key, after checking that each key stands for its message, and every count for its rows."""
+    """All messages by key, after checking that each key points to its message and every count matches its rows."""
     async with admin.transaction(isolation="repeatable_read", readonly=True):
         await conserved(admin)
         as_rows, in_segments = await waiting(admin), await packed(admin)
@@ -156,7 +156,7 @@ async def changing(
 @pytest.mark.parametrize("new", [[], [b"k"]])
 @pytest.mark.parametrize("end", ["commit", "rollback"])
 async def test_a_change_waits_for_a_restore(database: str, new: Sequence[bytes], end: str) -> None:
-    """Then it finds a row, or the segment as it was."""
+    """Afterwards it finds a row, or the segment unchanged."""
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin, sql(database) as other:
         await park(store, lane, b"k", b"l", body=b"old")
         await compact(admin)
@@ -170,7 +170,7 @@ async def test_a_change_waits_for_a_restore(database: str, new: Sequence[bytes],
 @pytest.mark.parametrize("new", [[], [b"k"]])
 @pytest.mark.parametrize("end", ["commit", "rollback"])
 async def test_a_change_waits_for_a_compaction(database: str, new: Sequence[bytes], end: str) -> None:
-    """Then it finds the segment, or the row as it was."""
+    """Afterwards it finds the segment, or the row unchanged."""
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin, sql(database) as other:
         await park(store, lane, b"k", b"l", body=b"old")
         transaction = other.transaction()
@@ -181,7 +181,7 @@ async def test_a_change_waits_for_a_compaction(database: str, new: Sequence[byte
 
 
 async def test_a_compaction_leaves_the_key_of_a_newer_message(database: str) -> None:
-    """A message that waits beside a newer one of its key (rows changed by hand) keeps its key in the segment."""
+    """A message waiting along with a newer one of its key (rows edited by hand) keeps its key in the segment."""
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await park(store, lane, b"k", b"l", body=b"old")
         newest = await admin.fetchval("UPDATE message_key SET id = id + 100 WHERE key = 'k' RETURNING id")
@@ -223,7 +223,7 @@ async def test_any_order_of_changes_compactions_and_restores(database: str, seed
 
 
 async def test_changes_during_compactions_and_restores(database: str) -> None:
-    """No key loses its newest message, and every cancel meets its message, whoever moves it meanwhile."""
+    """No key loses its newest message, and every cancel finds its message, even while a job is moving it."""
     keys = [b"key %d" % n for n in range(30)]
     async with opened(database) as store, sql(database) as admin, owned(store, 3) as lanes:
         done = asyncio.Event()

@@ -41,7 +41,7 @@ from tests.support.store import (
 
 
 async def test_a_settle_after_a_rollback_loses_its_claim(database: str) -> None:
-    """Without its transaction it would commit each statement by itself."""
+    """Without its transaction it would commit each statement separately."""
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await store.park(lane, [parcel(store.now_upper_ms(), b"one")], [])
         claimer = lane.claimers[0]

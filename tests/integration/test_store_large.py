@@ -1,4 +1,4 @@
-"""Large messages: one claim of the process at a time takes one, and they keep nothing else from its release."""
+"""Large messages: at any time only one claim of a process has one, and they do not delay the release of the rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def claim(claimer: PostgresClaimer) -> bytes:
-    """The first bytes of the rows claimed. The first claim may find that a row is large, and the next one take it."""
+    """The first bytes of the rows claimed. The first claim may find that a row is large, and the next claim take it."""
     for _ in range(3):
         if rows := await claimer.claim(MANY, 1 << 18):
             return b"".join(row.parcel.body[:1] for row in rows)

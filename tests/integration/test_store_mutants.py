@@ -32,7 +32,7 @@ async def open_transaction(url: str) -> AsyncIterator[asyncpg.Connection]:
 
 
 async def test_a_row_that_comes_in_while_its_partition_is_dropped_stays(database: str) -> None:
-    """The row comes in between the first look and the lock, so only the second look keeps it."""
+    """The row arrives between the first check and the lock, so only the second check preserves it."""
     async with sql(database) as admin, sql(database) as dropper:
         day = await admin.fetchval("SELECT now()") // DAY_MS + 3
         assert await partitions.make(admin, day, day - 3) is partitions.PartitionResult.DONE
@@ -67,7 +67,7 @@ async def test_a_released_message_does_not_take_the_key_of_a_newer_one(database:
 
 
 class RoughClock(StoreClock):
-    """Knows the store's time to two seconds."""
+    """An estimate of the store's time that is accurate to two seconds."""
 
     def observe(self, before: float, server_ms: float, after: float) -> None:
         super().observe(before - 2.0, server_ms, after)

@@ -1,6 +1,6 @@
 """The daemon's statements read no more in a larger backlog, with or without the planner's statistics.
 
-The server counts the rows and index entries that each step reads, in two stores. The second has ten times as many
+The server counts the rows and index entries read by each step, in two stores. The second has ten times as many
 waiting and held rows, and a limited route with a due backlog. test_store_sessions.py checks that the plans stay.
 """
 
@@ -73,14 +73,14 @@ async def fill(url: str, waiting: int) -> None:
         for table, kind in (("message", "parked"), ("held", "held")):
             await admin.execute(_KEYS.format(table=table))
             await admin.execute(_COUNTED.format(kind=kind, table=table))
-        # The held rows count as parked too.
+        # The held rows also count as parked.
         added = "UPDATE counter SET n = n + $2 WHERE kind = 'parked' AND lane <= $1"
         await admin.execute(added, LANES, waiting // 10 // LANES)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Postgres]:
-    """A Postgres that analyzes nothing by itself, and waits for no disk: durability does not matter here."""
+    """A Postgres without autoanalyze that does not wait for the disk, because durability does not matter here."""
     with Postgres(settings={"autovacuum": "off", "fsync": "off"}) as server:
         yield server
 
@@ -104,7 +104,7 @@ async def execute(url: str, statement: str, *values: object) -> None:
 
 @pytest.fixture(scope="module", params=["just filled", "analyzed"])
 def stores(server: Postgres, templates: dict[int, str], request: pytest.FixtureRequest) -> dict[int, str]:
-    """The URLs of the stores. The tests share them: a copy for each would take most of the time."""
+    """The URLs of the stores. The tests share them: a copy per test would take most of the time."""
     urls = {waiting: server.url(server.add_database(template=name)) for waiting, name in templates.items()}
     for url in urls.values():
         if request.param == "analyzed":
@@ -120,7 +120,7 @@ _OTHERS = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_databas
 
 
 async def counted(url: str) -> int:
-    """Rows and index entries that ended sessions have read so far: the server counts a session at its end."""
+    """Rows and index entries read so far by closed sessions; the server counts a session when it closes."""
     async with sql(url) as admin:
         while await admin.fetchval(_OTHERS):  # noqa: ASYNC110 - the server sets no event
             await asyncio.sleep(0.01)
@@ -203,7 +203,8 @@ async def blocks(url: str) -> int:
 
 
 async def test_an_id_without_its_instant_costs_a_few_blocks_of_each_partition(stores: dict[int, str]) -> None:
-    """As `delayer show 48213` asks. Without the index of ids it would read every primary key from first to last."""
+    """The query of `delayer show 48213`. Without the index of ids it would read every primary key from first to
+    last."""
     url = stores[MANY]
     async with sql(url) as admin:
         [far] = await admin.fetchrow(

@@ -1,4 +1,4 @@
-"""A row that the database rejects is found among a hundred good ones. The lane keeps its claims, and goes on."""
+"""A row rejected by the database is found among a hundred good rows. The lane keeps its claims, and continues."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def reject(admin: asyncpg.Connection, events: str, table: str, when: str, 
 
 
 async def counted(admin: asyncpg.Connection) -> tuple[int, int, int]:
-    """The messages that were parked, released and held, by counters that fit the tables."""
+    """The messages parked, released and held, from counters that match the tables."""
     of = await conserved(admin)
     return of["parked"], of["released"], of["held"]
 
@@ -136,7 +136,7 @@ async def test_a_release_whose_history_is_rejected_is_a_release(database: str, s
 
 @pytest.mark.parametrize("update", [False, True])
 async def test_a_held_row_that_cannot_be_deleted_is_not_published_again(database: str, update: bool) -> None:
-    """It waits for a person. If that cannot be written either, the lane skips it."""
+    """It waits for an operator. If even that cannot be written, the lane skips it."""
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         now = store.now_upper_ms()
         await store.hold(lane, [(parcel(now, body), JAPANESE) for body in (b"1", b"bad", b"2")])

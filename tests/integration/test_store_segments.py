@@ -1,5 +1,5 @@
-"""Rows become segments and rows again, in a real store: to the byte, counted, by cheap plans, also with changed bytes
-and beside other workers.
+"""Rows become segments and rows again in a real store: byte for byte, counted, by cheap plans, even with corrupt bytes
+and while other workers run.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ async def test_many_due_at_one_instant(database: str) -> None:
 
 
 async def test_large_rows_stay(database: str) -> None:
-    """In every position: first, between others, last, and alone."""
+    """In every position: first, in the middle, last, and alone."""
     async with store(database) as admin:
         most = compacting.LARGEST - len(row(0, START_MS).properties)
         sizes = [most + 2, 10, most + 1, most, most - 1, most + 3]
@@ -264,7 +264,7 @@ async def test_a_segment_is_bounded_by_bytes_but_takes_one(database: str) -> Non
         taken = []
         while (one := await compacting.compact_one(admin, window, max_bytes=500)) is not None:
             taken.append((one.messages, one.more))
-        # Rows that begin before the 500th byte are taken, but no more rows are locked than fit by their mean size.
+        # Rows that begin before the 500th byte are taken, but only as many rows are locked as fit by their mean size.
         assert taken == [(2, True), (2, True), (1, True), (1, True), (1, False)]
         assert len(await packed(admin)) == 7
         await conserved(admin)
@@ -312,7 +312,8 @@ async def test_a_segment_that_does_not_read_back_is_not_committed(
 
 
 async def test_any_flipped_bit_is_found(database: str) -> None:
-    """It blocks no other segment: whole segments come back, and the broken one stays unchanged, marked once."""
+    """It does not block other segments: intact segments are restored, and the broken one stays unchanged, marked
+    once."""
     chance = random.Random(2)
     async with store(database) as admin:
         await put(admin, rows(300, START_MS, span_ms=30 * DAY_MS))
@@ -335,7 +336,7 @@ async def test_any_flipped_bit_is_found(database: str) -> None:
         assert await catalog.count(admin) == (len(broken), count, len(broken), count, None)
         assert len(await waiting(admin)) == 300 - count
         await conserved(admin)
-        # A restore by id tries a broken segment again; it comes back when its bytes are whole again.
+        # A restore by id retries a broken segment, which is restored once its bytes are intact again.
         one, *_ = broken
         marked = await admin.fetchval("SELECT broken_at FROM segment WHERE id = $1", one)
         assert isinstance(await restore.restore(admin, one), Broken)

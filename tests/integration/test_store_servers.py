@@ -78,7 +78,7 @@ async def test_pgbouncer_in_session_mode_holds_lanes(url: str) -> None:
 
 
 async def test_a_file_that_names_another_server_moves_no_session_there(database: str) -> None:
-    """Else messages would enter one store, while the lanes that are open release from the other."""
+    """Otherwise messages would enter one store, while the open lanes release from the other."""
     with Postgres() as other:
         urls = [database]
         store = await Store.connect(lambda: urls[0])

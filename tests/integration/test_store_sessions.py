@@ -1,8 +1,8 @@
-"""The store's sessions: their settings, the types that they know without a query, and a custom plan for every run of a
+"""The store's sessions: their settings, the types resolved without a query, and a custom plan for every run of a
 statement.
 
-A generic plan cannot leave out a partition. The server makes one after five runs of a prepared statement, if it expects
-a gain; EXPLAIN with arguments never shows it.
+A generic plan cannot skip a partition. The server builds one after five runs of a prepared statement, if it expects a
+gain; EXPLAIN with arguments never shows it.
 """
 
 from __future__ import annotations

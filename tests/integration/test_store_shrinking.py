@@ -1,4 +1,4 @@
-"""The work after a compaction: it drops emptied partitions and vacuums dead rows, without blocking others."""
+"""The work after a compaction: it drops emptied partitions and vacuums dead rows, without blocking other sessions."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_emptied_partitions_are_dropped_and_the_rest_shrink(database: str)
 
 
 async def test_the_next_compaction_finishes_a_killed_one(database: str) -> None:
-    """The server knows the places of dead rows: it frees their empty pages, also beside remaining rows."""
+    """The server knows the places of dead rows: it frees their empty pages even if other rows remain."""
     async with scene(database) as it:
         emptied, partly, untouched = (it.today + DAYS_AHEAD + n for n in (1, 2, 3))
         for day in (partly, untouched):  # first, so that the pages after them are empty in the end
@@ -170,7 +170,7 @@ async def test_a_partition_under_vacuum_is_left_for_the_next_time(database: str)
 
 
 async def test_autovacuum_does_not_prevent_a_drop() -> None:
-    """Autovacuum works on emptied partitions. Here it never ends by itself, and gives way to a waiting session."""
+    """Autovacuum works on emptied partitions. Here it never finishes by itself, and yields to a waiting session."""
     slowest = {"autovacuum_vacuum_cost_delay": "100ms", "autovacuum_vacuum_cost_limit": 1}
     with Postgres(settings={"autovacuum_naptime": "1s", **slowest}) as server:
         url = server.url(server.add_store())

@@ -1,4 +1,4 @@
-"""A store that was restored from an older copy gives no number twice after `delayer db skip-ids`."""
+"""A store restored from an older copy never reuses a number after `delayer db skip-ids`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def ids(database: str) -> set[int]:
 
 
 async def park(database: str, count: int) -> set[int]:
-    """Park so many messages. Return the new ids."""
+    """Park this many messages, and return the new ids."""
     before = await ids(database)
     async with opened(database) as store, owned(store) as [lane]:
         await store.park(lane, [parcel(store.now_upper_ms() + 600_000, b"%d" % n) for n in range(count)], [])
@@ -34,7 +34,7 @@ async def park(database: str, count: int) -> set[int]:
 
 
 async def test_an_older_copy_issues_ids_again(delayer: Run, database: str) -> None:
-    """A copy made before 50 messages acts as a backup: without the command it gives their numbers to others."""
+    """A copy made before 50 messages serves as a backup; without the command it would reuse their numbers."""
     await park(database, 10)
     async with sql(database) as connection:
         then = await connection.fetchval("SELECT last_value FROM message_id")
@@ -54,7 +54,7 @@ async def test_an_older_copy_issues_ids_again(delayer: Run, database: str) -> No
 
 
 async def test_a_skip_while_daemons_run_never_goes_back(delayer: Run, database: str) -> None:
-    """Also with the smallest skip, no number comes twice, and none is below a reported one."""
+    """Even with the smallest skip, no number is reused, and none is below a reported number."""
     given: Counter[int] = Counter()
     over = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""A job sees the traffic in the store, and its executors take turns beside traffic, and only then."""
+"""A job notices traffic in the store; its executors take turns while there is traffic, and only then."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Working:
         self.now = self.most = 0
 
     async def executor(self, connection: asyncpg.Connection, meet: int) -> None:
-        """Do some pieces of work; in the first one, wait until ``meet`` executors are there."""
+        """Do some pieces of work; in the first, wait until ``meet`` executors have arrived."""
         seen = Traffic()
         for piece in range(PIECES):
             async with turn(connection, seen):

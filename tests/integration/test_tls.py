@@ -83,7 +83,7 @@ def client(request: pytest.FixtureRequest) -> str:
 
 
 class Case:
-    """One client, its server, and the URL that leads through a front."""
+    """One client, its server, and the URL that goes through a front."""
 
     def __init__(self, client: str, rabbitmq: RabbitMQ, postgres: Postgres) -> None:
         self.connect = CLIENTS[client]

@@ -30,7 +30,7 @@ async def connected(url: str) -> AsyncIterator[Connection]:
 
 
 async def declare(channel: Channel, queue: str) -> None:
-    """The AMQP layer declares nothing by itself; this declares as the broker layer does."""
+    """The AMQP layer never declares anything itself; this declares like the broker layer."""
     await channel.call(commands.Queue.Declare(queue=queue, durable=True), commands.Queue.DeclareOk)
 
 
@@ -40,8 +40,8 @@ def message(token: str, key: str, body: bytes = b"body") -> Outgoing:
 
 
 async def test_a_long_name_that_is_not_ascii_in_the_reason(rabbitmq: RabbitMQ, vhost: str) -> None:
-    """The broker clips its text by bytes, and the connection survives that. For brokers that fail at it, a header may
-    name no exchange of more than 127 bytes: such names are not clipped."""
+    """The broker truncates its message by bytes, and the connection survives that. For brokers that fail at it, a
+    header must not name an exchange longer than 127 bytes; shorter names are not truncated."""
     most = 63 if rabbitmq.falls_over_clipped_names else 126
     async with connected(vhost) as connection:
         channel, other = [await connection.channel(token_header=ID) for _ in range(2)]
@@ -54,7 +54,7 @@ async def test_a_long_name_that_is_not_ascii_in_the_reason(rabbitmq: RabbitMQ, v
 
 
 async def test_headers_longer_than_a_frame_are_read(vhost: str) -> None:
-    """The broker adds x-death and ignores the frame size. The next delivery comes as well."""
+    """The broker adds x-death and ignores the frame size. The next delivery also arrives."""
     to_grave = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "grave", "x-message-ttl": 0}
     came: asyncio.Queue[Delivery] = asyncio.Queue()
     async with connected(vhost) as connection:

@@ -1,5 +1,5 @@
-"""The account of a ledger: messages owed, messages arrived, and the verdict on the promises. Pure, and small: some
-sixty bytes a message, so that hours of messages fit."""
+"""The account of a ledger: messages owed, messages arrived, and the verdict on the promises. Pure, and small: about
+sixty bytes per message, so that hours of messages fit."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ class Account:
         self.published_twice: set[int] = set()
         """Messages that the ledger published again after a publish in doubt: it may have made their copies itself."""
         self.windows: list[Window] | None = None
-        """Times of the faults, where the test notes them: only a message that met a fault may then come twice."""
+        """Times of the faults, if the test records them: then only a message that met a fault may be delivered
+        twice."""
         self.readings: Readings | None = None
-        """Counts of reads per message, where a proxy listens: a message may then have no more copies than its reads
-        explain, under every fault."""
+        """Counts of reads per message, if a proxy listens: then a message may not have more copies than its reads
+        explain, under any fault."""
         self.resorted: list[int] = []
-        """Messages whose headers came sorted by name, without a proxy that listens."""
+        """Messages whose headers arrived sorted by name, without a listening proxy."""
         self._form = array("B")
         self._due = array("q")
         self._delay = array("q")
@@ -108,7 +109,7 @@ class Account:
             self.changed.add(f"message {number}: its headers came sorted, and it was never delivered again")
 
     def take_changed(self, number: int, at_ms: float, text: str) -> None:
-        """Note a changed message. It does not count as missing."""
+        """Record a changed message. It does not count as missing."""
         self.changed.add(text)
         if not self._at[number]:
             self._back += 1
@@ -188,8 +189,8 @@ class Account:
 
 
 def _begun_ms(owed: Owed, arrivals: Sequence[Arrival]) -> float:
-    """The first instant at which a fault could have caused the copies: usually the publish. Copies under one id have
-    one read, and a relative delay tells the instant of that read."""
+    """The first instant at which a fault could have caused the copies: usually the publish. Copies under one id come
+    from one read, and a relative delay reveals when that was."""
     if owed.form.absolute or len({one.id for one in arrivals}) > 1:
         return owed.sent_ms
     return max(owed.sent_ms, arrivals[0].due_ms - owed.delay_ms - AFTERMATH_MS)

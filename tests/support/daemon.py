@@ -46,10 +46,11 @@ async def answered(config: Path, *arguments: str) -> Any:
 
 
 class DaemonProcess:
-    """One ``delayer run``. ``async with`` kills it at the end if it still runs; a clean end is the test's to ask for.
+    """One ``delayer run``. ``async with`` kills it at the end if it still runs; a test that wants a clean stop must
+    request it.
 
-    ``environ`` are DELAYER_… variables: ``{"MODE": "native", "BROKER__URL": url}``. ``program`` stands in for
-    ``delayer``. ``serving``: HTTP is served where the file says.
+    ``environ`` are DELAYER_… variables: ``{"MODE": "native", "BROKER__URL": url}``. ``program`` replaces ``delayer``.
+    ``serving``: serve HTTP at the address in the file.
     """
 
     def __init__(
@@ -63,14 +64,14 @@ class DaemonProcess:
         self._program = program or PROGRAM
         self._arguments = ["--config", str(config)] if config else []
         ours = {name: value for name, value in os.environ.items() if not name.startswith("DELAYER_")}
-        # No HTTP unless a test asks for it: daemons of several tests run beside each other.
+        # No HTTP unless a test asks for it: daemons of several tests run at the same time.
         fixed = {"DELAYER_LOG__FORMAT": "json", "DELAYER_HTTP__LISTEN": ""}
         if serving:
             del fixed["DELAYER_HTTP__LISTEN"]
         self._environ = ours | fixed | {f"DELAYER_{k}": v for k, v in environ.items()}
         self.events: list[dict[str, Any]] = []
         self.stray_lines: list[str] = []
-        # Called with each line as it comes.
+        # Called with each line as it arrives.
         self.told: Callable[[dict[str, Any] | str], object] = lambda _: None
         self._news = asyncio.Condition()
         self._process: asyncio.subprocess.Process | None = None
@@ -127,7 +128,8 @@ class DaemonProcess:
         return await self.wait()
 
     async def stop_insisting(self) -> int:
-        """SIGTERM, and every signal that a daemon knows again and again until it is gone; the exit code."""
+        """Send SIGTERM, and then keep sending every signal that a daemon handles until it is gone. Returns the exit
+        code."""
         ended = asyncio.create_task(self.stop())
         while not ended.done():
             await asyncio.wait([ended], timeout=0.002)
@@ -150,7 +152,7 @@ class DaemonProcess:
     ) -> dict[str, Any]:
         """The first event of that name from position ``after`` of :attr:`events` on; waits for it.
 
-        Fails with the end of the log when the process ends first, or at the timeout.
+        Fails with the tail of the log if the process exits first, or at the timeout.
         """
 
         def found() -> dict[str, Any] | None:

@@ -1,9 +1,9 @@
 """`make demo`: the main job, before your eyes.
 
 Starts private servers and the daemon, and sends messages with delays of 0 to 12 seconds in store mode. Switches the
-daemon to native mode while they wait, sends as many again, and watches all of them come back. Messages due in days and
-months stay parked, and an audit counts them. Exit code 0 only if every message came back exactly once, intact and not
-early, and the audit finds the parked ones and no violation.
+daemon to native mode while they wait, sends the same number again, and watches all of them return. Messages due in days
+and months stay parked, and an audit counts them. Exit code 0 only if every message came back exactly once, intact and
+not early, and the audit finds the parked ones and no violation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SLACK = 15.0
 
 
 class Shown(Ledger):
-    """The ledger of the fault tests, with a line for each message that comes back."""
+    """The ledger of the fault tests, with a line for each message that returns."""
 
     console: Console
 
@@ -53,7 +53,7 @@ PARKING_SECONDS = 30.0
 async def park_far_ahead(stack: Stack, channel: AbstractChannel) -> None:
     """Renewals on a day of each week of the next quarter, and greetings that are all due in the first second of a year.
 
-    Returns when all of them are parked, so that the messages to watch do not wait behind them."""
+    Returns when all of them are parked, so that the messages to watch do not queue behind them."""
     now = datetime.now(UTC)
     await channel.declare_queue("mail.inbox", durable=True)
     orders = await channel.get_exchange("orders.in", ensure=False)
@@ -72,7 +72,7 @@ async def park_far_ahead(stack: Stack, channel: AbstractChannel) -> None:
     await asyncio.gather(*publishes)
     async with asyncio.timeout(PARKING_SECONDS):
         while json.loads(await stack.delayer("status", "--json"))["store"]["waiting"] < LEFT:
-            pass  # the command itself takes its time
+            pass  # the command itself is slow
 
 
 def show_audit(found: str, console: Console) -> int:

@@ -1,7 +1,7 @@
-"""Scripted stand-ins for ports, each for tests of one service: they follow a script and note each call.
+"""Scripted stand-ins for ports, each for tests of one service: they follow a script and record each call.
 
 None of them behaves like a broker or a store: memory_broker.py and memory_store.py do. A script injects the failure, or
-notes the call, that a test is about.
+records the call, that a test is about.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class ScriptedSubscription:
 
 
 class ScriptedConsumer:
-    """Gives out these subscriptions one after another, then raises BrokerLost."""
+    """Hands out these subscriptions one by one, then raises BrokerLost."""
 
     def __init__(self, *subscriptions: ScriptedSubscription | Exception) -> None:
         self._left = deque(subscriptions)
@@ -125,7 +125,7 @@ class ScriptedConsumer:
 
 
 class ScriptedPublisher:
-    """Answers a message with the entry of ``answers`` for its routing key; confirms the others."""
+    """Answers a message with the entry of ``answers`` for its routing key; confirms messages without one."""
 
     max_properties = 100_000
 
@@ -202,7 +202,7 @@ class Carrier(Handler):
 
 
 class ScriptedLane:
-    """A lane with one claimer. Its claims come from a script, and it notes how the caller settles them."""
+    """A lane with one claimer. Its claims come from a script, and it records how the caller settles them."""
 
     def __init__(self, number: int = 1, claims: Iterable[Sequence[Due] | Exception] = (), hint: float = 3600.0) -> None:
         self.number = number
@@ -274,7 +274,7 @@ Parked = tuple[int, list[Parcel], int]
 
 
 class ScriptedStore:
-    """Two lanes, more on request. Calls ``on_write`` before it notes a park, which may raise. Segments come from a
+    """Two lanes, more on request. Calls ``on_write``, which may raise, before recording a park. Segments come from a
     script."""
 
     def __init__(self, lanes: int = 2) -> None:

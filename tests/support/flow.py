@@ -1,4 +1,4 @@
-"""A publisher that goes on at a steady rate while something else happens."""
+"""A publisher that keeps a steady rate while something else happens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Flow:
 
     @property
     def rate(self) -> float:
-        """Messages a second that were confirmed."""
+        """Confirmed messages per second."""
         return self.count / self.seconds if self.seconds else 0.0
 
 

@@ -120,7 +120,7 @@ class Ledger:
         daemon must refuse follow each batch."""
         for start in range(0, count, BATCH):
             async with self._turn:
-                # Take the instant before making the batch: no message is due later than the account says.
+                # Take the time before building the batch, so that no message is due later than the account says.
                 now_ms = int(time.time() * 1000)
                 batch = []
                 for number in range(start, min(start + BATCH, count)):
@@ -132,7 +132,7 @@ class Ledger:
 
     @asynccontextmanager
     async def silent(self) -> AsyncIterator[None]:
-        """Hold back every publish meanwhile, also those that have begun and wait for their turn."""
+        """Hold back every publish in this context, including those already waiting for their turn."""
         async with self._turn:
             yield
 
@@ -189,7 +189,7 @@ class Ledger:
         return self.account.readings.listener()
 
     async def consume(self) -> None:
-        """Begin to consume the destination, and again whenever the broker comes back."""
+        """Start consuming the destination, and restart whenever the broker comes back."""
         await self._consume()
         self._keeper = asyncio.create_task(self._keep_consuming())
 
@@ -271,7 +271,7 @@ class Ledger:
         while (await self.depths(self.queue))[self.queue]:
             self._news.clear()
             await self._news.wait()
-        await self._channel.qos(PREFETCH)  # its answer comes behind the last delivery
+        await self._channel.qos(PREFETCH)  # its answer arrives after the last delivery
 
     async def depths(self, *queues: str) -> dict[str, int]:
         """Messages ready in these queues, by the broker's own count."""

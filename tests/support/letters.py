@@ -1,8 +1,8 @@
-"""The numbered messages of a ledger: the bytes to publish under a number, and the bytes that must come back. Pure.
+"""The numbered messages of a ledger: the bytes to publish under a number, and the bytes that must return. Pure.
 
-A letter follows from the seed, its number and its delay. It is computed again when it comes back, so millions of them
-need no memory. The expected bytes are computed without the code under test: the headers in their order, less those
-that said the delay, plus ``x-delayer-id`` and ``x-delayer-due``.
+A letter is a function of the seed, its number and its delay. It is recomputed when it returns, so millions of letters
+need no memory. The expected bytes are computed without the code under test: the headers in order, minus those that
+requested the delay, plus ``x-delayer-id`` and ``x-delayer-due``.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ DOOMED_KEYS: Final = b"doomed."
 """The beginning of a doomed message's routing key."""
 LARGEST: Final = 200_000
 SIZES: Final = ((300, 0), (900, 100), (999, 2_000), (1_000, LARGEST))
-"""Pairs of a limit and a size: of a thousand bodies, those below the limit have up to that size behind their number."""
+"""Pairs of a limit and a size: of a thousand bodies, those below the limit have up to that many bytes after their
+number."""
 _ID = rb"\x0cx-delayer-idS\0\0\0[\x01-\x20]([0-9]{1,19}|[0-9a-f]{32})"
 _DUE = rb"\x0dx-delayer-duel(.{8})"
 _GAINED = re.compile(_ID + _DUE, re.DOTALL)
 _GAINED_BY_NAME = re.compile(_DUE + _ID, re.DOTALL)
 _BEFORE_GAINED, _BEHIND_GAINED = b"x-delayer-", b"x-delayer."
-"""Every other header of a letter has a name before the first, or behind the second."""
+"""The names of all other headers of a letter sort before the first or after the second."""
 _MASK: Final = (1 << 64) - 1
 
 
@@ -91,8 +92,8 @@ class Gained(NamedTuple):
 
 
 class Letter(NamedTuple):
-    """A message. ``head`` and ``tail`` are its properties before and behind the header table. ``said`` are the table's
-    entries as published, ``kept`` as they must come back."""
+    """A message. ``head`` and ``tail`` are its properties before and after the header table. ``said`` are the table's
+    entries as published, ``kept`` as they must return."""
 
     routing_key: bytes
     head: bytes
@@ -110,7 +111,7 @@ class Letter(NamedTuple):
     def gained(self, routing_key: bytes, properties: bytes, body: bytes, *, sorts: bool = False) -> Gained | None:
         """The headers that it gained on its way; None if anything else changed.
 
-        A quorum queue that delivers a message again adds ``x-delivery-count``, and sorts the headers (seen on RabbitMQ
+        A quorum queue that redelivers a message adds ``x-delivery-count``, and sorts the headers (seen on RabbitMQ
         3.10). The account judges whether that happened to this message. A broker with ``sorts`` sorts every table that
         it hands over, gained headers included.
         """
@@ -150,7 +151,7 @@ def doomed(number: int) -> Letter:
 
 
 def said_by_doomed(number: int) -> bytes:
-    """The text in place of a delay."""
+    """The value in place of a delay."""
     return b"in %d moments" % number
 
 
@@ -192,7 +193,7 @@ class Letters:
 
 
 def message_id_of(number: int) -> bytes:
-    """A quarter of the letters has none, a quarter the same one, half of them one of their own."""
+    """A quarter of the letters have no key, a quarter share one, and half have their own."""
     return (b"", b"the same", b"id-%d" % number, b"id-%d" % number)[number % 4]
 
 

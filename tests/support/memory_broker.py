@@ -1,8 +1,8 @@
 """A broker in memory, which behaves as RabbitMQ does for delayer (tests/conformance): for tests, and for simulations.
 
 A :class:`MemoryBroker` has queues and exchanges; a daemon reaches it by a :class:`MemoryLink`, with consumers and
-publishers. There are no threads and no chance, and waits use the time of the event loop. An exchange knows bindings by
-one routing key, or by ``#``; the default exchange is there.
+publishers. There are no threads and no randomness, and waiting uses the event loop's clock. An exchange knows bindings
+by one routing key, or by ``#``; the default exchange exists.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class MemoryQueue:
 
     single_active: bool = False
     most: float = float("inf")
-    """It refuses messages above so many."""
+    """Maximum number of messages; it refuses more."""
     ready: deque[Queued] = field(default_factory=deque)
     consumers: list[MemorySubscription] = field(default_factory=list)
     watcher: Callable[[Queued], object] | None = None
-    """Takes each message at once, without an acknowledgement."""
+    """Receives each message immediately, without acknowledgements."""
 
     @property
     def active(self) -> list[MemorySubscription]:
@@ -79,7 +79,7 @@ class MemoryBroker:
         await asyncio.sleep(0)
 
     def declare(self, name: str, arguments: Mapping[str, object] | None = None) -> None:
-        """Make a queue, if it is missing. Two arguments count; a queue that is full rejects."""
+        """Create a queue if it is missing. Two arguments take effect; a full queue rejects."""
         asked = arguments or {}
         most = float(str(asked.get("x-max-length", "inf")))
         self.queues.setdefault(name, MemoryQueue(bool(asked.get("x-single-active-consumer")), most))
@@ -106,7 +106,7 @@ class MemoryBroker:
 
 
 class MemoryLink:
-    """The connections of one daemon to the broker. Satisfies the BrokerLink of the store, too."""
+    """The connections of one daemon to the broker. Also satisfies the store's BrokerLink."""
 
     def __init__(self, broker: MemoryBroker) -> None:
         self.broker = broker
@@ -119,13 +119,13 @@ class MemoryLink:
         return self.broker if self._up else None
 
     def cut(self) -> None:
-        """End all connections; new ones are made at once. Publishes in flight are in doubt."""
+        """Close all connections; they are reopened immediately. Publishes in flight are in doubt."""
         self.connects += 1
         for subscription in tuple(self.subscriptions):
             subscription.end("connection lost")
 
     def refuse(self) -> None:
-        """End all connections, and take no new ones."""
+        """Close all connections, and reject new ones."""
         self._up = False
         self.cut()
 
@@ -211,7 +211,7 @@ class MemorySubscription:
         return [self._buffer.popleft() for _ in range(min(limit, len(self._buffer)))]
 
     async def _arrival(self, seconds: float, wanted: int) -> None:
-        """Wait until so many deliveries are there."""
+        """Wait until this many deliveries have arrived."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while len(self._buffer) < wanted and not self._lost:

@@ -1,9 +1,9 @@
-"""A store in memory, which behaves as the one on Postgres does (tests/conformance): for tests, and for simulations.
+"""An in-memory store that behaves like the Postgres store (tests/conformance), for tests and simulations.
 
-A :class:`MemoryStore` is what several daemons share; each has a :class:`MemoryBacklog`. There are no threads and no
-chance, and the caller passes the clock in. Waits use the time of the event loop. Each statement happens at once, after
-:attr:`MemoryStore.travel`. A claim is an open transaction: it locks its messages until it is settled or given up, and a
-write that names the key of a locked message waits for that. Segments, and brokers that differ, are left out.
+A :class:`MemoryStore` is shared by several daemons; each has a :class:`MemoryBacklog`. There are no threads and no
+randomness, and the caller passes in the clock. Waiting uses the event loop's clock. Each statement happens at once,
+after :attr:`MemoryStore.travel`. A claim is an open transaction: it locks its messages until it is settled or given up,
+and a write that names the key of a locked message waits for that. Segments, and brokers that differ, are left out.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Message:
     hold: Hold | None = None
     """Why it is held; None of a message that waits."""
     retry_ms: int | None = None
-    """When a held message is retried; None: when an operator says so."""
+    """When a held message is retried; None if only by an operator."""
     locked_by: MemoryClaimer | None = None
 
     @property
     def next_ms(self) -> int | None:
-        """From when on a claim may take it."""
+        """The earliest time at which a claim may take it."""
         return self.parcel.due_ms - WINDOW_MS if self.hold is None else self.retry_ms
 
     @property
@@ -114,7 +114,7 @@ class MemoryStore:
         message.retry_ms = hold.retry_ms(max(again_ms, not_before_ms))
 
     def take_out(self, message: Message, what: str) -> None:
-        """Delete a message that was released or cancelled."""
+        """Delete a released or cancelled message."""
         del self.messages[message.id]
         if (key := message.parcel.key) is not None and self.keys.get(key) is message:
             del self.keys[key]
@@ -136,7 +136,7 @@ class MemoryStore:
             owner.woken.set()
 
     def standing(self, batch: Fold) -> list[Message]:
-        """The messages that stand under the keys and groups of a batch."""
+        """The messages under the keys and groups of a batch."""
         groups = tuple(batch.groups)
         return [one for key, one in self.keys.items() if key in batch.keys or key.startswith(groups)]
 
@@ -161,7 +161,7 @@ class MemoryBacklog:
     """One daemon's side of the store. Satisfies the ports of intake and release: Backlog, Clock, Releases."""
 
     def __init__(self, store: MemoryStore, routes: Collection[bytes] = (), poll_seconds: float = 1.0) -> None:
-        """``routes``: the limited ones have lanes of their own."""
+        """``routes``: limited routes have their own lanes."""
         self._store = store
         self._routes = routes
         self._poll_seconds = poll_seconds
@@ -222,7 +222,7 @@ class MemoryBacklog:
         raise StoreLost("no lane of ours to park into")
 
     def _far_lane(self) -> int:
-        """The lane of messages that are due later: all lanes in turn, whoever owns them."""
+        """The lane for messages due later: all lanes in turn, regardless of their owners."""
         numbers = [number for number, lane in self._store.lanes.items() if lane.route is None]
         return numbers[next(self._far_turn) % len(numbers)]
 
@@ -245,7 +245,7 @@ class MemoryBacklog:
         self.die()
 
     def look(self) -> None:
-        """Take the even share of the lanes, and drop what is above it."""
+        """Take an even share of the lanes, and drop any above it."""
         store = self._store
         if self not in store.live:
             store.live.append(self)
@@ -266,8 +266,8 @@ class MemoryBacklog:
                 self._taken.put_nowait(lane)
 
     def die(self) -> None:
-        """End this daemon's sessions, as at a crash, or when it hangs: open claims are rolled back, its lanes are free.
-        A later look begins again."""
+        """End this daemon's sessions, as in a crash or hang: open claims are rolled back, and its lanes are free. A
+        later poll starts over."""
         for lane in self._own:
             lane.end()
         self._own = []
@@ -391,7 +391,7 @@ class MemoryClaimer:
         self.roll_back()
 
     def roll_back(self) -> None:
-        """End the transaction: what is left of the claim is free again."""
+        """End the transaction; the rest of the claim is free again."""
         for one in self.rows:
             one.locked_by = None
         self.rows = []

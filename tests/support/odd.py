@@ -98,7 +98,7 @@ def early() -> None:
 
 
 def twice() -> None:
-    """Now and then a whole batch goes out again, without any fault (G3)."""
+    """Now and then a whole batch is published again, without any fault (G3)."""
     from delayer.broker.publisher import AmqpPublisher
 
     publish = AmqpPublisher.publish
@@ -111,7 +111,7 @@ def twice() -> None:
 
 
 def forgetful() -> None:
-    """Messages that the broker returns or does not take count as delivered (G1); the log names them."""
+    """Messages that the broker returns or rejects count as delivered (G1); the log names them."""
     import structlog
 
     from delayer.amqp.values import CONFIRMED
@@ -235,7 +235,7 @@ def deaf_to_cancels() -> None:
 
 
 def impatient() -> None:
-    """A failed message comes back after half of its pause."""
+    """A failed message returns after half of its pause."""
     from delayer.core import plan
 
     wait_ms = plan.wait_ms
@@ -243,7 +243,7 @@ def impatient() -> None:
 
 
 def once_more() -> None:
-    """A failed message comes back once more than configured."""
+    """A failed message returns once more than configured."""
     from delayer.core import plan
 
     failure = plan.failure
@@ -256,7 +256,7 @@ def once_more() -> None:
 
 
 def hurried() -> None:
-    """A message taken over goes out before the cascade would have delivered it."""
+    """A message taken over is published before the cascade would have delivered it."""
     from delayer.intake import takeover
 
     due_at_level = takeover.due_at_level

@@ -1,4 +1,4 @@
-"""One daemon's surroundings, so that many can share a broker: queues of its own, a database of its own, a ledger."""
+"""One daemon's surroundings, so that many can share a broker: its own queues, its own database, a ledger."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def counted(broker: RabbitMQ, vhost: str) -> None:
 @dataclass
 class Place:
     """The surroundings of a daemon. Tests use the URLs ``broker`` and ``store``; the daemon uses ``via_broker`` and
-    ``via_store``, which may lead through a proxy. ``tag`` begins the names of its queues and exchanges; all places of
+    ``via_store``, which may go through a proxy. ``tag`` is the prefix of its queues and exchanges; all places of
     a vhost share the cascade."""
 
     mode: str
@@ -127,7 +127,7 @@ class Place:
 
     @asynccontextmanager
     async def daemon(self, fault: str = "", **more: str) -> AsyncIterator[DaemonProcess]:
-        """A running daemon, perhaps with a fault; killed at the end if it is still there."""
+        """A running daemon, perhaps with a fault; killed at the end if still running."""
         environ = self.environ | ({"FAULT": fault} if fault else {}) | more
         async with DaemonProcess(environ) as daemon:
             self.daemons.append(daemon)
@@ -135,14 +135,14 @@ class Place:
 
     @asynccontextmanager
     async def working(self, **more: str) -> AsyncIterator[DaemonProcess]:
-        """A ready daemon. If it still runs at the end it is stopped by SIGTERM."""
+        """A ready daemon, stopped with SIGTERM if still running at the end."""
         async with self.daemon(**more) as daemon:
             yield await daemon.ready()
             if daemon.running:
                 assert await daemon.stop() == 0, daemon.tail()
 
     async def delayer(self, *words: str, **more: str) -> str:
-        """Run a command of the command line with the configuration of its daemons. Fails unless it ends with 0."""
+        """Run a command of the command line with the configuration of its daemons. Fails unless it exits with 0."""
         return await command(None, *words, environ=self.environ | more)
 
     # ---- messages by place
@@ -161,7 +161,7 @@ class Place:
                 return [(await anext(messages)).body for _ in range(there.declaration_result.message_count or 0)]
 
     async def ready(self, count: int, queue: str = "delays") -> None:
-        """Wait until so many messages are ready there."""
+        """Wait until this many messages are ready there."""
         await eventually(lambda: self.depth(queue), lambda depth: depth == count)
 
     async def ask(self, statement: str) -> Any:
@@ -209,7 +209,7 @@ class Place:
             return await conserved(connection)
 
     async def settle_accounts(self, ledger: Ledger) -> Verdict:
-        """The account, with the messages that still stand somewhere; the daemons must be stopped."""
+        """The account, including messages still left somewhere; the daemons must be stopped."""
         assert not any(daemon.running for daemon in self.daemons), "a daemon still runs: the account would not hold"
         await ledger.drained()
         return ledger.verdict(await self.standing())

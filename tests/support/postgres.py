@@ -43,8 +43,8 @@ _SETTINGS: Mapping[str, str | int] = {
 
 
 class Postgres(Server):
-    """`settings` are added to postgresql.conf. `tls`: certificate and key, PEM files, for clients that ask for TLS.
-    The server trusts every user of this machine.
+    """`settings` are added to postgresql.conf. `tls`: certificate and key, PEM files, for clients that request TLS. The
+    server trusts every user of this machine.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Postgres(Server):
             cwd=self._data,
             log=self._log,
             user=self._user,
-            farewell=signal.SIGQUIT,  # ends at once, and gives its shared memory back
+            farewell=signal.SIGQUIT,  # exits immediately, and frees its shared memory
         )
         self._family.wait_ready(self._is_ready, "Postgres")
         return self
@@ -137,7 +137,7 @@ class Postgres(Server):
         return run_apart(run())
 
     def _secured(self, certificate: Path, key: Path) -> dict[str, str | int]:
-        """Settings for TLS. Postgres takes no key that others may read, so it gets copies of its own."""
+        """Settings for TLS. Postgres rejects a key that other users can read, so it gets private copies."""
         for name, source in (("server.pem", certificate), ("server.key", key)):
             target = self._directory / name
             shutil.copyfile(source, target)

@@ -22,7 +22,7 @@ FILLING_EVERY = 0.001
 
 
 class Standby(Postgres):
-    """`with Standby(primary) as standby:` copies the primary as it is now, follows it, and can be read."""
+    """`with Standby(primary) as standby:` copies the primary's current state, follows it, and can be read."""
 
     def __init__(self, primary: Postgres) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Standby(Postgres):
             config.write(f"port = '{self.port}'\n")
 
     def copy(self) -> None:
-        """Take the copy now; start() goes on from it later."""
+        """Take the copy now; start() continues from it later."""
         self._initialize()
 
     def recover(self, restore_command: str) -> None:
@@ -62,7 +62,7 @@ class Standby(Postgres):
 
 
 class Filler(threading.Thread):
-    """Lets a file grow to the end of the disk, again and again. ``full``: the disk was full once."""
+    """Repeatedly lets a file grow until the disk is full. ``full``: the disk was full at least once."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(daemon=True)
@@ -88,11 +88,11 @@ class Filler(threading.Thread):
 
 
 class SmallDisk(Postgres):
-    """A Postgres with data and WAL on a disk of its own, of so many megabytes. Raises StartFailed where the machine
-    allows no such disk.
+    """A Postgres with data and WAL on a separate disk of this many megabytes. Raises StartFailed if the machine does
+    not allow such a disk.
 
     ``scarce``: there is no spare WAL file, and a WAL file has one megabyte. On a full disk the WAL then fails first,
-    and Postgres ends. Otherwise a table fails first, and Postgres only reports an error.
+    and Postgres stops. Otherwise a table fails first, and Postgres only reports an error.
     """
 
     def __init__(self, megabytes: int, *, scarce: bool = False) -> None:
@@ -115,7 +115,7 @@ class SmallDisk(Postgres):
             _run(self, "pg_resetwal", "--wal-segsize=1", str(self._data))
 
     def fill(self) -> None:
-        """A file of another program takes all free room, and all room that becomes free, until free()."""
+        """A file of another program takes all free space, and any that becomes free, until free()."""
         self._filler = Filler(self._disk / "ballast")
         self._filler.start()
         assert self._filler.full.wait(60), "the disk never became full"
@@ -130,7 +130,7 @@ class SmallDisk(Postgres):
         return self._is_ready()
 
     def ended(self) -> bool:
-        """Whether the server ended by itself."""
+        """Whether the server exited by itself."""
         return self._family is not None and not self._family.running
 
     def close(self) -> None:

@@ -23,12 +23,12 @@ from tests.support import reaper
 
 T = TypeVar("T")
 
-# A server starts only after the reaper knows of it: the shell waits for a line, and gives up if we die first.
+# A server starts only after the reaper has been told of it: the shell waits for a line, and exits if we die first.
 _WAIT_FOR_LEAVE = 'read -r leave && exec "$@" </dev/null'
 
 
 class StartFailed(RuntimeError):
-    """A server did not come up; the message ends with the tail of its log."""
+    """A server did not start; the message ends with the tail of its log."""
 
 
 class _Reaper:
@@ -94,7 +94,7 @@ def unmount_disk(directory: Path) -> None:
 class Family:
     """A server process and every process it starts.
 
-    `user` is the account to run as (None: ours). The reaper sends `farewell` if we die before we ended the family.
+    `user` is the account to run as (ours if None). The reaper sends `farewell` if we die before stopping the family.
     Standard output and error go to the end of the file `log`.
     """
 
@@ -139,7 +139,7 @@ class Family:
         return [process.pid for process in reaper.family(self.pid)]
 
     def wait_ready(self, probe: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
-        """Return when the probe returns true. Raise StartFailed if the process ends before that, or at the timeout."""
+        """Return when the probe returns true. Raise StartFailed if the process exits before that, or at the timeout."""
         deadline = time.monotonic() + timeout
         while not probe():
             if not self.running:
@@ -153,14 +153,14 @@ class Family:
         self._process.send_signal(sig)
 
     def pause(self) -> None:
-        """Stop all processes, parents first, so that no new process starts meanwhile."""
+        """Stop all processes, parents first, so that none can start another."""
         reaper.send(reaper.family(self.pid), signal.SIGSTOP)
 
     def resume(self) -> None:
         reaper.send(reaper.family(self.pid), signal.SIGCONT)
 
     def stop(self, sig: signal.Signals, grace: float) -> None:
-        """Ask the first process to end; kill the remaining processes after `grace` seconds."""
+        """Ask the first process to exit; kill the remaining processes after `grace` seconds."""
         reaper.end(self.pid, sig, grace)
         self._buried()
 
@@ -170,7 +170,7 @@ class Family:
         self._buried()
 
     def wait(self, timeout: float) -> int:
-        """Wait for a process that ends by itself; return its exit code."""
+        """Wait for a process that exits by itself; return its exit code."""
         code = self._process.wait(timeout)
         _reaper().tell("forget", self.pid)
         return code
@@ -241,7 +241,7 @@ class Server(ABC):
 
 
 def tail(log: Path, lines: int = 40) -> str:
-    """The end of a server's log, for error messages."""
+    """The tail of a server's log, for error messages."""
     try:
         text = log.read_text(errors="replace")
     except FileNotFoundError:
@@ -255,7 +255,7 @@ def clean_environment(*prefixes: str) -> dict[str, str]:
 
 
 def run_apart(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in a thread of its own, so that callers may or may not have a running loop."""
+    """Run a coroutine in a separate thread, so that it works with or without a running loop."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
 

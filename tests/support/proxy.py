@@ -33,13 +33,13 @@ def deaf(_: bytes) -> None:
 class Proxy:
     """Forwards connections to `port` on the loopback interface.
 
-    With `more` ports it is the load balancer of a cluster. A connection leads to the server that took the last one, or
-    to the next server that accepts it. A server that never answered on a connection goes to the end of the line.
+    With `more` ports it is the load balancer of a cluster. A connection goes to the server that accepted the last one,
+    or to the next server that accepts it. A server that never answered on a connection moves to the end of the list.
 
     cut()       reset every connection; accept new ones as before
     refuse()    cut(), and accept no connection until accept()
     stall()     read nothing and answer nothing, on old and new connections, until resume(): a dead peer behind a live
-                network. resume() forwards the bytes sent meanwhile
+                network. resume() forwards the bytes sent since
     stall(to_server=False)  the same for the server's answers alone: requests arrive and take effect without an answer
     slow(...)   delay every piece, or limit the bytes a second, in one or both directions of each connection, until
                 resume()
@@ -76,11 +76,11 @@ class Proxy:
 
     @property
     def target(self) -> int:
-        """The port of the server to which the last connection leads."""
+        """The port of the server that the last connection goes to."""
         return self._targets[0]
 
     async def accept(self) -> None:
-        """Take connections (again)."""
+        """Accept connections (again)."""
         if self._server is None:
             self._server = await asyncio.start_server(self._admit, ports.HOST, self.port, ssl=self.tls)
 
@@ -110,13 +110,13 @@ class Proxy:
             self._to_client.flowing.clear()
 
     def slow(self, *, delay: float = 0.0, bytes_per_second: float = float("inf"), to_client: bool = True) -> None:
-        """Forward each piece after ``delay`` seconds, and at most so many bytes a second. This holds for the direction
-        to the server, and by default for the other one too."""
+        """Forward each piece after ``delay`` seconds, and at most ``bytes_per_second``. This applies to the direction
+        to the server, and by default also to the other."""
         for way in [self._to_server] + [self._to_client] * to_client:
             way.delay, way.bytes_per_second = delay, bytes_per_second
 
     def resume(self) -> None:
-        """Forward everything at once again."""
+        """Forward everything immediately again."""
         self.slow()
         self._to_server.flowing.set()
         self._to_client.flowing.set()
@@ -145,7 +145,7 @@ class Proxy:
             self._targets.append(self._targets.pop(0))
 
     async def _connect(self) -> tuple[int, _End | None]:
-        """A connection to the first server that accepts one, which becomes the first for the next connection too."""
+        """A connection to the first server that accepts one, which then also comes first for the next connection."""
         for target in list(self._targets):
             with suppress(OSError):
                 server = _End(*await asyncio.open_connection(ports.HOST, target), self.listener())
@@ -178,7 +178,7 @@ class _End:
         """Whether a byte came from this side."""
 
     def reset(self) -> None:
-        """Close with RST: the peer sees an error, not an orderly end."""
+        """Close with RST, so the peer sees an error, not a clean close."""
         if self.writer.is_closing():
             return
         linger_for_nothing = struct.pack("ii", 1, 0)
@@ -204,7 +204,7 @@ class _Link:
             direction.cancel()
 
     async def forward(self) -> None:
-        """Forward until one side ends, or the link is cut; then close both sides."""
+        """Forward until one side closes, or the link is cut; then close both sides."""
         await asyncio.wait(self._directions, return_when=asyncio.FIRST_COMPLETED)
         for direction in self._directions:
             direction.cancel()

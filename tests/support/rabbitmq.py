@@ -38,7 +38,7 @@ from tests.support.processes import (
 ROOT_VARIABLE = "TEST_BROKER_ROOT"
 """The environment variable that names a directory with another Debian in it, whose RabbitMQ is used instead of ours."""
 
-# In a mount namespace of its own: the kernel removes the mounts when the last process has ended.
+# Run in a separate mount namespace: the kernel removes the mounts when its last process exits.
 _ENTER = 'mount --rbind /proc "$0/proc" && mount --rbind /dev "$0/dev" && exec chroot "$0" "$@"'
 
 # Debian's /usr/sbin/rabbitmq-server is a wrapper that insists on the user and the directories of the package.
@@ -110,7 +110,7 @@ class RabbitMQ(Server):
             self._epmd.wait_ready(lambda: answers(self._epmd_port, b""), "epmd", timeout=10)
 
     def stop(self) -> None:
-        """An orderly stop: it closes the clients' connections, and takes five seconds for the management plugin."""
+        """A clean stop: it closes the clients' connections, and takes five seconds because of the management plugin."""
         self._end(signal.SIGTERM, grace=30)
 
     def close(self) -> None:
@@ -148,12 +148,12 @@ class RabbitMQ(Server):
 
     @property
     def largest_body(self) -> int:
-        """Bytes of the largest message that it takes unless told otherwise."""
+        """Default limit of a message's size, in bytes."""
         return (16 if self.version >= (4,) else 128) << 20
 
     @property
     def takes_any_delivery_mode(self) -> bool:
-        """Whether it takes a message whose delivery mode is neither 1 nor 2, as it does from 4.0 on."""
+        """Whether it accepts a message whose delivery mode is neither 1 nor 2, as from 4.0 on."""
         return self.version >= (4,)
 
     @property
@@ -163,8 +163,8 @@ class RabbitMQ(Server):
 
     @property
     def falls_over_clipped_names(self) -> bool:
-        """Whether it ends the connection (541) if it must clip the reason of a channel's close inside a character, as
-        it does from 4.0 on."""
+        """Whether it closes the connection (541) if it must truncate the reason of a channel's close inside a
+        character, as from 4.0 on."""
         return self.version >= (4,)
 
     @property
@@ -186,8 +186,8 @@ class RabbitMQ(Server):
 
     @property
     def knows_old_messages(self) -> bool:
-        """Whether its code can still make messages in the format before 4.0, which the delayed-message plugin kept. The
-        plugin cannot run from 4.3 on."""
+        """Whether its code can still create messages in the format before 4.0, which the delayed-message plugin kept.
+        The plugin cannot run from 4.3 on."""
         return self.version < (4, 3)
 
     @cached_property
@@ -242,7 +242,7 @@ class RabbitMQ(Server):
         return json.loads(answer) if answer else None
 
     def ctl(self, *words: str) -> str:
-        """Run rabbitmqctl. It takes a second or two, so use it only where the API cannot help (alarms, say)."""
+        """Run rabbitmqctl. It takes a second or two, so use it only if the API cannot help (alarms, say)."""
         return self.run_tool("rabbitmqctl", *words)
 
     def run_tool(self, tool: str, *words: str, timeout: float = 60.0) -> str:

@@ -81,7 +81,7 @@ class Node(RabbitMQ):
         self.paused = False
 
     def stop_app(self) -> None:
-        """Stop RabbitMQ in an orderly way, and leave the Erlang VM running. Takes five seconds, and more with many
+        """Stop RabbitMQ cleanly, and leave the Erlang VM running. Takes five seconds, and more with many
         queues, because it hands over the leadership of each."""
         self.run_tool("rabbitmqctl", "stop_app", timeout=SECONDS)
         self.app_stopped = True
@@ -91,8 +91,8 @@ class Node(RabbitMQ):
         self.app_stopped = False
 
     def drain(self) -> None:
-        """Put it into maintenance mode, as before an upgrade: it closes its clients' connections, accepts no others,
-        and hands over the leadership of its queues."""
+        """Put it into maintenance mode, as before an upgrade: it closes its clients' connections, rejects new ones, and
+        hands over the leadership of its queues."""
         self.run_tool("rabbitmq-upgrade", "drain", timeout=SECONDS)
         self.drained = True
 

@@ -1,4 +1,4 @@
-"""Property bytes made and read by hand, and a client that sends and receives them as they are.
+"""Property bytes built and parsed by hand, and a client that sends and receives them verbatim.
 
 `Props` uses nothing of delayer.amqp, so tests can compare that code with it. The client uses the connection of
 delayer.amqp, but only to move bytes, because every other client changes them.
@@ -124,14 +124,14 @@ TYPES: tuple[Header, ...] = (
     (b"table", table((b"inner", number("I", 1)), (b"inner", number("l", 2)), (b"x-delay", text("mine")))),
     (b"table, empty", table()),
 )
-"""Every kind of value, at its ends and where a client or a broker might choose another width."""
+"""Every kind of value, at its limits and at values for which a client or broker might choose another width."""
 
 # ---- properties
 
 
 @dataclass(frozen=True)
 class Props:
-    """A content header's properties; None is absent. The fields stand in the order of the wire."""
+    """A content header's properties, in wire order; None if absent."""
 
     content_type: bytes | None = None
     content_encoding: bytes | None = None
@@ -255,7 +255,7 @@ class Arrival(NamedTuple):
 
 
 class Inbox:
-    """All arrivals of one queue with their instants; each is acknowledged at once."""
+    """All arrivals of one queue with their times; each is acknowledged immediately."""
 
     def __init__(self, queue: str) -> None:
         self.queue = queue
@@ -281,7 +281,7 @@ class Inbox:
         return found[0]
 
     async def until(self, done: Callable[[], bool], timeout: float = 40.0) -> bool:
-        """Wait until ``done()``, which is asked after every arrival. False at the timeout."""
+        """Wait until ``done()``, which is called after every arrival. False at the timeout."""
         try:
             async with asyncio.timeout(timeout):
                 while not done():
@@ -313,7 +313,7 @@ class Raw:
 
     @classmethod
     async def connect(cls, url: str) -> Self:
-        # No heartbeat: the loops of tests stand still between tests.
+        # No heartbeat: the tests' loops do not run between tests.
         raw = cls(await Connection.open(Address.parse(url), name="test", heartbeat=0))
         raw.channel = await raw.connection.channel(token_header=ID)
         await raw.channel.qos(1000)

@@ -1,11 +1,11 @@
-"""Counts of how often each numbered message was read, taken by a proxy between the broker and its consumers.
+"""Counts how often each numbered message was read, in a proxy between the broker and its consumers.
 
     account.readings = readings = Readings(b"delayer.in")
     proxy.listener = readings.listener
 
-These counts limit the copies under every fault. A message gets a new ``x-delayer-id`` only by one more read from the
-intake queue. It comes out of the cascade again only by one more read from the due queue. A broker that sorts headers
-only at redelivery may sort them only if it delivered the message again.
+These counts limit the copies under every fault. A message gets a new ``x-delayer-id`` only through another read from
+the intake queue. It leaves the cascade again only through another read from the due queue. A broker that sorts headers
+only on redelivery may sort them only if it redelivered the message.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tests.support.verdict import Arrival, Owed
 
 _FRAME: Final = struct.Struct(">BHI")
 _AROUND: Final = 8
-"""Bytes of a frame besides its payload: the head and the end byte."""
+"""Bytes of a frame in addition to its payload: the header and the end byte."""
 _METHOD, _BODY = 1, 3
 _DELIVER: Final = b"\0\x3c\0\x3c"
 _REDELIVERED_AT: Final = 8
-"""Bytes behind the consumer tag: the delivery tag is between."""
+"""Offset from the end of the consumer tag; the delivery tag is between."""
 _MOST: Final = 255
 """The largest count."""
 _NUMBERS: Final = 1 << 28
@@ -61,7 +61,7 @@ class Readings:
         return _of(self._due, number)
 
     def doomed(self, number: int) -> int:
-        """How often the doomed message of that number was read; doomed messages have numbers of their own."""
+        """How often the doomed message of that number was read; doomed messages are numbered separately."""
         return _of(self._doomed, number)
 
     def doomed_again(self, number: int) -> bool:
@@ -86,14 +86,14 @@ class Readings:
             _count(self._again, number)
 
     def unaccounted(self, number: int, owed: Owed, arrivals: Sequence[Arrival]) -> str:
-        """A text about the ids that the reads of a message do not explain; empty if there are none."""
+        """A note on the ids that the reads of a message do not explain; empty if there are none."""
         read, due = self.read(number), self.due(number)
         names = {one.id for one in arrivals}
         random = sum(len(id) == _RANDOM_ID for id in names)
         rows = len(names) - random
         if random > read:
             return f"message {number}: {random} ids that are random, and it was read {read} times: {arrivals}"
-        # Each read makes one row at the most: parked, or held, which may follow a read from either queue.
+        # Each read makes at most one row: parked, or held, which may follow a read from either queue.
         if rows > read + due:
             return f"message {number}: {rows} rows, and it was read {read} times, {due} times when due: {arrivals}"
         # The account judges copies of one id: only a fault may repeat a publish (G3).

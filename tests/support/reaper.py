@@ -1,9 +1,9 @@
-"""The process that ends our servers when we cannot: it watches a pipe, and cleans up after our death of any kind.
+"""The process that stops our servers when we cannot: it watches a pipe, and cleans up however we die.
 
-Run by `processes.py` as `python reaper.py`, in a session of its own so that Ctrl-C does not reach it. A line on its
-standard input is one instruction. At the end of the input the writer is dead, and the reaper follows them:
+Run by `processes.py` as `python reaper.py`, in a separate session so that Ctrl-C does not reach it. Each line on its
+standard input is an instruction. End of input means the writer is dead, and the reaper carries them out:
 
-    watch PID SIGNAL    end this process and its descendants by SIGNAL, then the remaining ones by SIGKILL
+    watch PID SIGNAL    end this process and its descendants with SIGNAL, then any survivors with SIGKILL
     forget PID          the writer ended it properly
     unmount DIRECTORY   after the processes, unmount the file system there, if there is one
     forget DIRECTORY    the writer unmounted it properly
@@ -46,8 +46,8 @@ def send(processes: Iterable[psutil.Process], sig: int) -> None:
 def wait_dead(processes: Iterable[psutil.Process], timeout: float) -> None:
     """Return when all have ended, or after `timeout` seconds.
 
-    A zombie without threads has ended: its files, ports and memory are free. In a zombie with threads only the main
-    thread has ended: the others may still hold a port.
+    A zombie without threads has ended: its files, ports and memory are free. In a zombie with threads, only the main
+    thread has ended, and the rest may still hold a port.
     """
     deadline = time.monotonic() + timeout
     while any(_is_alive(process) for process in processes) and time.monotonic() < deadline:
@@ -62,9 +62,9 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def end(pid: int, sig: int, grace: float = GRACE_SECONDS) -> None:
-    """End the process and all its descendants, paused ones included, and return when they are gone.
+    """Stop the process and all its descendants, even paused ones, and return when they are gone.
 
-    `sig` goes to the process alone, which has `grace` seconds to end its children. Then SIGKILL goes to all.
+    `sig` goes only to the process, which has `grace` seconds to stop its children. Then SIGKILL goes to all.
     """
     processes = family(pid)
     if not processes:

@@ -18,7 +18,7 @@ EVERYWHERE: Final = bool(os.environ.get("TEST_REWORDED"))
 
 
 def reword() -> None:
-    """Replace the text of every Hold that is made or read, and of every refusal."""
+    """Replace the text of every Hold created or read, and of every refusal."""
     from delayer.core.hold import Hold
     from delayer.core.plan import Refuse
 

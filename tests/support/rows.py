@@ -31,7 +31,7 @@ _COUNT = "INSERT INTO counter SELECT $1, $2, $3 ON CONFLICT (lane, kind) DO UPDA
 
 
 class Row(NamedTuple):
-    """A message as it stands; instants are epoch microseconds."""
+    """A message's raw row; instants are epoch microseconds."""
 
     lane: int
     id: int
@@ -140,7 +140,7 @@ KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
 
 
 async def compact(admin: asyncpg.Connection, after_ms: int = 0, rows: int = packing.ROWS) -> list[packing.Compacted]:
-    """Make segments of all that is due after ``after_ms``."""
+    """Pack everything due after ``after_ms`` into segments."""
     made = []
     for window in await packing.windows(admin, after_ms, rows):
         while (one := await packing.compact_one(admin, window, rows=rows)) is not None:

@@ -55,7 +55,7 @@ class Stack:
 async def running_stack(
     mode: str, routes: Sequence[dict[str, object]] = ROUTES, *, page: bool = False
 ) -> AsyncIterator[Stack]:
-    """Servers, schema and daemon (with its ``page``); the end of the block always removes all of them."""
+    """Servers, schema and daemon (with its ``page``); all are removed at the end of the block."""
     with ExitStack() as undo:
         directory = Path(tempfile.mkdtemp(prefix="delayer-stack-"))
         undo.callback(shutil.rmtree, directory, ignore_errors=True)

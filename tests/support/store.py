@@ -122,7 +122,7 @@ async def sql(url: str) -> AsyncIterator[asyncpg.Connection]:
 
 
 async def cut(url: str, application: str) -> None:
-    """End the server processes behind ``application`` and wait until they are gone."""
+    """Terminate the server processes of ``application`` and wait until they are gone."""
     async with sql(url) as admin:
         of = "FROM pg_stat_activity WHERE application_name = $1"
         assert await admin.fetchval(f"SELECT bool_and(pg_terminate_backend(pid, 5000)) {of}", application)

@@ -1,6 +1,6 @@
-"""A systemd of our own, as the first process of a small machine: namespaces of its own, over the files of this one.
+"""Our own systemd, as the first process of a small machine: separate namespaces on top of this machine's files.
 
-Its writes stay in memory and end with it. It has the network of this machine, so it reaches
+Its writes stay in memory and vanish with it. It has the network of this machine, so it reaches
 the servers of tests/support. It runs no unit of this machine, only the units of a test.
 """
 
@@ -36,9 +36,9 @@ _ENVIRON: Final = {
     "container": "delayer-test",
 }
 _APART: Final = ("--mount", "--pid", "--fork", "--uts", "--ipc", "--cgroup")
-# Runs in namespaces of its own. $1 is an empty directory, $2 the checkout, $3 the packages of its Python: a hardened
-# service may not see those two in their own places. The machine can write to nothing else of the host but its control
-# groups, below the group that started this.
+# Runs in separate namespaces. $1 is an empty directory, $2 the checkout, $3 the packages of its Python: a hardened
+# service may not see those two at their usual paths. The only thing on the host that the machine can write to is its
+# control groups, below the group that started this.
 _MACHINE: Final = r"""
 set -e
 cd "$1"

@@ -104,8 +104,8 @@ def _self_signed(directory: Path, now: datetime) -> Pair:
 
 
 class TlsFront(Proxy):
-    """A proxy that shows a certificate and forwards the decrypted bytes. ``heard`` counts the bytes of clients after a
-    handshake. It stays 0 if a client rejects the certificate, so that client sent no password."""
+    """A proxy that presents a certificate and forwards the decrypted bytes. ``heard`` counts the bytes of clients after
+    a handshake. It stays 0 if a client rejects the certificate, so that client did not send a password."""
 
     def __init__(self, port: int, pair: Pair, *, speaks: Literal["amqp", "postgres"] = "amqp") -> None:
         super().__init__(port)

@@ -13,5 +13,5 @@ async def declare(url: str, *wanted: Topology) -> None:
 
 
 def bound(queue: str, exchange: str, key: str) -> Topology:
-    """A binding alone, of things that are there."""
+    """A binding alone, between an exchange and a queue that exist."""
     return Topology(bindings=(Binding(exchange, queue, "queue", key),))

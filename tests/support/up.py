@@ -1,6 +1,6 @@
 """`make run`: private servers and the daemon, up until Ctrl-C, with a queue to watch and the commands to try.
 
-The terminal shows the daemon's log as it comes. A daemon that ends is started again, as by systemd. The servers stay,
+The terminal shows the daemon's log live. A daemon that exits is restarted, as by systemd. The servers stay,
 so you can try a crash.
 """
 
@@ -25,10 +25,10 @@ from tests.support.stack import TOKEN, Stack, running_stack
 
 ROUTES: tuple[dict[str, object], ...] = ({"from": "delayer.in", "to": "delayer.out"},)
 QUIET = frozenset({"partition made", "partition dropped", "broker connected"})
-"""Events that tell a reader of this screen nothing. Warnings are always shown."""
+"""Events of no interest on this screen. Warnings are always shown."""
 COLOURS = {"warning": "yellow", "error": "bold red", "critical": "bold red"}
 PAUSE = 2.0
-"""Seconds that a daemon stays dead: long enough to see that no message is lost meanwhile."""
+"""Seconds that a daemon stays dead: long enough to see that no message is lost."""
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -68,7 +68,7 @@ Ctrl-C stops everything and deletes its data. From here on: arriving messages, a
 
 def show(told: dict[str, Any] | str) -> None:
     """A line of the daemon's log, for people."""
-    if isinstance(told, str):  # a line outside the log: a mistake in the configuration, a traceback
+    if isinstance(told, str):  # a line outside the log: a configuration error, a traceback
         console.print(f"daemon:  {told}", markup=False)
         return
     told = dict(told)
@@ -105,7 +105,7 @@ def how_it_ended(code: int) -> str:
 
 
 async def keep_alive(stack: Stack) -> None:
-    """Start the daemon again whenever it ends."""
+    """Restart the daemon whenever it exits."""
     while True:
         ended = how_it_ended(await stack.daemon.wait(timeout=float("inf")))
         console.print(f"[bold yellow]the daemon {ended}; broker and store stay. Started again in {PAUSE:g} s.[/]")

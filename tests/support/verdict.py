@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from tests.support.letters import Form, message_id_of
 
 FIRST_FEW: Final = 20
-"""Findings that are kept in words; the others are counted."""
+"""The number of findings reported in full; the rest are only counted."""
 
 
 class Arrival(NamedTuple):
@@ -53,7 +53,7 @@ def covered(windows: Iterable[Window]) -> float:
 
 @dataclass
 class Findings:
-    """Broken promises of one kind: how many, and the first few in words."""
+    """Broken promises of one kind: how many, and the first few in full."""
 
     count: int = 0
     first: list[str] = field(default_factory=list)
@@ -85,11 +85,11 @@ class Verdict:
     standing: Mapping[str, int] = field(default_factory=dict)
     shared: Sequence[int] = ()
     """Messages with the ``x-delayer-id`` of another message, which a consumer that drops copies by id would lose. One
-    store must make none; two stores give out the same row numbers."""
+    store must have none; two stores issue the same row numbers."""
     unaccounted: Findings = field(default_factory=Findings)
     """Messages with more ids, or more copies, than reads; known where a proxy listens (readings.py)."""
     resorted: Sequence[int] = ()
-    """Messages whose headers came sorted, without a proxy that listens: the broker sorts a message delivered again."""
+    """Messages whose headers arrived sorted, without a listening proxy: the broker sorts redelivered messages."""
 
     @property
     def repeated_at_release(self) -> int:
@@ -104,9 +104,9 @@ class Verdict:
 
     @property
     def nameless(self) -> int:
-        """The same for messages without a ``message_id``: no name marks their copies. The copies have the same bytes,
-        or they count as changed. They have the same ``x-delayer-due`` if the publisher said an instant, or they count
-        as early. A relative delay counts from each read, so a later copy has a later instant."""
+        """The same for messages without a ``message_id``, whose copies no name marks. The copies have the same bytes,
+        or they count as changed. They have the same ``x-delayer-due`` if the publisher set an absolute time, or they
+        count as early. A relative delay is measured from each read, so a later copy has a later due instant."""
         return sum(not message_id_of(number) for number in self._read_twice())
 
     @property
@@ -136,7 +136,7 @@ class Verdict:
         assert not self.unaccounted, f"{len(self.unaccounted)} more than they were read: {self.unaccounted[0]}"
 
     def assert_apart(self) -> None:
-        """Assert that every message has an id of its own; only for tests with one store."""
+        """Assert that every message has its own id; only for tests with one store."""
         assert not self.shared, f"{len(self.shared)} have the x-delayer-id of another: {self.shared[:10]}"
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ TIMEOUT = 20.0
 
 
 class Answer(NamedTuple):
-    """Header names in small letters; a header that comes twice is joined by ", "."""
+    """Header names in lower case; repeated headers are joined with ", "."""
 
     status: int
     headers: Mapping[str, str]
