@@ -1,7 +1,7 @@
-"""`make bench`: measure the daemon on this machine, beside the ceilings of broker and database in the same run.
+"""`make bench`: measure the daemon on this machine, and the ceilings of broker and database in the same run.
 
-The program starts servers of its own, measures section by section, writes a JSON file and prints three tables: rates,
-lateness, cost. Only the ratios compare across machines. Figures are information: no figure fails the run.
+The program starts its own servers, measures section by section, writes a JSON file and prints three tables: rates,
+lateness, cost. Only the ratios are comparable across machines. The figures are informational and never fail the run.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ def about(options: Options, versions: dict[str, str]) -> dict[str, Any]:
 
 @contextmanager
 def progress_of(sections: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    """Two functions: one reports the current measurement, one the end of a section. Without a terminal, plain lines."""
+    """Two functions: one reports the current measurement, the other the end of a section. Without a terminal, plain
+    lines."""
     console = Console(stderr=True)
     if not console.is_terminal:
         began = time.monotonic()

@@ -2,8 +2,8 @@
 
     python -m bench.backlog --rows 1000000,2000000 --jobs quick,deep,compact
 
-For each number of rows it makes a store on a Postgres of its own, runs the jobs as commands, and prints a line of JSON.
-Each body is JSON of some 500 bytes, and body and properties have a UUID; with `--body` all messages are equal.
+For each number of rows it creates a store on a separate Postgres, runs the jobs as commands, and prints a line of JSON.
+Each body is about 500 bytes of JSON, and body and properties contain a UUID; with `--body` all messages are equal.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from tests.support.store import ROOM, owned, release_all
 
 LANES = 2
 CLAIMED, OF_A_CLAIM = 50_000, 1_000
-"""Due rows whose claims are timed, and rows of one claim."""
+"""Number of due rows whose claims are timed, and rows per claim."""
 CHUNK = 20_000
 CITIES = ["Antwerpen", "Bergen", "Córdoba", "Dresden", "Espoo", "Ferrara", "Gent", "Halle", "Innsbruck", "Jena"]
 _SIZES = """
@@ -199,7 +199,7 @@ async def claims(url: str) -> float:
 
 
 async def state(postgres: Postgres, url: str) -> dict[str, Any]:
-    """The store as it stands: MB of rows, indexes and segments, a backup by pg_dump, the quick audit, and claims."""
+    """Measure the store: MB of rows, indexes and segments, a pg_dump backup, the quick audit, and claims."""
     rows, segments = await ask(url, _SIZES, "message"), await ask(url, _SIZES, "segment")
     dump = postgres.data.parent / "backlog.dump"
     took = await asyncio.to_thread(ran, [postgres.programs / "pg_dump", "-Fc", "-Z1", "-f", dump, url])
@@ -252,7 +252,7 @@ def deep(url: str, master: str | None, work: Path) -> dict[str, Any]:
 
 
 async def measure(rows: int, jobs: Sequence[str], asked: argparse.Namespace) -> dict[str, Any]:
-    """All ``jobs`` on a store of so many rows."""
+    """Run all ``jobs`` on a store of this many rows."""
     postgres = Postgres(settings=POSTGRES)
     found: dict[str, Any] = {"rows": rows}
 

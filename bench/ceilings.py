@@ -1,6 +1,6 @@
-"""The rates of broker and database alone on this machine, now: no daemon could be faster than these.
+"""The current rates of broker and database alone on this machine: no daemon could be faster.
 
-The best of some tries counts: other work on the machine can only lower a measured ceiling.
+The best of several tries is used, because other work on the machine can only lower a measured ceiling.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def broker(place: Place, kind: str, count: int, size: int) -> tuple[float, float
 
 async def copy(url: str, count: int, size: int, sessions: int) -> float:
     """Rows a second of binary COPY into a table shaped like one partition, through parallel sessions. Every batch is a
-    transaction, and the rows are made beforehand.
+    transaction, and the rows are generated beforehand.
     """
     connections = [await asyncpg.connect(url) for _ in range(sessions)]
     try:

@@ -1,4 +1,4 @@
-"""Minutes of traffic beside a large backlog: claims should stay quick, and tables small."""
+"""Minutes of traffic with a large backlog: claims should stay fast, and tables small."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from delayer.core.units import DAY_MS
 from delayer.store.rows import partitions
 
 LOOKS = 60
-"""The number of looks over the whole time."""
+"""The number of samples over the whole time."""
 # The text of sql/claim.sql in pg_stat_statements.
 _CLAIMS = """
 SELECT coalesce(sum(calls), 0)::bigint AS calls, coalesce(sum(total_exec_time), 0)::float8 AS ms,
@@ -25,15 +25,15 @@ FROM pg_stat_statements
 WHERE dbid = (SELECT oid FROM pg_database WHERE datname = current_database())
   AND query LIKE '%DELETE FROM message AS m%'
 """
-# Today's partition only: beside the backlog's gigabytes in the others no growth would be visible.
+# Only today's partition: growth would not be visible next to the backlog's gigabytes in the rest.
 _SIZE = """
 SELECT pg_total_relation_size(to_regclass($1)) AS bytes, pg_stat_get_dead_tuples(to_regclass($1)) AS dead,
        (SELECT sum(pg_total_relation_size(other)) FROM unnest($2::regclass[]) AS other)::bigint AS others
 """
 OTHERS = ("counter", "lane", "held", "message_default")
-"""Tables that are updated in place, or should stay empty."""
+"""Tables updated in place, or that should stay empty."""
 SETTLED = 0.3
-"""The share of the time after which autovacuum, which looks once a minute, has come round."""
+"""The share of the time after which autovacuum, which runs once a minute, has had its turn."""
 
 
 class Look(NamedTuple):
@@ -80,7 +80,7 @@ async def run(bench: Bench) -> None:
     if not watching.cancelled():
         watching.result()  # it ended by a failure, which must not look like a table that does not grow
     report(bench, [steady], **at)
-    # The first rows are out after the longest delay, and the last come in one such delay before the end.
+    # The first rows are out after the longest delay, and the last arrive one such delay before the end.
     warm = options.longest_delay + 3
     looks = [look for look in looks if warm <= look.at <= options.churn_seconds + warm]
     settled = [look for look in looks if look.at >= warm + options.churn_seconds * SETTLED] or looks

@@ -1,4 +1,4 @@
-"""The time of an operator's commands beside a full backlog: whole processes, with the interpreter's start."""
+"""The time of an operator's commands with a full backlog: whole processes, including interpreter startup."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def run(bench: Bench) -> None:
 
 
 async def _seconds(line: list[str]) -> float:
-    """The time that this process takes. Raises RuntimeError if it fails."""
+    """The time this process takes. Raises RuntimeError if it fails."""
     began = time.monotonic()
     done = await asyncio.create_subprocess_exec(*line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     _, said = await done.communicate()

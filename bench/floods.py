@@ -1,5 +1,5 @@
-"""Good messages next to a flood: 200 a second, alone, and next to floods of good and of refused messages. A flood
-comes as fast as the broker confirms it, and waits in the same intake queue."""
+"""Good messages next to a flood: 200 a second, alone, and next to floods of good and of refused messages. A flood is
+published as fast as the broker confirms it, and waits in the same intake queue."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SECONDS, QUICK_SECONDS = 25, 8
 LATER = 2.0
 """Seconds of the measurement before the flood begins."""
 FLOODS = {"no flood": -1, "next to delayed ones": 1500, "next to ones due at once": 0, "next to refused ones": 1 << 60}
-"""The delay of the flood's messages in milliseconds. The last one is longer than any route allows. The daemon publishes
-those due at once and refused ones itself, and parks the others."""
+"""The delay of the flood's messages in milliseconds. The last is longer than any route allows. The daemon publishes due
+and refused messages itself, and parks the rest."""
 
 
 async def run(bench: Bench) -> None:

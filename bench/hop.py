@@ -1,4 +1,4 @@
-"""Native mode in one hop, beside RabbitMQ 4.4's own delays on the same broker. Other brokers skip this section.
+"""Native mode in one hop, compared with RabbitMQ 4.4's own delays on the same broker. Other brokers skip this section.
 
 The broker alone: a publisher, one quorum queue that delays, and a consumer. In one hop the daemon reads each message,
 gives it to the delaying due queue, reads it again, and publishes it. Store mode, and both together, have the same load.
@@ -32,7 +32,7 @@ PARK_BEYOND = "4s"
 HEADROOM_SECONDS = 20.0
 """A burst is due so long after its first message: all of them must wait by then."""
 FAR_MS = 86_400_000
-"""The messages that wait beside a burst are due in a day."""
+"""The messages waiting during a burst are due in a day."""
 
 
 async def run(bench: Bench) -> None:

@@ -13,8 +13,8 @@ from bench.plain import PORTION, message, number, properties
 _INSTANT = struct.Struct(">q")
 PLACEHOLDER, PLACE_OF_NUMBER = 1 << 62, 3 << 61
 DUE_HEADER = "bench-due"
-"""The instant for which the publisher asked (epoch ms). It travels with the message: lateness counts from it, not from
-the due instant that a daemon computed."""
+"""The instant requested by the publisher (epoch ms). It travels with the message: lateness is measured from it, not
+from the due instant computed by a daemon."""
 DUE = re.compile(rb"\x09bench-due[lL](.{8})", re.DOTALL)
 NUMBER_HEADER = "bench-n"
 """The message's number. Its name follows the other by the alphabet too: brokers from 4.0 on sort headers."""
@@ -22,7 +22,7 @@ NUMBERED = re.compile(rb"\x09bench-due[lL](.{8})\x07bench-n[lL](.{8})", re.DOTAL
 UNREAD = 35
 """The last bytes of a read may be the beginning of these headers."""
 DISTINCT_BYTES = 64_000_000
-"""Bytes of different messages made beforehand."""
+"""Bytes of different messages built beforehand."""
 
 
 def instant(ms: int) -> bytes:
@@ -30,11 +30,12 @@ def instant(ms: int) -> bytes:
 
 
 DAEMON_HEADER, RELATIVE_HEADER, BROKER_HEADER = "x-deliver-at", "x-delay", "x-opt-delivery-time"
-"""The headers that ask the daemon for an instant and for a delay, and the one that asks RabbitMQ 4.4 itself."""
+"""The headers that request an instant and a delay from the daemon, and the one that requests it from RabbitMQ 4.4
+itself."""
 
 
 def due_at(instant_ms: int, n: int, header: str = DAEMON_HEADER) -> bytes:
-    """Properties of a message for that instant: the header that asks for it, and the headers for the consumer."""
+    """Properties of a message for that instant: the header that requests it, and the headers for the consumer."""
     return properties(number(header, instant_ms) + number(DUE_HEADER, instant_ms) + number(NUMBER_HEADER, n))
 
 
@@ -53,7 +54,7 @@ class Chunk:
         return [found.start() for found in re.finditer(re.escape(_INSTANT.pack(value)), bytes(self.data))]
 
     def fill(self, asked: Iterable[int], due_ms: Iterable[int], first: int) -> bytearray:
-        """The messages that ask for these instants (or delays), numbered from ``first`` on. The consumer counts their
+        """The messages that request these instants (or delays), numbered from ``first`` on. The consumer measures their
         lateness from ``due_ms``."""
         values = zip(asked, due_ms, self._instants, self._numbers, strict=True)
         for n, (ask, due, (header, mark), place) in enumerate(values, first):
@@ -72,7 +73,7 @@ def distinct(count: int, size: int, each: int = PORTION) -> int:
 class Tally:
     """The arrived messages by their numbers: a repeated message does not hide a lost one.
 
-    ``count`` were sent, going round in ``distinct`` numbers.
+    ``count`` were sent, cycling through ``distinct`` numbers.
     """
 
     def __init__(self, count: int, distinct: int) -> None:

@@ -64,7 +64,7 @@ class Meter:
 
 
 class Neighbours:
-    """The CPU that other programs use meanwhile: much of it makes the figures unreliable."""
+    """The CPU used by other programs during the measurement; if high, the figures are unreliable."""
 
     def __init__(self) -> None:
         self._began, self._busy = time.monotonic(), self._others()

@@ -1,6 +1,6 @@
-"""Into the cascade: through the daemon, and by a client that publishes the same frames straight; then whole trips.
+"""Into the cascade: through the daemon, and by a client that publishes the same frames directly; then whole trips.
 
-Delays are hours long while rates are measured, so that nothing comes out again. The trips are short and few: each
+Delays are hours long while rates are measured, so that nothing is released. The trips are short and few: each
 hop of the cascade costs the broker as much as another message.
 """
 
@@ -44,7 +44,7 @@ def carriers(few_ms: int, many_ms: int, distinct: int = 1000, seed: int = 1) -> 
 
 
 def empty(place: Place) -> None:
-    """Empty the levels that were filled."""
+    """Empty the filled levels."""
     plain = Plain(place.broker_url)
     for level in LEVELS:
         plain.purge(Cascade().level(level))

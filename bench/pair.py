@@ -18,7 +18,8 @@ AHEAD_MS = 130_000
 
 
 async def once(place: Place, count: int, size: int, daemons: int) -> tuple[Course, float]:
-    """Park by the first of so many daemons, and release by all: the course, and the least share of a daemon's lanes."""
+    """Park with the first of this many daemons, and release with all: the course, and a daemon's smallest share of
+    lanes."""
     async with AsyncExitStack() as stack:
         counters = await stack.enter_async_context(await Counters.open(place))
         running = []

@@ -16,7 +16,7 @@ from bench.watch import Counters, Course
 
 DISTINCT = 1000
 SOONEST_MS, LATEST_MS = 3 * 3_600_000, 24 * 3_600_000
-"""Delays are of mixed lengths, as in production: rows go into all parts of the index, and not at its end."""
+"""Delays are of mixed lengths, as in production: rows go into all parts of the index, not at its end."""
 CPU = ("daemon", "broker", "database")
 
 

@@ -1,7 +1,7 @@
 """The broker by itself: a plain blocking socket, frames built beforehand, and as little parsing as possible.
 
-No client on this machine can beat these rates; everything else is compared with them. The load on the daemon is made
-the same way, because generator and daemon share the cores.
+No client on this machine can beat these rates; everything else is compared with them. The load on the daemon is
+generated the same way, because generator and daemon share the cores.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def method(channel: int, class_id: int, method_id: int, arguments: bytes = b"") 
 
 
 def table(**entries: str) -> bytes:
-    """A field table of strings; underscores in names stand for dashes."""
+    """A field table of strings; underscores in names become dashes."""
     content = b"".join(
         short(name.replace("_", "-")) + b"S" + struct.pack(">I", len(text)) + text.encode()
         for name, text in entries.items()
@@ -97,7 +97,7 @@ class Plain:
     # ---- talking
 
     def frames(self) -> Iterator[tuple[int, bytes]]:
-        """Kind and payload of each frame, for ever. The next call continues after the last frame of this one."""
+        """Yield kind and payload of each frame, forever. The next call continues after this call's last frame."""
         while True:
             buffer, at = self._buffer, self._at
             while len(buffer) - at >= 8:
@@ -133,7 +133,7 @@ class Plain:
         self.call(method(1, 40, 10, b"\0\0" + short(name) + short(kind) + b"\x02" + table(**more)), 40, 11)
 
     def fresh_queue(self, name: str, kind: str = "quorum", bind: str = "", key: str = "#") -> None:
-        """Declare the queue anew: an old one is deleted. ``bind``: an exchange that sends it every message, or those
+        """Declare the queue, deleting an old one first. ``bind``: an exchange that routes all messages to it, or those
         with ``key``."""
         self.call(method(1, 50, 40, b"\0\0" + short(name) + b"\0"), 50, 41)
         self.call(method(1, 50, 10, b"\0\0" + short(name) + b"\x02" + table(x_queue_type=kind)), 50, 11)
@@ -151,7 +151,7 @@ class Plain:
     # ---- rates
 
     def publish(self, writes: Sequence[bytes], count: int, each: int = PORTION, window: int = WINDOW) -> list[Sample]:
-        """Publish ``count`` messages, ``each`` in a write, going round in ``writes``. Returns samples of confirms."""
+        """Publish ``count`` messages, ``each`` per write, cycling through ``writes``. Returns samples of confirms."""
         if not self._published:
             self.call(method(1, 85, 10, b"\0"), 85, 11)
         before = self._published
@@ -184,7 +184,7 @@ class Plain:
         self.socket.sendall(method(1, 60, 80, struct.pack(">QB", tag, 1)))
 
     def consume(self, queue: str, count: int) -> list[Sample]:
-        """Consume ``count`` messages of one body frame each, acknowledged by the thousand."""
+        """Consume ``count`` messages of one body frame each, acknowledged in thousands."""
         self.consume_from(queue)
         received = 0
         samples = [(time.perf_counter(), 0.0)]

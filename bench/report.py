@@ -1,4 +1,4 @@
-"""The three tables of a run: rates beside their ceilings, lateness, and what a message costs."""
+"""The three tables of a run: rates and their ceilings, lateness, and the cost per message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CEILINGS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     **{("keys", what): (("keys", PLAIN),) for kind, what in KINDS.items() if kind != PLAIN},
     ("native", "into the cascade"): (("native", "straight client into the cascade"),),
 }
-"""Each rate, and the figures of the same run that it cannot exceed; the smaller one counts. Keys are compared with
+"""Each rate, and the figures of the same run that it cannot exceed; the smaller one applies. Keys are compared with
 plain messages."""
 TREES = ("daemon", "broker", "database")
 UNITS = {"rate": "/s", "body": " B", "backlog": " waiting", "count": " messages"}
@@ -29,7 +29,7 @@ SHARES = ("p50", "p99", "p99.9", "max")
 
 
 class Sheet(NamedTuple):
-    """A table as text."""
+    """Format a table as text."""
 
     title: str
     heads: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""Programs that people write or install for the same work; each runs as a process of its own:
+"""Programs commonly written or installed for the same job; each runs as a separate process:
 
     python -m bench.rivals kombu '{"url": …}'
 
-Their answer is a line of JSON, like that of bench/traffic.py.
+They print a line of JSON, like bench/traffic.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TICK = 0.01
 
 
 class Course:
-    """The progress of a rival with instants and CPU: the same part of it counts as of the daemon's course."""
+    """The progress of a rival with instants and CPU: the same part of it is measured as of the daemon's course."""
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -1,7 +1,7 @@
-"""Rows like those that the daemon parks, made inside Postgres: a backlog of millions, and due rows.
+"""Rows like those parked by the daemon, generated inside Postgres: a backlog of millions, and due rows.
 
-They go into lanes without an owner; the daemon takes these at its start, as after a crash. Counters move with them, so
-that `delayer status` stays right.
+They go into lanes without an owner; the daemon takes these at its start, as after a crash. Counters are updated with
+them, so that `delayer status` stays correct.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ async def _insert(connection: asyncpg.Connection, due: str, count: int, size: in
 
 
 async def put_due(connection: asyncpg.Connection, count: int, size: int, lanes: int = 2) -> None:
-    """Insert ``count`` rows that are due within ALL_DUE_SECONDS. Start the daemon after them."""
+    """Insert ``count`` rows due within ALL_DUE_SECONDS. Start the daemon afterwards."""
     await connection.execute(NEW_LANES, lanes)
     await _insert(connection, _SOON, count, size, lanes)
     await connection.execute("ANALYZE message")

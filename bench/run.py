@@ -13,7 +13,7 @@ from bench.servers import Place, Servers
 
 @dataclass(frozen=True)
 class Options:
-    """The sizes of a run. The defaults are those of the full run; :func:`quick` makes the others."""
+    """The sizes of a run. The defaults are those of the full run; :func:`quick` returns those of the quick run."""
 
     quick: bool = False
     count: int = 200_000
@@ -26,7 +26,7 @@ class Options:
     burst: int = 100_000
     flood: int = 60_000
     waiting: int = 1_000_000
-    """Messages that wait in RabbitMQ 4.4 beside a burst."""
+    """Messages waiting in RabbitMQ 4.4 during a burst."""
     native: int = 100_000
     trip_seconds: int = 20
     trip_longest: int = 7
@@ -54,7 +54,7 @@ def thousands(count: int) -> int:
 
 
 class Measured(NamedTuple):
-    """The place of a measurement, and the number of rows that wait there beside the measured ones."""
+    """The place of a measurement, and the number of rows waiting there in addition to the measured ones."""
 
     place: Place
     backlog: int
@@ -93,7 +93,7 @@ class Bench:
         return [pair for pair in pairs if not (self.options.quick and all(pair) and pair[1] != self.options.sizes[0])]
 
     async def place(self, backlog: int = 0) -> Place:
-        """An empty store, or the one with so many waiting rows, which is filled once and kept."""
+        """An empty store, or one with this many waiting rows, which is filled once and kept."""
         if not backlog:
             return await self.servers.place()
         if self._backlogged is None:

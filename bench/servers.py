@@ -54,14 +54,14 @@ class Place:
         return self.servers.meter(daemon=daemon.pid, **more)
 
     def fresh_inbox(self) -> None:
-        """Declare an empty queue behind the exchange of all releases."""
+        """Declare an empty queue bound to the exchange of all releases."""
         plain = Plain(self.broker_url)
         plain.exchange(OUT)
         plain.fresh_queue(INBOX, bind=OUT)
         plain.close()
 
     async def delayer(self, *arguments: str) -> str:
-        """Run a command of the command line to its end. Raises RuntimeError with its output."""
+        """Run a command of the command line until it exits. Raises RuntimeError with its output."""
         return await command(self.config, *arguments)
 
 
@@ -97,7 +97,7 @@ class Servers:
         return Place(self, mode, url, store_url, config)
 
     async def prepare(self) -> None:
-        """Make the schema once; every database is a copy."""
+        """Create the schema once; every database is a copy."""
         await asyncio.to_thread(self.postgres.add_database, TEMPLATE)
         await self._place("store", "/", TEMPLATE).delayer("db", "upgrade")
         await asyncio.to_thread(
@@ -105,9 +105,9 @@ class Servers:
         )
 
     async def age(self) -> None:
-        """Make the database like one that has run for a day: with log segments to use again.
+        """Make the database like one that has run for a day, with WAL segments to recycle.
 
-        A new server makes each segment of 16 MB when it is needed, and every commit waits for that. At 5,000 messages a
+        A new server creates each 16 MB segment on demand, and every commit waits for that. At 5,000 messages a
         second this took 50 ms every 4 s, and hid everything else in the last percent of the lateness.
         """
         connection = await asyncpg.connect(self.postgres.url())
@@ -142,8 +142,8 @@ class Servers:
 async def running_servers(
     settings: Mapping[str, str | int] = POSTGRES, broker_settings: Mapping[str, str | int] = BROKER
 ) -> AsyncIterator[Servers]:
-    """Both servers and the schema; all of it is removed at every end."""
-    # Compile the package as an installation does: else each process may compile edited files again.
+    """Both servers and the schema; all of it is always removed at the end."""
+    # Compile the package as an installation does, or each process may recompile edited files.
     compileall.compile_dir(Path(delayer.__file__).parent, quiet=1)
     with ExitStack() as undo:
         directory = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="delayer-bench-")))
@@ -154,7 +154,7 @@ async def running_servers(
         try:
             await asyncio.shield(starting)
         except asyncio.CancelledError:
-            await asyncio.wait([starting])  # else the threads would go on starting servers that are closed below
+            await asyncio.wait([starting])  # otherwise the threads would keep starting servers that are closed below
             raise
         servers = Servers(broker, postgres, directory)
         await servers.prepare()

@@ -1,6 +1,6 @@
 """Steady traffic, the same rate in and out, with delays of mixed lengths: lateness, CPU a message, memory.
 
-The measurement begins when the longest delay has passed: before that more comes in than goes out.
+The measurement begins when the longest delay has passed: before that, more arrives than leaves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LATENESS = (("p50", "0.5"), ("p99", "0.99"), ("p99.9", "0.999"))
 TOO_LATE_MS = 1000.0
 """If half of the messages are so late, the machine is too small for that rate."""
 STAMPS = {"message_interceptors.incoming.set_header_timestamp.overwrite": "false"}
-"""With it the broker adds the instant at which it got a message, from which a relative delay counts then."""
+"""With it the broker adds the time at which it received a message, and a relative delay is measured from that."""
 
 
 @dataclass
@@ -121,7 +121,7 @@ async def run(bench: Bench) -> None:
         if options.quick:
             continue
         bench.say(f"{rate:,} messages a second through a relay without a store")
-        # As long as the daemon itself: a broker starts a new log about once a minute, and is late then.
+        # As long as the daemon itself: a broker starts a new log about once a minute, and is then late.
         floor = await in_memory(place, rate, options.steady_seconds, _delays(bench))
         for name, share in LATENESS:
             bench.add(f"without a store, lateness {name}", floor.seen["late"][share], "ms", rate=rate, backlog=0)

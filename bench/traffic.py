@@ -1,10 +1,10 @@
-"""The load: a publisher at a steady rate and a consumer of the destination, each a process of its own, run as
+"""The load: a publisher at a steady rate and a consumer of the destination, each in its own process, run as
 
     python -m bench.traffic publish '{"url": …}'
 
-They answer with a line of JSON. Both use as little CPU as possible, because they share the cores with the measured
-programs. The publisher sends prebuilt frames a hundred times a second, and the consumer does not parse frames: it finds
-one header by a regular expression.
+They print a line of JSON. Both use as little CPU as possible, because they share the cores with the measured programs.
+The publisher sends prebuilt frames a hundred times a second, and the consumer does not parse frames: it finds one
+header with a regular expression.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def publish(order: dict[str, Any]) -> dict[str, Any]:
     delays = cycle([[chance.randrange(few, many + 1, step) for _ in range(each)] for _ in range(CHUNKS)])
     plain = Plain(order["url"])
     ticks, behind = round(order["seconds"] * order["rate"] / each), 0.0
-    # The publisher asks for no confirms: a slow broker blocks the writes, and the consumer counts the messages.
+    # The publisher does not use confirms: a slow broker blocks the writes, and the consumer counts the messages.
     for tick in range(ticks):
         due = order["start"] + tick * each / order["rate"]
         pause = due - time.time()
@@ -74,13 +74,13 @@ def publish(order: dict[str, Any]) -> dict[str, Any]:
         waits = next(delays)
         due_ms = [now + wait for wait in waits]
         plain.socket.sendall(chunk.fill(waits if header == RELATIVE_HEADER else due_ms, due_ms, tick * each))
-    plain.depth(order["queue"])  # the answer comes after the broker has read all messages
+    plain.depth(order["queue"])  # the answer arrives after the broker has read all messages
     plain.close()
     return {"sent": ticks * each, "behind_ms": behind * 1000, "cpu_seconds": time.process_time()}
 
 
 def stamped(order: dict[str, Any]) -> dict[str, Any]:
-    """Publish ``rate`` messages a second that are due at once: they show the lateness of the broker alone."""
+    """Publish ``rate`` messages a second, due immediately: they show the lateness of the broker alone."""
     each = max(round(order["rate"] * TICK), 1)
     placeholder = instant(PLACEHOLDER)
     one = message(order["exchange"], order["key"], due_at(PLACEHOLDER, 0), b"x" * order["size"])
@@ -127,7 +127,7 @@ class Arrivals(NamedTuple):
 
 
 def consume(order: dict[str, Any]) -> dict[str, Any]:
-    """Consume until ``count`` messages are here, or nothing came for ``patience`` seconds.
+    """Consume until ``count`` messages have arrived, or none for ``patience`` seconds.
 
     With ``distinct``, the number of different messages, it waits for each of them, and repeats do not count.
     Lateness covers the messages that were due from ``since_ms`` to ``until_ms``.
@@ -190,7 +190,7 @@ def _read(plain: Plain, count: int, patience: float, tally: Tally | None = None)
         fresh = len(seen.at) - acknowledged
         done = (tally.came if tally else len(seen.at)) >= count
         if fresh >= ACKNOWLEDGED_TOGETHER or (fresh and (small or done)):
-            # One consumer on a channel of its own: the tags are 1, 2, 3, …
+            # One consumer on its own channel, so the tags are 1, 2, 3, …
             acknowledged = len(seen.at)
             plain.acknowledge(acknowledged)
         if small:
@@ -202,7 +202,7 @@ def _read(plain: Plain, count: int, patience: float, tally: Tally | None = None)
 
 
 class Helper:
-    """One of these functions in a process of its own."""
+    """Run one of these functions in a separate process."""
 
     def __init__(self, verb: str, order: dict[str, Any], module: str = "bench.traffic") -> None:
         command = [sys.executable, "-m", module, verb, json.dumps(order)]

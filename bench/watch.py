@@ -17,11 +17,11 @@ from tests.support.daemon import DaemonProcess
 
 LOOK_SECONDS = 0.02
 STUCK_SECONDS = 60.0
-"""A measurement ends after so long without progress."""
+"""A measurement ends after this many seconds without progress."""
 
 
 class Stuck(RuntimeError):
-    """The count stood still, or the daemon ended; the message ends with the daemon's log."""
+    """The count stalled, or the daemon exited; the message ends with the daemon's log."""
 
 
 @dataclass

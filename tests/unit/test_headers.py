@@ -1,4 +1,4 @@
-"""The daemon reads the headers that delayer.headers makes."""
+"""The daemon reads the headers built by delayer.headers."""
 
 from __future__ import annotations
 

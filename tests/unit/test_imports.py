@@ -13,11 +13,11 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "delayer"
 
-# Modules without a layer of their own: the version, and what every part does after a loss or with held messages.
+# Modules outside all layers: the version, and the code that every part uses after a loss or for held messages.
 FREE = frozenset({"delayer", "delayer.__version__", "delayer.retry", "delayer.held"})
-# What only the store knows of its lanes, and the daemon's ports leave out.
+# The store's own knowledge of its lanes, which the daemon's ports leave out.
 OF_THE_STORE = "delayer.store.lanes"
-# Only these know that a message may be in a segment, and how to read it there; all others know messages.
+# Only these are aware that a message may be in a segment, and can read it there; the rest only see messages.
 SEGMENTS = "delayer.store.segments"
 OF_SEGMENTS = (
     SEGMENTS,
@@ -32,7 +32,7 @@ OF_SEGMENTS = (
 PURE = frozenset({"core", "headers"})
 # The values and errors of AMQP: pure, so all layers exchange them, core included, as they exchange those of core.
 AMQP_VALUES = frozenset({"delayer.amqp.values", "delayer.amqp.errors"})
-# The AMQP client could be a library of its own: beside itself it imports only the standard library and pamqp.
+# The AMQP client could be a separate library: apart from itself it imports only the standard library and pamqp.
 OF_AMQP = frozenset({"pamqp"})
 # Impure parts of the standard library, which the core may not import.
 IMPURE = frozenset({"asyncio", "time", "logging"})

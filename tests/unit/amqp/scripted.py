@@ -91,7 +91,7 @@ class Script:
         return await self._peers.get()
 
     async def opening(self, **options: Any) -> tuple[asyncio.Task[Connection], Peer]:
-        """A connection that is being opened, and the broker's end of it."""
+        """A connection being opened, and the broker's end of it."""
         opening = asyncio.create_task(Connection.open(self.address, **{"name": "test"} | options))
         return opening, await self.peer()
 
@@ -104,7 +104,7 @@ class Script:
     async def connect(
         self, *, heartbeat: float = 0.0, tune: commands.Connection.Tune | None = None
     ) -> tuple[Connection, Peer]:
-        """Both ends of a connection that is logged in."""
+        """Both ends of a logged-in connection."""
         opening, peer = await self.opening(heartbeat=heartbeat)
         await peer.log_in(tune)
         return await opening, peer

@@ -109,7 +109,7 @@ async def test_the_same_token_in_flight_twice() -> None:
 
 
 async def test_answers_known_at_the_timeout() -> None:
-    """A return counts after its confirm. The answer of an unwritten message is unknown."""
+    """A return takes effect after its confirm. The outcome of an unwritten message is unknown."""
     confirms = Confirms(TOKEN_HEADER)
     batch = batch_of(6)
     confirms.written(batch, 0, 3)

@@ -1,4 +1,4 @@
-"""A connection after its login, up to its end: every case against a scripted broker."""
+"""A connection from login to close: every case against a scripted broker."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_both_sides_close_the_connection_at_once() -> None:
         assert connection.closed.result().text == "closed by us"
 
 
-# Ends of a connection.
+# Ways for a connection to end.
 
 
 async def test_a_close_by_the_broker_ends_every_call() -> None:
@@ -180,7 +180,7 @@ LARGE = [message(f"{at}", bytes(100_000)) for at in range(400)]
 async def publishing_into_a_full_buffer(
     timeout: float = 30,
 ) -> AsyncIterator[tuple[asyncio.Task[list[Answer]], Channel, Peer]]:
-    """A publish to a peer that reads nothing; the transport's buffer is above its high-water mark."""
+    """A publish to a peer that does not read; the transport's buffer is above its high-water mark."""
     async with scripted_channel(confirms=True) as (connection, channel, peer):
         full = asyncio.Event()
         pause_writing = connection.pause_writing
@@ -219,7 +219,7 @@ async def test_a_cut_or_a_timeout_while_the_buffer_is_full(timeout: float, failu
 
 
 async def test_a_cancelled_publish_while_the_buffer_is_full() -> None:
-    """The channel continues behind the messages already written."""
+    """The channel continues after the messages already written."""
     async with publishing_into_a_full_buffer() as (publishing, channel, peer):
         publishing.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -83,7 +83,7 @@ def frame_of(kind: int, channel: int, payload: bytes, end: bytes = b"\xce") -> b
 
 
 def test_a_content_header_may_be_longer_than_a_frame() -> None:
-    """RabbitMQ adds x-death to a message and cannot split its header. The parser reads the next delivery too."""
+    """RabbitMQ adds x-death to a message and cannot split its header. The parser also reads the next delivery."""
     properties = bytes(3 * FRAME_MAX)
     long = frame_of(2, 1, struct.pack(">HHQ", 60, 0, 3) + properties)
     wire = DELIVER + long + BODY + DELIVER + HEADER + BODY
@@ -154,7 +154,7 @@ def test_bytes_that_are_not_amqp_are_an_error(wire: bytes, code: int, why: str) 
 
 
 def test_a_too_large_content_frame_after_a_delivery_is_rejected() -> None:
-    """The fast path for whole contents checks the frame limit too."""
+    """The fast path for whole contents also checks the frame limit."""
     parser, events = reading(frame_max=64)
     with pytest.raises(ProtocolError, match="frame of 108 bytes"):
         parser.feed(deliver(1, bytes(100)))
@@ -207,7 +207,7 @@ def test_a_body_of_many_frames_in_any_pieces(piece: int) -> None:
 
 
 def test_a_frame_of_16_mb_in_small_pieces() -> None:
-    """The parser joins the pieces once. A join at every arrival would copy 97 GB here, and take half a minute."""
+    """The parser joins the pieces once. Joining at every arrival would copy 97 GB here, and take half a minute."""
     size = 16 << 20
     parser, events = reading(size + 8)
     one = DELIVER + frame_of(2, 1, struct.pack(">HHQH", 60, 0, size, 0)) + frame_of(3, 1, bytes(size))
@@ -280,7 +280,7 @@ def test_publish(size: int, names: tuple[str, str]) -> None:
 
 
 def test_a_batch_in_runs() -> None:
-    """Each run ends between two messages, and all runs together have the bytes of the whole batch."""
+    """Each run ends between two messages, and together they contain the bytes of the whole batch."""
     batch = [Outgoing(b"e", b"%d" % at, b"\0\0", bytes(1000 * at), b"%d" % at) for at in range(10)]
     wire, at, runs = b"", 0, 0
     while at < len(batch):

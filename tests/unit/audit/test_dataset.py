@@ -14,7 +14,7 @@ from delayer.audit import dataset, delta
 
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The paths that were synced so far."""
+    """The paths synced so far."""
     paths = list[Path]()
     sync = os.fsync
 
@@ -34,7 +34,7 @@ def partition() -> Path:
 
 
 def looking(do: Callable[..., Any], synced: list[Path], seen: list[set[Path]]) -> Callable[..., Any]:
-    """``do``, which adds to ``seen`` the paths that were synced before."""
+    """Wrap ``do`` so that it first adds the paths synced so far to ``seen``."""
 
     def look(*arguments: Any, **named: Any) -> Any:
         seen.append(set(synced))
@@ -49,7 +49,7 @@ def write(file: Path) -> None:
 
 
 def directories(root: Path, file: Path) -> set[Path]:
-    """The directories whose entries lead from ``root`` to the file."""
+    """The directories on the path from ``root`` to the file."""
     return {root / part for part in file.parents}
 
 
@@ -73,7 +73,7 @@ def test_directories_are_synced_before_a_plain_dataset_is_visible(
 def test_directories_are_synced_before_a_commit_to_a_delta_table(
     tmp_path: Path, partition: Path, synced: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Directories without a new file are not touched, because a VACUUM may remove them meanwhile."""
+    """Directories without a new file are left alone, because a concurrent VACUUM may remove them."""
     where, seen = tmp_path / "table", list[set[Path]]()
     create = looking(delta.create_table_with_add_actions, synced, seen)
     monkeypatch.setattr(delta, "create_table_with_add_actions", create)

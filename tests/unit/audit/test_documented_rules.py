@@ -11,7 +11,7 @@ from delayer.audit import rules
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "backlog.md"
 FOUND = re.compile(r"FROM \(SELECT \*, row_number\(\) .*? AS nth FROM \(\n?(.*)\)\)\n +WHERE subject", re.DOTALL)
-"""What rules._found puts around the query of a rule."""
+"""The SQL that rules._found wraps around a rule's query."""
 
 
 class Instant(str):
@@ -22,7 +22,7 @@ class Instant(str):
 
 
 class Printer:
-    """Stands for an Extract, and keeps the queries."""
+    """A stand-in for an Extract that records the queries."""
 
     now_ms = Instant("now_ms")
 

@@ -28,7 +28,7 @@ def _names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Attempts:
-    """Notes where it was tried; ``alive`` take a connection, the others fail as ``failures`` say."""
+    """Records the addresses tried. Those in ``alive`` accept a connection; the rest fail as in ``failures``."""
 
     def __init__(self, *alive: str, **failures: Exception) -> None:
         self.alive = alive

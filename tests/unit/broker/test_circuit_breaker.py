@@ -43,7 +43,7 @@ def test_a_half_open_breaker_probes_with_one_batch_and_backs_off() -> None:
         began = it.now
         while it.sort(to(b"bad"), to(b"bad")) == ({0: said, 1: said}, []):
             it.now += 1
-        assert it.sort(to(b"bad")) == ({0: said}, [])  # a second batch meanwhile
+        assert it.sort(to(b"bad")) == ({0: said}, [])  # a second batch, before the first is done
         pauses.append(it.now - began)
         it.opened(b"bad")
     assert pauses == [5, 10, 20, 30, 30]

@@ -1,4 +1,4 @@
-"""Every connection that is opened passes the same check, the second one too."""
+"""Every connection opened passes the same check, including the second."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FakeConnection:
 
 
 async def test_a_second_connection_that_is_not_accepted_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name of the broker may lead to another broker by then, which would confirm the messages."""
+    """By then the broker's name may resolve to another broker, which would confirm the messages."""
     opened: list[FakeConnection] = []
 
     async def connect(_: Address, **__: Any) -> FakeConnection:

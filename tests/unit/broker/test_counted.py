@@ -1,4 +1,4 @@
-"""A count of 0 is not believed while a queue's leader is slow, nor while another one is elected."""
+"""A count of 0 is not trusted while a queue's leader is slow, or while a new one is being elected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONG = 60.0
 
 
 class Scripted(Questions):
-    """Gives these counts, each slowly or not. The last answers are repeated."""
+    """Returns these counts, each slowly or not. The last answers are repeated."""
 
     def __init__(self, counts: list[int], slow: list[bool]) -> None:
         self.counts, self.slow = counts, slow
@@ -44,7 +44,7 @@ async def test_a_quick_0_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_quick_0_after_a_slow_one_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The broker counts 0 at once while it elects a leader."""
+    """The broker immediately reports 0 while it elects a leader."""
     assert await ask(monkeypatch, [0, 0, 0, 500], [True, False], election=LONG) == 500
 
 

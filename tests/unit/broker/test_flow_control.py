@@ -70,7 +70,7 @@ async def test_a_new_connection_is_not_read_either() -> None:
     assert again.socket.reading
 
 
-# The number of messages to read ahead: the wanted number, until their bytes do not fit.
+# The number of messages to read ahead: the wanted number, unless their bytes exceed the limit.
 
 WANTED, WHOLE = 5_000, 32 << 20
 

@@ -58,7 +58,7 @@ def test_after_probes(before: FaultSearch, lost: ConnectionLost | None, after: F
         (FaultSearch(DESTINATION, 8, BOTH), 1, CLOSED, True, FaultSearch(DESTINATION, 8, None)),
         (FaultSearch(ONE, 8, None), 2, CLOSED, False, FaultSearch(ONE, 1, None)),
         (FaultSearch(ONE, 1, None), 1, CLOSED, True, FaultSearch(ONE, 1, None)),
-        # It closed the connection. A connection that rounds share proves nothing.
+        # It closed the connection. A connection shared by rounds proves nothing.
         (FaultSearch(DESTINATION, 8, BOTH), 8, ENDED, False, FaultSearch(ONE, 8, None)),
         (FaultSearch(DESTINATION, 1, BOTH), 1, ENDED, False, FaultSearch(ONE, 8, None)),
         (FaultSearch(ONE, 8, None), 8, ENDED, False, FaultSearch(ONE, 1, None)),

@@ -45,7 +45,7 @@ def test_hashes_in_a_row_do_not_multiply() -> None:
         (b"k", [stop("x", "fanout")], NOWHERE),
         (b"k", [stop("x", "fanout", queue("q"), internal=True)],
          RouteVerdict(Verdict.CLOSED, "the exchange is internal")),
-        # exchanges behind exchanges
+        # exchanges bound to exchanges
         (b"a.b", [stop("x", "topic", exchange("y", "a.#")), stop("y", "direct", queue("q", "a.b"))], ROUTED),
         (b"a.b", [stop("x", "topic", exchange("y", "a.#")), stop("y", "direct", queue("q", "a"))], NOWHERE),
         (b"k", [stop("x", "fanout", exchange("y")), stop("y", "fanout", exchange("x"))], NOWHERE),

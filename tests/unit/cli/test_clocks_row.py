@@ -1,4 +1,5 @@
-"""The rows of `delayer check` about clocks: an unseen one has the step of its server, and one alone proves nothing."""
+"""The rows of `delayer check` about clocks: a clock not seen gets its server's next step, and a single clock proves
+nothing."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ NAMES = Endpoints(OURS, DUE, b"", 100_000)
 
 
 def into_store(met: Delivery, level: int, now_ms: int = NOW) -> Parcel:
-    """The parcel that a drain into the store makes of a message in this level."""
+    """The parcel that a drain into the store creates from a message in this level."""
     reader = LevelReader(OURS, level, OURS.delivery.encode(), DUE)
     return reader.item(met, parsed(met.properties), now_ms).parcel
 
@@ -75,7 +75,7 @@ def test_foreign_messages_go_to_the_end_of_the_cascade() -> None:
 
 
 def test_a_publishers_envelope_is_not_opened() -> None:
-    """Only a message to the due queue is an envelope; headers of other messages do not count."""
+    """Only a message to the due queue is an envelope; headers of other messages are ignored."""
     forged = row_into_cascade(row(NOW + 60_000), replace(NAMES, due_queue=b"inbox"), NOW)
     met = Delivery(1, False, forged.exchange, forged.routing_key, forged.properties, forged.body)
     parcel = into_store(met, 5)

@@ -57,7 +57,7 @@ def test_every_verb_and_every_option_has_a_help_text(path: tuple[str, ...]) -> N
 
 @pytest.mark.parametrize(("path", "example"), EXAMPLES, ids=[example for _, example in EXAMPLES])
 def test_every_example_can_be_given(path: tuple[str, ...], example: str) -> None:
-    """The command line parses it to the end, and it belongs to the verb whose help shows it."""
+    """The command line parses all of it, and it belongs to the verb whose help shows it."""
     words = shlex.split(example)[1:]
     command: click.Command = cli
     context = cli.make_context("delayer", words)

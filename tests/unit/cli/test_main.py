@@ -38,7 +38,7 @@ VERBS = [
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No configuration of this machine, and logging as it was."""
+    """Ignore this machine's configuration, and restore logging afterwards."""
     monkeypatch.setenv("DELAYER_CONFIG", os.devnull)
     with logging_as_it_was():
         yield
@@ -339,7 +339,7 @@ def test_a_wrong_line_is_named_and_nothing_is_sent(line: bytes, tmp_path: Path) 
     file = tmp_path / "lines"
     file.write_bytes(b'{"delay": "1s"}\n\n' + line + b"\n")
     result = call(*NOWHERE, "send", "--file", str(file))
-    assert result.exit_code == ExitCode.OUT_OF_REACH  # Nothing is read before there is a broker.
+    assert result.exit_code == ExitCode.OUT_OF_REACH  # Nothing is read before a broker exists.
     composer = Composer(Settings.model_validate({"route": [{"from": "in", "to": "out"}]}))
     with file.open("rb") as opened, pytest.raises(Misused) as wrong:
         list(portions_of(opened, composer, Draft()))
@@ -367,7 +367,7 @@ def test_the_shortcuts_change_the_settings() -> None:
 
 
 def test_an_interrupted_import_names_the_next_step(tmp_path: Path) -> None:
-    """The store answers nothing, and Ctrl-C ends the wait."""
+    """The store does not answer, and Ctrl-C stops waiting."""
 
     def interrupt() -> None:
         with store.accept()[0] as connection:
@@ -377,7 +377,8 @@ def test_an_interrupted_import_names_the_next_step(tmp_path: Path) -> None:
                 pass
 
     with socket.create_server(("127.0.0.1", 0)) as store, ThreadPoolExecutor(1) as thread, ExitStack() as stack:
-        # As in a new process: an earlier test may have run a daemon in this one, which ignores signals at its end.
+        # As in a new process: an earlier test may have run a daemon in this process, which ignores signals when it
+        # exits.
         stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler))
         store.settimeout(10)
         thread.submit(interrupt)

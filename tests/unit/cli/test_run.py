@@ -1,4 +1,4 @@
-"""A daemon that is still loading: a stop ends it at once, and a reload waits. No server."""
+"""A daemon that is still loading: a stop ends it immediately, and a reload waits. No server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOWHERE = 'mode = "native"\nbroker.url = "amqp://127.0.0.1:1/"\n'
 
 
 async def reading(file: Path) -> int:
-    """Wait until a process reads this named pipe; return its writing end."""
+    """Wait until a process reads from this named pipe; return its write end."""
     return await asyncio.to_thread(os.open, file, os.O_WRONLY)
 
 
@@ -41,7 +41,7 @@ async def test_a_loading_daemon_obeys_a_stop(slow_file: Path, order: signal.Sign
 
 
 async def test_a_loading_daemon_reloads_later(slow_file: Path) -> None:
-    """It tells that there is no broker, which shows that the daemon received the signal."""
+    """The log says there is no broker, so the daemon itself received the signal."""
     async with DaemonProcess({}, config=slow_file) as daemon:
         pipe = await reading(slow_file)
         daemon.reload()
@@ -68,7 +68,7 @@ app.run_daemon(lambda: Settings.model_validate({}))
 
 @pytest.mark.parametrize("read", [True, False])
 def test_a_bug_ends_the_process(read: bool) -> None:
-    """The log has the traceback, and the end does not wait for a reader of stderr."""
+    """The log contains the traceback, and the exit does not wait for a reader of stderr."""
     with subprocess.Popen([sys.executable, "-c", BUG], stderr=subprocess.PIPE) as process:
         assert process.stderr
         if not read:

@@ -85,7 +85,7 @@ def test_a_failed_last_write_is_reported(redirected: str, code: int) -> None:
 
 
 def led_nowhere(pid: int) -> tuple[int, ...]:
-    """The standard streams of a process that lead to /dev/null."""
+    """The standard streams of a process that point to /dev/null."""
     streams = [(number, Path(f"/proc/{pid}/fd/{number}").readlink()) for number in range(3)]
     return tuple(number for number, leads in streams if leads == Path(os.devnull))
 

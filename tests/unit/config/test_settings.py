@@ -1,4 +1,4 @@
-"""Settings: layers, defaults, files, and changes that a running daemon can take over."""
+"""Settings: layers, defaults, files, and changes that a running daemon can adopt."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ TOP_LEVEL = {("mode",), ("route",)}
 
 @pytest.mark.parametrize("count", range(1, 4))
 def test_the_later_layer_wins(count: int, tmp_path: Path) -> None:
-    """The last layer wins for a shared key, and every layer keeps a key of its own."""
+    """The last layer wins for a shared key, and keys in only one layer are kept."""
     file = write(tmp_path / "f.toml", '[intake]\nqueue = "q"\n[refused]\nqueue = "file"\n')
     environ = {"DELAYER_REFUSED__QUEUE": "environment", "DELAYER_INTAKE__MAX_DELAY": "7d"}
     flags = {"refused.queue": "flags", "intake.prefetch": "77"}

@@ -1,4 +1,4 @@
-"""Bad configurations: every mistake is found, each with its place and key, and no secret is shown."""
+"""Bad configurations: every error is found, with its place and key, and secrets are never shown."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def problems(config: Path | None, environ: dict[str, str], flags: dict[str, str]
 
 
 def problems_of(text: str, tmp_path: Path) -> tuple[Problem, ...]:
-    """The problems of a file with this text."""
+    """The problems of a file with this content."""
     file = tmp_path / "delayer.toml"
     file.write_text(text)
     return problems(file, {}, {})
@@ -77,7 +77,7 @@ OUT, DIRECT = (
 )
 IN_OUT = '[[route]]\nfrom = "delayer.out"\nto = "c"\n'
 DEAD = f'{RETRY}{{exhausted = "dead"}}\n[[destination]]\nqueue = "dead"\n'
-# Texts of files that declare a name in two ways, in one of the modes; the key of the second, and the name.
+# Contents of files that declare a name in two ways, in one of the modes; the key of the second, and the name.
 TWICE = [
     (OUT + DIRECT, "destination[1]", "delayer.out"),
     (IN_OUT + OUT, "destination[0]", "delayer.out"),
@@ -87,7 +87,7 @@ TWICE = [
     (f'{RETRY}{{exhausted = "delayer.delay-level-03"}}', "route[0].retry.exhausted", "delayer.delay-level-03"),
 ]
 
-# The text of a file; key and found value of each problem in it.
+# The content of a file; key and found value of each problem in it.
 FILES: list[tuple[str, dict[str, str]]] = [
     ('broker = "amqp://u:pw@h"', {"broker": '"amqp://u:***@h"'}),
     ('[broker]\nurl = "http://u:pw@h"', {"broker.url": '"http://u:***@h"'}),
@@ -201,7 +201,7 @@ def test_the_error_for_an_unknown_key_suggests_a_known_one(text: str, key: str, 
 
 
 def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
-    """Many mistakes in one file, and mistakes in two more layers."""
+    """Many errors in one file, and errors in two more layers."""
     file = tmp_path / "delayer.toml"
     file.write_text(
         'mode = "stor"\n[broker]\nurl = "x"\nverify = 1\n[intake]\nprefetch = 0\nmax_delay = 10\n'

@@ -1,8 +1,8 @@
-"""The law of the cascade: on the declared topology, the waits of every delay add up to that delay. Every level has
-exactly one route, and the path ends only at the address.
+"""The law of the cascade: on the declared topology, the times waited in the levels add up to each delay. Every level
+has exactly one route, and the path ends only at the address.
 
-The interpreter knows fanout exchanges, alternate exchanges, TTL and dead lettering, as the AMQP specification and
-RabbitMQ's documentation describe them. It knows nothing about cascades. It matches topics like the audit.
+The interpreter implements fanout exchanges, alternate exchanges, TTL and dead lettering as described in the AMQP
+specification and RabbitMQ's documentation. It is not aware of cascades. It matches topics like the audit.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Interpreter:
 
 @cache
 def interpreter(kind: str) -> tuple[Cascade, Interpreter]:
-    """The cascade, with the address and its neighbours bound at the end; the neighbours must get no message."""
+    """The cascade, with the address and its neighbours bound at the end; the neighbours must not get messages."""
     cascade = Cascade(kind)  # type: ignore[arg-type]
     names = (ADDRESS, *OTHERS)
     bound = Topology(

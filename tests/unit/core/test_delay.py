@@ -75,8 +75,8 @@ def test_a_relative_delay_is_unreadable(said: object) -> None:
         ("2016-12-31T23:59:60.5Z", 1_483_228_800_500),
         ("2026-03-29T01:59:59+01:00", 1_774_745_999_000),  # clocks go forward after this second
         ("2026-03-29T03:00:00+02:00", 1_774_746_000_000),  # this is the next second
-        ("2026-10-25T02:30:00+02:00", 1_792_888_200_000),  # this half hour comes twice
-        ("2026-10-25T02:30:00+01:00", 1_792_891_800_000),  # the offset tells the two apart
+        ("2026-10-25T02:30:00+02:00", 1_792_888_200_000),  # this half hour occurs twice
+        ("2026-10-25T02:30:00+01:00", 1_792_891_800_000),  # the offset distinguishes them
         ("0000-01-01T00:00:00Z", -62_167_219_200_000),
         ("9999-12-31T23:59:59.999Z", 253_402_300_799_999),
         ("9999-12-31T23:59:59-23:59", 253_402_387_139_000),
@@ -123,7 +123,7 @@ def test_instants_equal_those_of_datetime_rounded_up(naive: datetime, zone: time
 @given(st.integers(0, 9999), st.integers(1, 12), st.integers(1, 31))
 def test_days_that_do_not_exist_are_unreadable(year: int, month: int, day: int) -> None:
     text = f"{year:04}-{month:02}-{day:02}T00:00:00Z"
-    # The calendar repeats after 400 years, and datetime knows no year 0.
+    # The calendar repeats after 400 years, and datetime has no year 0.
     try:
         expected = (datetime(year or 400, month, day, tzinfo=UTC) - EPOCH) // MS - (0 if year else 146_097 * 86_400_000)
     except ValueError:

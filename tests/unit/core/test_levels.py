@@ -54,9 +54,9 @@ OLD = sent(HOUR, NOW - 60 * 86_400_000)
         ({}, LATEST),
         (sent(HOUR, NOW - 2_100_000), NOW + 1_500_000),
         (sent(HOUR, NOW + 9_000_000), LATEST),  # the sender's clock is ahead
-        # The sender's clock is behind, and the message is about to leave its level.
+        # The sender's clock is slow, and the message is about to leave its level.
         (sent(HOUR, SOONEST - levels.CLOCKS_MS - HOUR * 1000), SOONEST),
-        # TimeSent is of an earlier sending; the headers do not tell the time of this one.
+        # TimeSent belongs to an earlier sending; the headers do not contain the time of this one.
         (sent(HOUR, SOONEST - levels.CLOCKS_MS - 1 - HOUR * 1000), LATEST),
         (OLD, LATEST),
         # The vendor's tool moves a timeout with a new delay, the old TimeSent, and the due instant.
@@ -64,7 +64,7 @@ OLD = sent(HOUR, NOW - 60 * 86_400_000)
         (OLD | {EXPIRE: wire_instant(NOW - 60_000)}, LATEST),
         (OLD | {EXPIRE: "some day"}, LATEST),
         (sent(HOUR, NOW - 2_100_000) | {EXPIRE: wire_instant(NOW - 9_000_000)}, NOW + 1_500_000),
-        # A delayed retry counts from its failure.
+        # A delayed retry is measured from its failure.
         (sent(HOUR, 0) | {RETRIES_TIMESTAMP: wire_instant(NOW - 2_100_000)}, NOW + 1_500_000),
         # Unreadable headers are ignored.
         ({DELAY_IN_SECONDS: HOUR, TIME_SENT: "yesterday"}, LATEST),
@@ -81,7 +81,7 @@ OLD = sent(HOUR, NOW - 60 * 86_400_000)
         ({X_DEATH: death("nsb.v2.delay-level-11", SECOND - 100, reason="maxlen")}, LATEST),
         ({X_DEATH: [{"queue": "nsb.v2.delay-level-11", "reason": "expired", "count": 1, "time": SECOND}]}, LATEST),
         ({X_DEATH: [5]}, LATEST),
-        # With both, the later one counts.
+        # With both, the later one wins.
         (sent(HOUR, NOW - 2_100_000) | {X_DEATH: death("nsb.v2.delay-level-11", SECOND - 100)}, NOW + 1_500_000),
         (sent(HOUR, NOW - 2_200_000) | {X_DEATH: death("nsb.v2.delay-level-11", SECOND - 100)}, LATEST - 99_000),
     ],
@@ -154,7 +154,7 @@ def test_the_due_instant_is_never_early_and_as_soon_as_known(
     delay=st.integers(1, MAX_SECONDS), waited=st.floats(0, 1), old_s=st.integers(0, 400_000_000), expires=st.booleans()
 )
 def test_an_old_time_sent_is_ignored(delay: int, waited: float, old_s: int, expires: bool) -> None:
-    """A message waits again with the TimeSent of its first sending. It is early at most by the age of that sending, and
+    """A message waits again with the TimeSent of its first sending. It is early by at most the age of that sending, and
     only if the first sending could be this one."""
     level = delay.bit_length() - 1
     now_ms = NOW + int(waited * (1000 << level))

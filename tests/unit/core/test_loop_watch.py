@@ -12,7 +12,7 @@ ROUTE = b"orders.in"
 
 
 def loop(watch: LoopWatch, every_ms: int, message: bytes = b"a", start_ms: int = 0) -> Iterator[bool]:
-    """What the watch says at each return of a message that is due at once and comes back after ``every_ms``."""
+    """The watch's verdict at each return of a message due immediately that returns after ``every_ms``."""
     for now_ms in range(start_ms + every_ms, start_ms + 30_000, every_ms):
         yield watch.returned(ROUTE, message, now_ms, now_ms)
 

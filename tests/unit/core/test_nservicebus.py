@@ -83,8 +83,8 @@ def test_wire_instants_are_read_like_rfc_3339(moment: datetime, day: str, second
     ("headers", "due_ms"),
     [
         ({}, None),
-        ({DELAYED_UNTIL: SENT}, None),  # the message was delayed once, and is not any more
-        ({DELAY_IN_SECONDS: 60}, None),  # without an instant to count from
+        ({DELAYED_UNTIL: SENT}, None),  # the message was delayed once, but no longer is
+        ({DELAY_IN_SECONDS: 60}, None),  # without an instant to measure from
         ({DELAY_IN_SECONDS: 60, TIME_SENT: SENT}, SENT_MS + 60_000),
         ({DELAY_IN_SECONDS: 0, TIME_SENT: SENT}, SENT_MS),
         ({DELAY_IN_SECONDS: -123, TIME_SENT: SENT}, SENT_MS - 123_000),

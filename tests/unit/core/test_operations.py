@@ -16,7 +16,7 @@ from tests.support.store import parcel
 
 @dataclass
 class Waiting:
-    """A store as a list: the waiting messages in the order in which they came, and what became of the others."""
+    """A store as a list: the waiting messages in order of arrival, and the fate of the rest."""
 
     messages: list[Parcel] = field(default_factory=list)
     cancelled: list[bytes] = field(default_factory=list)
@@ -56,7 +56,7 @@ def one_by_one(store: Waiting, operations: Sequence[Operation]) -> None:
 
 
 def folded(store: Waiting, batch: Sequence[Operation], first: int) -> None:
-    """What a store does with a batch. ``first``: the place of its first operation among all."""
+    """Apply a batch as a store does. ``first``: the position of its first operation among all."""
     left = fold(batch)
     deleted = store.delete(left.keys)
     for group in left.groups:
@@ -68,7 +68,7 @@ def folded(store: Waiting, batch: Sequence[Operation], first: int) -> None:
 
 
 KEYS = [b"a", b"ab", b"abc", b"b", b"\xff", b"\xff\xff"]
-"""Some begin like others, so that groups have several keys, and share some."""
+"""Some are prefixes of others, so that groups have several keys, and share some."""
 OPERATIONS = st.one_of(
     st.sampled_from([None, *KEYS]).map(lambda key: parcel(0, key=key)),
     st.sampled_from(KEYS).map(Cancel),
@@ -77,7 +77,7 @@ OPERATIONS = st.one_of(
 
 
 def numbered(operations: Sequence[Operation]) -> list[Operation]:
-    """The same operations; each message has a body of its own."""
+    """The same operations, with a distinct body per message."""
     return [one._replace(body=b"%d" % at) if isinstance(one, Parcel) else one for at, one in enumerate(operations)]
 
 

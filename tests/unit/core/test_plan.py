@@ -90,7 +90,7 @@ def named(value: object) -> str:
         (says(x_delay=1, x_deliver_at=NOW + 2, x_opt_delivery_time=NOW + 3, x_opt_delivery_delay=4), in_ms(1)),
         (says(x_deliver_at=NOW + 2, x_opt_delivery_time=NOW + 3, x_opt_delivery_delay=4), in_ms(2)),
         (says(x_opt_delivery_time=NOW + 3, x_opt_delivery_delay=4), in_ms(3)),
-        # The timestamp property counts only on a route that reads it; there it comes first.
+        # The timestamp property is used only on a route that reads it, where it comes first.
         (ask(timestamp=NOW // 1000 + 9), NOW),
         (ask(b"stamped.in", timestamp=NOW // 1000 + 9, says={"x-delay": 4}), in_ms(9000)),
         (ask(b"stamped.in", says={"x-delay": 4}), in_ms(4)),
@@ -98,7 +98,7 @@ def named(value: object) -> str:
         (ask(b"fixed.in"), in_ms(5000)),
         (ask(b"fixed.in", says={"x-delay": 7000}), in_ms(7000)),
         (ask(b"fixed.in", says={"x-delay": 0}), NOW),
-        # Relative delays count from the broker's stamp; instants ignore it.
+        # Relative delays are measured from the broker's stamp; absolute times ignore it.
         (stamped(NOW - 400, x_delay=1000), in_ms(600)),
         (stamped(NOW - 400, x_opt_delivery_delay=1000), in_ms(600)),
         (stamped(NOW - 400, x_deliver_at=NOW + 9), in_ms(9)),
@@ -109,17 +109,17 @@ def named(value: object) -> str:
         (stamped(NOW + 1, x_delay=1000), in_ms(1000)),
         (stamped(NOW + 3_600_000, x_delay=1000), in_ms(1000)),
         (ask(b"fixed.in", says={"timestamp_in_ms": NOW - 400}), in_ms(4600)),
-        # An invalid stamp does not count.
+        # An invalid stamp is ignored.
         *(
             (stamped(stamp, x_delay=1000), in_ms(1000))
             for stamp in (0, -1, True, "1800000000000", 1.8e12, None, Timestamp(1_700_000_000))
         ),
-        # A message that was delayed before may carry the stamp of an earlier publish: one up to its last release.
+        # A message delayed before may carry the stamp of an earlier publish: any stamp up to its last release.
         (stamped(NOW - 400, x_delay=1000, x_delayer_due=NOW - 400), in_ms(1000)),
         (stamped(NOW - 400, x_delay=1000, x_delayer_due=NOW - 100), in_ms(1000)),
         (stamped(NOW - 400, x_delay=1000, x_delayer_due=NOW - 401), in_ms(600)),
         (stamped(NOW - 400, x_delay=1000, x_delayer_due="junk"), in_ms(1000)),
-        # Zero means at once, also if the broker's clock is ahead.
+        # Zero means immediately, even if the broker's clock is ahead.
         (stamped(NOW + 5000, x_delay=0), NOW),
         (says(x_delay=0), NOW),
         (says(x_delay=-0.0), NOW),
@@ -141,7 +141,7 @@ def test_the_due_instant_of_a_message(asked: DelayRequest, due_ms: int) -> None:
         (says(x_delay=5), Park(in_ms(5), OUT)),
         (says(), AtOnce(NOW, OUT, undelayed=True)),
         (ask(b"strict.in", says={"x-delay": 0}), AtOnce(NOW, OUT)),
-        # The target: the route's exchange and key, else the message's own; headers win.
+        # The target: the route's exchange and key, or else the message's; headers win.
         (ask(b"mail.in", b"inbox", says={"x-delay": 5}), Park(in_ms(5), Target(b"", b"inbox"))),
         (ask(b"fixed.in", b"k"), Park(in_ms(5000), Target(b"", b"mail.inbox"), undelayed=True)),
         (ask(b"", b"delays", says={"x-delay": 5}), Park(in_ms(5), Target(b"orders.out", b"delays"))),
@@ -159,7 +159,7 @@ def test_the_due_instant_of_a_message(asked: DelayRequest, due_ms: int) -> None:
         (
             ask(copies=frozenset({b"delays"}), says={"x-delay": 5}),
             Park(in_ms(5), OUT),
-        ),  # on an exchange, a key is no queue of ours
+        ),  # on an exchange, a key is not one of our queues
         # The plan removes 28 digits of a cascade before the key; it keeps every other key.
         (ask(routing_key=b"0." * 28 + b"a.b"), AtOnce(NOW, Target(b"orders.out", b"a.b"), undelayed=True)),
         (ask(routing_key=b"0." * 29 + b"a.b"), AtOnce(NOW, Target(b"orders.out", b"0.a.b"), undelayed=True)),
@@ -215,7 +215,7 @@ def test_in_store_mode(asked: DelayRequest, plan: object) -> None:
         (ask(b"open.in", says={"x-delay-exchange": "open.in"}), replace(
             STORE, routes={b"open.in": replace(OPEN, allow_exchanges=("*",))}), "leads back into the intake queue"),
         (ask(b"mail.in", copies=frozenset({b"x", b"delays"})), STORE, "key 'delays') leads into delayer's own queues"),
-        # Delayer's own queues: a message could block a level for all others, or forge an envelope.
+        # Delayer's own queues: a message could block a level for all the rest, or forge an envelope.
         (ask(b"mail.in", b"delays.due"), STORE, "key 'delays.due') leads into delayer's own queues"),
         (ask(b"mail.in", b"1." * 28 + b"level-00"), NATIVE, "key 'level-00') leads into delayer's own queues"),
         (ask(b"mail.in", says={"x-delay-routing-key": "level-00"}), STORE, "leads into delayer's own queues"),

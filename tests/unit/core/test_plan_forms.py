@@ -73,7 +73,7 @@ def sent(ago_ms: int) -> str:
         (ask(b"nsb", {TIME_SENT: sent(5)}), NOW),
         (ask(b"nsb", {DELAY_IN_SECONDS: 60, TIME_SENT: sent(5_000)}), NOW + 55_000),
         (ask(b"nsb", {DELAY_IN_SECONDS: 60, TIME_SENT: sent(65_000)}), NOW - 5_000),
-        (ask(b"nsb", {DELAY_IN_SECONDS: 60}), NOW + 60_000),  # without an instant to count from: from now
+        (ask(b"nsb", {DELAY_IN_SECONDS: 60}), NOW + 60_000),  # without an instant to measure from: from now
         (ask(b"nsb", {DELAY_IN_SECONDS: -9, TIME_SENT: sent(0)}), NOW - 9_000),
         (ask(b"nsb", {b"x-delay": 5}), NOW),  # a form that this route does not name
         (ask(b"bits", key=routing_key(3600, b"a.b")), NOW + HOUR_MS),
@@ -90,7 +90,7 @@ def sent(ago_ms: int) -> str:
         (ask(b"headers", {b"a:b": "2027-01-15T09:00:00.0000001+00:00", b"c": 5}), NOW + HOUR_MS + 1),
         (ask(b"headers", {b"c": "5"}), NOW + 5),
         (ask(b"headers", {b"d": 2.5}), NOW + 3_000),
-        # Of two forms, the first present one counts.
+        # Of two forms, the first present wins.
         (ask(b"mailerq", timestamp=NOW // 1000 + 9, body=b"no json"), NOW + 9_000),
     ],
 )
@@ -152,7 +152,7 @@ ORDERS = Target(b"", b"Sales.Orders")
         # Also below park_beyond: a cancel does not reach the cascade.
         (OF_SAGA, b"id-1", replace(STORE, park_beyond_ms=HOUR_MS), Park(NOW + 5_000, ORDERS, KEY)),
         (OF_SAGA, b"id-1", NATIVE, EnterCascade(NOW + 5_000, 5, ORDERS)),
-        # A timeout without a key comes, and its saga ignores it if it has ended.
+        # A timeout without a key is delivered, and its saga ignores it if finished.
         (OF_SAGA, b"id-1", replace(STORE, no_keys="several consumers"), Park(NOW + 5_000, ORDERS)),
         ({CLEAR_TIMEOUTS: "True", SAGA_ID: SAGA}, b"x", STORE, Cancel(KeyGroup(f"nservicebus-saga:{SAGA}:".encode()))),
         ({CLEAR_TIMEOUTS: "False"}, b"x", STORE, AtOnce(NOW, Target(b"", b"k"), undelayed=True)),
@@ -207,7 +207,7 @@ BACK = Target(b"", b"orders")
         (dead(3), replace(STORE, publishing=False), Park(NOW, Target(b"", b"parking-lot"))),
         (dead(2, "billing"), STORE, Park(NOW + 5_000, BACK)),  # it failed elsewhere before
         (dead(), NATIVE, EnterCascade(NOW + 5_000, 5, BACK)),
-        # It goes to this one queue, and to no key in CC.
+        # It goes only to this queue, not to the keys in CC.
         (dead()._replace(copies=frozenset({b"delays", b"delays.due"})), STORE,
          Park(NOW + 5_000, BACK)),
         # Its first delivery has done its publisher's cancel already.

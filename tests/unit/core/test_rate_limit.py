@@ -45,7 +45,7 @@ def test_unused_tokens_return_to_the_bucket() -> None:
 
 
 async def run(live: ScriptedLive, lane: ScriptedLane, settled: int) -> None:
-    """Release the lane of a limited route until so many claims are settled."""
+    """Release the lane of a limited route until this many claims are settled."""
     stopping, lane.route = asyncio.Event(), b"slow"
     loop = LaneRelease(lane, ScriptedPublisher(), live, heartbeat=Heartbeat(), counters=Counters())
     task = asyncio.create_task(loop.run(stopping))

@@ -98,7 +98,7 @@ async def test_connections_that_open_while_a_store_is_attached_are_checked(
     else:
         with pytest.raises(StoreLost):
             await attaching
-        await bond.check(FakeConnection("theirs"))  # Without its store, the daemon takes any broker.
+        await bond.check(FakeConnection("theirs"))  # Without its store, the daemon accepts any broker.
 
 
 def daemon(**tables: Any) -> Any:
@@ -118,7 +118,7 @@ async def test_the_topology_is_not_declared_on_another_broker(monkeypatch: pytes
 
 
 class Round(FakeAdmin):
-    """What a round meets: it gets one of ``answers`` to its declaration, and the last one ends the rounds."""
+    """Scripted rounds: each gets one of ``answers`` to its declaration, and the last answer ends the rounds."""
 
     answers: list[str]
     stopping: asyncio.Event
@@ -186,7 +186,7 @@ FEW, HUNG = Seen(minority="few"), Seen(silent="hung")
 async def test_a_queue_without_a_majority_makes_the_daemon_unready(
     rounds: type[Round], seen: list[Seen | None], reason: str
 ) -> None:
-    """None: a consumer begins again, which declares too, but does not look."""
+    """None means that a consumer restarts, which also declares, but does not check."""
     topology, settings = DeclaredTopology(), Settings()
     rounds.answers = [""] * (1 + len(seen))
     for one in [None, *seen]:

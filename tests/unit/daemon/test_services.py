@@ -185,7 +185,7 @@ def test_a_new_reason_is_always_logged() -> None:
     assert throttle.should_log("no such vhost", 3)
 
 
-# The end of the event loop waits for tasks for a limited time.
+# Closing the event loop waits for tasks only for a limited time.
 
 
 SHORT = 0.05

@@ -1,4 +1,4 @@
-"""Envelopes: a message comes out as it went in, also from an envelope of an older version."""
+"""Envelopes: a message comes out unchanged, even from an envelope of an older version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forms: the text in a field, and the value that it gives."""
+"""Forms: the text in a field, and the resulting value."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ SCENES = [
     fires({'delayer_overdue_seconds{job="delayer"}': "0x5 90x30"}, "DelayerOverdue", "20m", expected=True),
     fires({'delayer_refused_total{job="delayer", route="a"}': "0x5 4x30"},
           "DelayerMessagesRefused", "8m", expected=True),
-    # A series that begins with its first message never increases. The message stands in the refused queue.
+    # A series that starts at its first message never shows an increase. The message is in the refused queue.
     fires({'delayer_refused_total{job="delayer", route="unknown"}': "_x10 1x30",
            'delayer_queue_messages{job="delayer", queue="bad", role="refused"}': "0x10 1x30"},
           "DelayerRefusedStand", "20m", expected=True),

@@ -71,7 +71,7 @@ class Inside:
 
 @asynccontextmanager
 async def served(inside: Inside, *, metrics_only: bool = False) -> AsyncIterator[Web]:
-    """Serve until the end of the block, at a port of the system's choice."""
+    """Serve until the end of the block, on a port chosen by the system."""
     stopping = asyncio.Event()
     with capture_logs() as logs:
         part = asyncio.create_task(HttpPart(inside, metrics_only=metrics_only, retry_seconds=0.05).run(stopping))

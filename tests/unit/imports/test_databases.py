@@ -1,4 +1,4 @@
-"""A source's URL: the shown and stored text names the database and never the password, in any place of the URL."""
+"""A source's URL: the text shown and stored contains the database but never the password, wherever it is in the URL."""
 
 from __future__ import annotations
 

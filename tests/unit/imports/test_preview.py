@@ -24,7 +24,7 @@ GONE = Target(b"", b"gone")
     [
         (0, {}, {"due before the cutoff": 7}, None, 0, True),
         (2, {}, {}, None, 2, False),
-        (2, {GONE: "no such queue"}, {}, None, 5, False),  # each counts once
+        (2, {GONE: "no such queue"}, {}, None, 5, False),  # each is counted once
         (5, {GONE: "no such queue"}, {}, None, 5, False),
         (0, {}, {importing.Left.UNREADABLE: 1}, None, 0, False),
         (0, {}, {}, Run(1, "x", {}, Phase.RUNNING, "me", 0, held=0), 0, True),

@@ -52,7 +52,7 @@ def hold(**how: bool) -> HoldQueue:
         (60_000, Props(timestamp=SECOND - 61), NOW + 60_000),
         (60_000, Props(timestamp=SECOND - 86_400), NOW + 60_000),
         (60_000, Props(timestamp=0), NOW + 60_000),
-        # A timestamp in the future does not count either.
+        # A timestamp in the future is also ignored.
         (60_000, Props(timestamp=SECOND + 10), NOW + 60_000),
         (60_000, Props(timestamp=(1 << 64) - 1), NOW + 60_000),
         (0, Props(), NOW),
@@ -68,7 +68,7 @@ STAMPED = Props(timestamp=SECOND - 20)
 @pytest.mark.parametrize(
     ("hold", "props", "told"),
     [
-        # Without `stamped` it may be the instant of a business event: only a person knows.
+        # Without `stamped` it may be the instant of a business event, and only an operator can tell.
         (hold(), STAMPED, False),
         (hold(stamped=True), STAMPED, True),
         # It left a queue before, and has the timestamp of its first publish.

@@ -1,4 +1,4 @@
-"""No text about a URL shows its password, in any spelling and in any place."""
+"""Messages about a URL never show its password, in any spelling or position."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from delayer.imports.databases import Database, database_url
 from delayer.imports.state_machine import BadSource
 
 MARK = "Zq7w"
-"""A piece of every password, and of no other text."""
+"""Part of every password, and of nothing else."""
 KEYS = ("broker.url", "broker.management_url", "store.url")
 SCHEMES = {"broker.url": "amqp", "broker.management_url": "http", "store.url": "postgresql"}
 POSITIONS = (

@@ -52,7 +52,7 @@ def test_properties_and_headers() -> None:
 
 
 def test_the_reply_address_is_the_saved_one() -> None:
-    """Timeout managers of core 3 to 5 saved it in a header of their own, and put their own address in its place."""
+    """Timeout managers of core 3 to 5 saved it in their own header, and replaced it with their own address."""
     saved = {"NServiceBus.Timeout.ReplyToAddress": "shop@HOST", "NServiceBus.ReplyToAddress": "sales.Timeouts@HOST"}
     for headers in (saved, {name: saved[name] for name in list(saved)[:1]}):
         properties, _ = made(headers)

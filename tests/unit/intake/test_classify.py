@@ -57,13 +57,13 @@ def classified(*deliveries: Delivery, policy: Policy = STORE) -> list[Classified
 
 
 def work(*deliveries: Delivery, policy: Policy = STORE) -> BatchPlan:
-    """What the batch asks of the broker."""
+    """The batch's requests to the broker."""
     batch = classified(*deliveries, policy=policy)
     return batch_plan([one for one in batch if not isinstance(one[2], Park | Cancel)], NAMES, ids())
 
 
 def operations(*deliveries: Delivery, policy: Policy = STORE) -> list[Operation]:
-    """What it asks of the store."""
+    """Its requests to the store."""
     return operations_of(classified(*deliveries, policy=policy))
 
 
@@ -350,7 +350,7 @@ async def test_a_park_waits_for_more_parcels_unless_it_is_full() -> None:
     it, bodies = Gathered(), [bytes(PARK_BYTES // part) for part in (4, 4, 2)]
     batch = [asks(tag, 50_000)._replace(body=body) for tag, body in enumerate(bodies, 1)]
     it.session.acks.add(batch)
-    for one in batch:  # No other task runs meanwhile, so the timer of the first one cannot end.
+    for one in batch:  # No other task runs during this loop, so the first message's timer cannot fire.
         it.handler.handle([one])
     await it.session.wait_until_idle()
     assert it.parks == [bodies]
@@ -379,7 +379,7 @@ async def test_a_message_without_a_delay_has_no_lateness() -> None:
 
 
 async def test_batches_with_keys_are_applied_one_after_another() -> None:
-    """Those that come meanwhile share the next one. Messages without keys do not wait."""
+    """Messages arriving during it share the next one. Messages without keys do not wait."""
     it = Gathered()
     it.gate.clear()
     for tag, key in enumerate((b"a", b"b", b"c"), 1):
@@ -398,7 +398,7 @@ async def test_batches_with_keys_are_applied_one_after_another() -> None:
 
 
 async def test_a_failed_park_with_keys_returns_the_later_batches() -> None:
-    """Their messages must follow those of the first batch, which comes again in the next session."""
+    """Their messages must follow those of the first batch, which is redelivered in the next session."""
     it = Gathered()
     it.failure = StoreLost("gone")
     for tag in (1, 2):

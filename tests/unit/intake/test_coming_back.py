@@ -1,4 +1,4 @@
-"""A message that comes back has no delay left, whatever form its last delay had, and a new delay counts."""
+"""A returning message has no delay left in any form, and a new delay applies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOW: Final = 1_800_000_000_000
 WAIT_MS: Final = 8_000
 DUE: Final = NOW + WAIT_MS
 BACK: Final = DUE + 500
-"""When the message comes back."""
+"""When the message returns."""
 PAUSE_MS: Final = 5_000
 """The route's ``default_delay``, if it has one."""
 NSB: Final = b"NServiceBus.Transport.RabbitMQ.DelayInSeconds"
@@ -35,7 +35,7 @@ NSB: Final = b"NServiceBus.Transport.RabbitMQ.DelayInSeconds"
 
 @dataclass(frozen=True)
 class Message:
-    """What a publisher sends, or a broker brings back."""
+    """Headers sent by a publisher or returned by a broker."""
 
     headers: tuple[Header, ...] = ()
     key: bytes = b"order"
@@ -95,7 +95,7 @@ MODES: Final = (Mode.STORE, Mode.NATIVE)
 
 
 def plan(message: Message, now_ms: int, *, mode: Mode, forms: tuple[str, ...] = ALL, **options: object) -> Classified:
-    """What becomes of a message on a route that reads these forms, in their order."""
+    """The plan for a message on a route that reads these forms, in order."""
     route = Route(b"in", b"out", delay_from=forms, **options)  # type: ignore[arg-type]
     policy = Policy(mode, {b"in": route}, max_delay_ms=86_400_000)
     raw = Props(headers=message.headers or None, timestamp=message.timestamp).encode()
@@ -139,7 +139,7 @@ ZEROS: Final[dict[str, Message]] = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("form", ZEROS)
 def test_a_delay_of_zero_counts_once(form: str, mode: Mode) -> None:
-    """Otherwise a message that was due at once would come back to its queue thousands of times a second."""
+    """Otherwise a message due immediately would return to its queue thousands of times a second."""
     forms = tuple(one for one in ALL if not one.startswith("json"))  # The message has no body.
     delivery, _, found = plan(ZEROS[form], NOW, mode=mode, forms=forms, default_delay_ms=PAUSE_MS)
     assert isinstance(found, AtOnce)

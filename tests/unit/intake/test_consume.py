@@ -1,5 +1,5 @@
-"""Consuming one queue: batches carried side by side, losses, bugs, and the end. The consumer acknowledges only accepted
-messages, each once."""
+"""Consuming one queue: batches handled concurrently, losses, bugs, and the stop. The consumer acknowledges only
+accepted messages, each once."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Scene:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[asyncio.Task[None]]:
-        """Run from the start to the end of an orderly stop."""
+        """Run from the start to the end of a clean stop."""
         task = self.start()
         yield task
         self.stopping.set()
@@ -147,7 +147,7 @@ async def test_a_lost_subscription_waits_for_batches_in_flight() -> None:
 
 
 async def test_a_lost_subscription_ends_the_wait_for_instants() -> None:
-    """Its deliveries come again, so a publish now would be a repeat."""
+    """Its deliveries will be redelivered, so a publish now would be a repeat."""
     first, second = ScriptedSubscription([batch(1), BrokerLost("cut")]), ScriptedSubscription([])
     it = Scene(first, second)
     it.carrier.punctual = True
@@ -190,7 +190,7 @@ async def test_a_forced_stop_ends_batches_in_flight() -> None:
 
 
 async def test_pauses_grow_until_a_batch_is_accepted() -> None:
-    """A read is no success: a batch that always fails must not come back without a pause."""
+    """A read is not a success: a batch that always fails must not return without a pause."""
     fails = [ScriptedSubscription([batch(1)]) for _ in range(4)]
     good = ScriptedSubscription([batch(1), BrokerLost("cut")])
     last = ScriptedSubscription([])
@@ -224,7 +224,7 @@ async def test_a_pause_ends_when_a_server_is_reached_again(when: str) -> None:
 
 
 async def test_messages_without_room_do_not_lengthen_the_pause() -> None:
-    """If other messages were accepted, the next pause is the first one again; else it grows."""
+    """If other messages were accepted, the pause is reset; otherwise it grows."""
     subscriptions = [ScriptedSubscription([batch(1)]) for _ in range(4)]
     it = Scene(*subscriptions)
     accepts = iter([False, False, True, True])
@@ -406,7 +406,7 @@ def test_every_order_of_acceptance_acknowledges_each_tag_once(data: st.DataObjec
 
 
 async def test_work_that_settles_nothing_is_stuck_across_sessions() -> None:
-    """The time counts from its begin, over losses, and ends when some of it is settled or none is left."""
+    """The time is measured from its start, across losses, and ends when part of it is settled or none is left."""
     now = 0.0
     unsettled = Unsettled(lambda: now)
     for at in (100.0, 125.0):

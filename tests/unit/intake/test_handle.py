@@ -79,7 +79,7 @@ class Scene:
 
     @property
     def accepted(self) -> list[int]:
-        """Accepted tags, also those behind a tag that is not accepted."""
+        """Accepted tags, including those after a tag that is not accepted."""
         self.tracker.flush()
         return [tag for tag, _ in self.acks.acked]
 
@@ -132,7 +132,7 @@ async def test_a_publish_in_doubt_does_not_accept_deliveries() -> None:
 
 
 async def test_known_outcomes_of_an_unconfirmed_batch_are_settled() -> None:
-    """An unanswered message does not repeat the others."""
+    """An unanswered message does not cause the rest to be repeated."""
     known = [CONFIRMED, None, NO_ROUTE, unanswered(8, b"orders.out", b"k"), None, CONFIRMED]
     it = Scene({b"late": Unconfirmed("2 are missing", known)})
     with pytest.raises(BrokerLost, match="2 are missing"):
@@ -277,7 +277,7 @@ async def test_the_lateness_of_a_scheduled_message_is_that_of_its_write() -> Non
 )
 async def test_an_envelope_early_by_more_returns_to_the_cascade(early_ms: int, seconds: int) -> None:
     it = Scene()
-    # Never into the due queue: a broker whose clock is ahead would return it at once, again and again.
+    # Never into the due queue: a broker whose clock is ahead would keep returning it immediately.
     it.live.places = replace(it.live.places, broker_delays=True)
     await it.carry(carried(1, NOW + early_ms), carried(2, NOW))
     again, released = it.publisher.published
@@ -324,7 +324,7 @@ async def test_an_attempt_waits_in_the_due_queue_if_the_broker_delays() -> None:
     timer = Properties.parse(again.properties).get(b"x-opt-delivery-time")
     assert (again.exchange, timer and timer.value) == (Cascade().delivery.encode(), NOW + 10_000 - BROKER_LEAD_MS)
     kept = opened(again.properties)
-    # The rest counts from the delivery, so a clock set forward meanwhile makes nothing early.
+    # The remaining delay is measured from the delivery, so setting the clock forward makes nothing early.
     assert (kept.next_ms, kept.rest_ms) == (NOW + 10_000, BROKER_LEAD_MS)
 
 

@@ -1,4 +1,4 @@
-"""Filters, ids and previews: the requests of users, and the text of messages for them."""
+"""Filters, ids and previews: users' requests, and the text of messages shown to them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A message that the database rejects is refused, and its batch goes on without it, in order. A hold that it rejects
-gets a plain reason."""
+"""A message rejected by the database is refused, and the rest of its batch continues in order. A rejected hold gets a
+plain reason."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def test_a_hold_that_is_rejected_with_a_plain_reason_too_is_lost() -> None
 
 
 async def test_a_refused_cancel_is_not_answered() -> None:
-    """It still stands in the refused queue, and may be retried."""
+    """It is still in the refused queue, and may be retried."""
 
     class RejectingCancels(Gathered):
         async def apply(self, operations: Sequence[Operation]) -> Applied:

@@ -1,4 +1,4 @@
-"""What a message's headers ask for."""
+"""The request in a message's headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One level of another system's cascade: messages are parked at once or returned, and a takeover can end."""
+"""One level of another system's cascade: messages are parked immediately or returned, and a takeover can end."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Scene:
         return [one.parcel for one in self.store.messages.values()]
 
     def fail_once(self) -> None:
-        """Let the store be out of reach for one statement."""
+        """Make the store unreachable for one statement."""
         travel = self.store.travel
 
         async def fail() -> None:
@@ -117,7 +117,7 @@ async def test_a_message_delivered_too_often_ends_the_takeover(size: int) -> Non
 
 
 async def test_a_forged_count_does_not_end_a_takeover() -> None:
-    """A classic queue counts no deliveries and drops no message, so the header is its publisher's own."""
+    """A classic queue does not count deliveries or drop messages, so the header is the publisher's own."""
     subscription = ScriptedSubscription([[again(1, MOST_DELIVERIES), met(2)]])
     it = Scene(subscription, cascade="nservicebus-v1")
     await it.run_until_read(subscription)

@@ -36,7 +36,7 @@ class Process:
         await asyncio.gather(*self.tasks)
 
     async def die(self) -> None:
-        """As by SIGKILL: nothing of it runs any more, and the servers end its sessions."""
+        """As with SIGKILL: none of it is left running, and the servers end its sessions."""
         for task in self.tasks:
             task.cancel()
         self.link.cut()
@@ -46,7 +46,7 @@ class Process:
 
 @pytest.mark.parametrize("death", [False, True])
 async def test_two_processes_release_each_message_and_none_early(death: bool) -> None:
-    """One of them may die: the other one releases from all lanes then, and only messages in flight come twice."""
+    """One of them may die; the other then releases from all lanes, and only messages in flight are delivered twice."""
     store, broker = MemoryStore(host_ms), MemoryBroker()
     broker.declare("delayer.out")
     arrived: list[tuple[int, bytes]] = []

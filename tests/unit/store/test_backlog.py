@@ -1,4 +1,4 @@
-"""The lanes of a process: its share, writes into a lost lane, the end, and the wait for lanes."""
+"""The lanes of a process: its share, writes to a lost lane, the stop, and waiting for lanes."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ async def test_the_wait_for_a_silent_store_is_limited() -> None:
 
 
 async def test_no_lane_is_taken_before_the_first_connection_to_the_broker() -> None:
-    """With a wrong password the daemon would keep lanes, and release nothing from them."""
+    """With a wrong password the daemon would keep lanes without releasing anything from them."""
     store = ScriptedStore()
     async with scene(store) as it:
         it.connection.current, it.connection.connects = None, 0
@@ -260,7 +260,7 @@ async def test_no_lane_is_taken_before_the_first_connection_to_the_broker() -> N
 
 
 async def test_the_daemon_waits_for_lanes_dropped_without_a_broker() -> None:
-    """The first look with a broker takes the lanes again, and messages with keys may come before it."""
+    """The first poll with a broker takes the lanes again, and messages with keys may arrive before it."""
     async with at_work() as it:
         it.connection.current = None
         await until(lambda: not it.backlog.usable)

@@ -82,7 +82,7 @@ def test_a_step_is_followed_at_once(step_ms: float) -> None:
 
 @pytest.mark.parametrize("rate", [-0.083_333, 0.083_333])
 def test_a_clock_slewed_by_chrony_is_followed_a_second_late(rate: float) -> None:
-    """docs/guarantees.md names the largest error of the estimate meanwhile."""
+    """docs/guarantees.md states the largest error of the estimate until then."""
     local = Local()
     clock = StoreClock(local)
     for _ in range(20):

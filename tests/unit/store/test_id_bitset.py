@@ -12,7 +12,7 @@ IDS = st.integers(0, (1 << 63) - 1) | st.integers(0, 3 * PART)
 
 
 def test_a_million_ids_take_little_memory() -> None:
-    """For an action of the page, a set of integers would take some eighty megabytes of the daemon."""
+    """For an action of the page, a set of integers would use about eighty megabytes in the daemon."""
     tracemalloc.start()
     try:
         seen = IdBitset()

@@ -1,4 +1,4 @@
-"""Packing: rows come out as they went in, to the byte, and every change is found."""
+"""Packing: rows come out unchanged, to the byte, and every change is detected."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_every_flipped_bit_and_every_cut_is_found() -> None:
 
 
 def test_broken_bytes_with_a_matching_digest_raise_segment_broken() -> None:
-    """A bug of ours could write such bytes: every error of the decoder becomes SegmentBroken."""
+    """Our own bug could write such bytes: every error of the decoder becomes SegmentBroken."""
     packed = small()
     chance = random.Random(7)
     for _ in range(3_000):

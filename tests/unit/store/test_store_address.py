@@ -1,4 +1,4 @@
-"""Parameters of the store's URL: an error names each mistake, and never shows the password."""
+"""Parameters of the store's URL: an error names each problem, and never shows the password."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_a_fault_excuses_messages_in_flight(window: Window, excused: bool) -> No
         # Read 20 s after its publish: an earlier fault cannot make the daemon publish one row twice.
         ((b"17", b"17"), Form.INT64, False),
         ((b"17", b"18"), Form.INT64, True),  # two reads, perhaps the first at once
-        ((b"17", b"17"), Form.EPOCH, True),  # an instant does not tell the time of the read
+        ((b"17", b"17"), Form.EPOCH, True),  # an instant does not reveal the time of the read
     ],
 )
 def test_a_fault_before_a_message_was_read_does_not_excuse_copies_of_its_row(

@@ -22,7 +22,7 @@ IDS: Final = [text(b"%032x" % one) for one in range(SENT + 1)]
 
 
 def of(one: int, *, id: int | None = None) -> tuple[Delivery, Props]:
-    """The delivery as it must stand in the refused queue, and its properties."""
+    """The delivery as it must appear in the refused queue, and its properties."""
     letter = doomed(one)
     sent = Props.decode(letter.properties)
     gained = [

@@ -1,4 +1,4 @@
-"""The list of mutants fits the program: each text and each test exists. `make mutants` runs them."""
+"""The list of mutants matches the program: each text and each test exists. `make mutants` runs them."""
 
 from __future__ import annotations
 

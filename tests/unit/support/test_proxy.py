@@ -1,4 +1,4 @@
-"""The proxy with several servers behind it: where a connection leads."""
+"""The proxy with several servers behind it: which server gets a connection."""
 
 from __future__ import annotations
 
