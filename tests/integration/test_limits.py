@@ -98,9 +98,9 @@ async def test_the_daemon_names_a_limit_of_its_user(rabbitmq: RabbitMQ, small: s
 
 
 async def test_the_daemon_names_a_limit_of_connections(rabbitmq: RabbitMQ, vhost: str, vhost_name: str) -> None:
-    limit(rabbitmq, f"vhost-limits/{vhost_name}", "max-connections", 1)
+    limit(rabbitmq, f"vhost-limits/{vhost_name}", "max-connections", 0)
     said = await daemon_says(vhost, "broker refused")
-    assert "connection limit (1) is reached" in said["reason"] and RAISE in said["next_step"]
+    assert "connection limit (0) is reached" in said["reason"] and RAISE in said["next_step"]
 
 
 async def test_the_longest_name_of_a_virtual_host_works(delayer: Run, rabbitmq: RabbitMQ) -> None:

@@ -180,7 +180,7 @@ async def looked(url: str) -> None:
 
 async def sampled(url: str) -> None:
     async with looking(url, "count") as connection:
-        assert sum((await stats.take_census(connection, most_pages=5)).counts.values()) > FEW
+        assert sum((await stats.take_census(connection, most_pages=50)).counts.values()) > FEW
 
 
 @pytest.mark.parametrize("look", [looked, sampled])
