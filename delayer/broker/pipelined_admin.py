@@ -338,9 +338,9 @@ async def pipelined_admin(urls: str, name: str, *, patience: float = PATIENCE) -
         await connection.close()
 
 
-async def why_silent(urls: str, queue: Queue) -> str:
+async def why_silent(urls: str, queue: Queue) -> str | None:
     """Return why the queue, which exists with these arguments, counts as one without a majority of its members; "" if
-    it does not, or that cannot be asked.
+    it does not, or is of another kind; None if the broker could not be asked.
 
     A quorum queue with a single active consumer refuses ``basic.get``, but only after a majority of its members logged
     the request. So this takes no message and changes nothing. It has its own connection, because without a majority the
@@ -348,12 +348,14 @@ async def why_silent(urls: str, queue: Queue) -> str:
     """
     if queue.argument("x-queue-type") != "quorum" or not queue.argument(ONE_CONSUMER):
         return ""
-    with suppress(BrokerLost, BrokerRefused):
+    found: str | None = None
+    with suppress(BrokerLost, BrokerRefused):  # Closing the connection may fail too.
         async with pipelined_admin(urls, "delayer majority", patience=MAJORITY_SECONDS) as broker:
             await broker.ask([LINE])
             try:
                 await broker.ask([BasicGet(queue=queue.name)])
+                found = ""
             except (BrokerUnreachable, ConnectionLost) as lost:
                 if isinstance(lost, BrokerUnreachable) or lost.code == ReplyCode.INTERNAL_ERROR:
-                    return f"queue {queue.name!r} does not answer what needs a majority of its members"
-    return ""
+                    found = f"queue {queue.name!r} does not answer what needs a majority of its members"
+    return found

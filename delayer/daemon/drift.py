@@ -31,12 +31,13 @@ class Seen(NamedTuple):
     """What a round finds on the broker before it declares the topology.
 
     ``bindings``: those of the intake queue, whose loss would lose messages; None if unknown. ``minority``: our queues
-    without a majority, by the management API. ``silent``: the intake queue, if its members do not answer.
+    without a majority, by the management API. ``silent``: the intake queue, if its members do not answer;
+    None if that could not be asked.
     """
 
     bindings: Collection[Binding] | None = None
     minority: str = ""
-    silent: str = ""
+    silent: str | None = ""
 
 
 class DeclaredTopology:
@@ -57,8 +58,8 @@ class DeclaredTopology:
         """Declare what the settings in force need, and note whether that succeeds. ``seen``: in a round. Raises what
         :meth:`declare` does."""
         began = bool(self._declared)
-        if seen is not None:
-            self._lacking = seen.minority or (seen.silent if self._unanswered else "")
+        if seen is not None and (seen.minority or seen.silent is not None):
+            self._lacking = seen.minority or ((seen.silent or "") if self._unanswered else "")
             self._unanswered = bool(seen.silent)
         try:
             again = await self.declare(broker, settings, seen and seen.bindings)
