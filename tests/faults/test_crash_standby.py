@@ -3,7 +3,6 @@ folded; and the standby dies at each step of a release. The other daemon continu
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -20,6 +19,8 @@ from tests.support.raw import Message, Props, Raw, now_ms, number, text
 from tests.support.servers import RabbitMQ
 
 KEYS = 20
+UNDER_WAY = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'delayer park' AND state <> 'idle'"
+"""The batches that wait for the rest of their transaction."""
 DUE_MS = 6_000
 FAR_MS = 600_000
 DEATHS = DIES, BROKER_CUT, STORE_CUT = "dies", "loses the broker", "loses the store"
@@ -149,7 +150,7 @@ async def test_a_batch_that_reaches_the_store_after_those_of_the_next_daemon(
                 to_store.slow(delay=0.25)
                 due_ms = now_ms() + DUE_MS
                 await raw.publish(park("k", "old", due_ms))
-                await asyncio.sleep(0.1)  # So that the batch is on its way.
+                await eventually(lambda: place.ask(UNDER_WAY), lambda found: found > 0)
                 await raw.publish(cancel("k") if second == "cancel" else park("k", "newest", due_ms))
                 to_broker.cut()
                 await standby.event("standby took over")

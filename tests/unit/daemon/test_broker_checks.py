@@ -173,7 +173,7 @@ async def test_a_broker_that_stays_silent_makes_the_daemon_unready(
     assert ready or SILENCE in one.topology.reason
 
 
-FEW, HUNG = Seen(minority="few"), Seen(silent="hung")
+FEW, HUNG, UNASKED = Seen(minority="few"), Seen(silent="hung"), Seen(silent=None)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +181,7 @@ FEW, HUNG = Seen(minority="few"), Seen(silent="hung")
     [
         ([FEW], "few"), ([FEW, Seen()], ""), ([HUNG], ""), ([HUNG, HUNG], "hung"), ([HUNG, Seen(), HUNG], ""),
         ([HUNG, HUNG, Seen()], ""), ([FEW, None], "few"), ([HUNG, HUNG, None], "hung"),
+        ([HUNG, HUNG, UNASKED], "hung"), ([HUNG, UNASKED, HUNG], "hung"), ([FEW, UNASKED], "few"), ([UNASKED] * 2, ""),
     ],
 )  # fmt: skip
 async def test_a_queue_without_a_majority_makes_the_daemon_unready(
