@@ -271,7 +271,7 @@ class Properties:
         inside the header table; each access to a malformed table raises MalformedTable."""
         length = len(raw)
         if length < 2:
-            raise MalformedProperties(f"properties have 2 bytes of flags at least, found {length}")
+            raise MalformedProperties(f"properties have at least 2 bytes of flags, found {length}")
         places, kinds = _layout(raw[0] << 8 | raw[1])
         at = 2
         bounds = [at]

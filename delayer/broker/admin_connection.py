@@ -100,7 +100,7 @@ class AdminConnection:
         return answer
 
     async def _blocked(self) -> bool:
-        """Whether the broker said that it takes no publishes of this connection."""
+        """Whether the broker said that it accepts no publishes of this connection."""
         transport = self._connection.transport
         try:
             async with asyncio.timeout(0.1):

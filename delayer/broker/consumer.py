@@ -39,7 +39,7 @@ its answer, which shows that the acknowledgements arrived."""
 NACKS_UNCOUNTED: Final = (4, 3)
 """The first version of RabbitMQ that does not count a nacked message as delivered."""
 SAMPLE_PREFETCHES: Final = 10
-"""After this many times the prefetch, the average size of messages is known."""
+"""The average size of messages is known after this many prefetches of them."""
 MIN_GAIN: Final = 2
 """A new subscription is worth its cost if it can buffer this many times as many messages."""
 

@@ -269,7 +269,7 @@ async def _management(report: CheckReport, admin: Admin, settings: Settings) -> 
         report.add("alarms", "note", found, "give the user of broker.management_url the tag `monitoring`")
         return
     for alarm in alarms:
-        found = f"{alarm}: the broker takes no publishes, so nothing goes in or out"
+        found = f"{alarm}: the broker accepts no publishes, so nothing goes in or out"
         report.add("alarms", "off", found, "free memory or disk on that node (rabbitmq.com/docs/alarms)")
     known = {route.from_ for route in settings.routes} | {cascade_of(settings).delivery, ""}
     if strange := sorted(sources - known):

@@ -64,7 +64,7 @@ def export(context: click.Context, /, *, file: Path, force: bool, **given: Any) 
     except (NotWritten, OSError) as error:
         where = f"{'stdout' if to_stdout else file}: {error.strerror or error}"
         if error.errno == errno.EPIPE:  # As with every other verb.
-            raise CommandFailed(f"{where}: the reader has gone, and has a part of the messages") from error
+            raise CommandFailed(f"{where}: the reader closed the pipe before the last message") from error
         if not opened and error.errno not in _FULL:
             raise Misused(where) from error
         kept = not to_stdout and (file.is_file() or not file.exists())

@@ -137,7 +137,7 @@ def show(live: dict[str, Any]) -> None:
     print_table(columns, rows, right=(1, 2, 3, 4, 5))
     if live["blocked"]:
         click.echo(
-            "BLOCKED: a resource alarm of the broker (memory, disk): it takes no publishes, so nothing is released"
+            "BLOCKED: a resource alarm of the broker (memory, disk): it accepts no publishes, so nothing is released"
         )
 
 

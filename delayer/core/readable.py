@@ -16,8 +16,8 @@ COUNTS_AGE: Final = 12.0
 """Maximum age of the broker's counts in seconds: two ticks of a quorum queue, and the management API's pause."""
 
 # A password extends to the last "@" before a blank. People forget to escape "/" or "@" in a password, and the output
-# must not show half of it. The price: two URLs without a blank between them lose the text between them. One "/" is
-# enough, because a URL used as a file path has lost the other.
+# must not show half of it. The price: of two URLs without a blank between them, everything up to the second "@" is
+# hidden. One "/" is enough, because a URL used as a file path has lost the other.
 _IN_AUTHORITY = re.compile(r"(:/+[^\s:@/?#]*):[^\s]*@")
 _UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
 _UNPRINTABLE_BUT_LINES = re.compile(r"[^\x20-\x7e\n\t]")

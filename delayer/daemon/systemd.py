@@ -149,6 +149,6 @@ def condition(
     ``blocked`` by a resource alarm, without a lane or the topology (the reasons, or ""), lanes and queues ``stuck``."""
     broker = "the broker is out of reach"
     if connected:
-        broker = "the broker takes no publishes (a resource alarm)" if blocked else ""
+        broker = "the broker accepts no publishes (a resource alarm)" if blocked else ""
     found = [intake and f"intake {intake}", broker, no_lane, topology, *(f"{one} does not advance" for one in stuck)]
     return "; ".join(filter(None, found)) or "nothing is consumed yet"

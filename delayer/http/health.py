@@ -33,7 +33,7 @@ def not_ready(state: State, intake: str, store: StoreOverview | None, error: str
     if not publishing["connected"]:
         found.append("nothing is delivered: no connection to publish by")
     elif publishing["blocked"]:
-        found.append("nothing is delivered: the broker takes no publishes (a resource alarm)")
+        found.append("nothing is delivered: the broker accepts no publishes (a resource alarm)")
     if state["mode"] == "store" and not state["usable"]:
         found.append("no lane of the store is owned")
     if state["refusal"]:

@@ -59,7 +59,7 @@ METRICS: Final[Mapping[str, MetricKind]] = {
     "cascaded_total": _counter("route", "messages published into the cascade, or delayed by the broker, and confirmed"),
     "refused_total": _counter("route", "messages set aside in the refused queue"),
     "held_total": _counter("route", "messages held because their destination did not take them"),
-    "returned_total": _counter("route", "publishes that the broker returned or answered by a close"),
+    "returned_total": _counter("route", "publishes that the broker returned, or refused by closing the channel"),
     "nacked_total": _counter("route", "publishes that a queue nacked"),
     "undelayed_total": _counter("route", "messages that arrived without a delay, not counting those that were refused"),
     "restored_total": _counter("", "messages restored from segments"),

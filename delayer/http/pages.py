@@ -48,7 +48,7 @@ def by_program(request: Request) -> bool:
 
 
 async def _named(connection: Any, text: str) -> Token | None:
-    """Find the one message of this name among rows and held messages, by the rule of OWN; None without exactly one."""
+    """Find the waiting or held message called ``text`` (see OWN); None if there is none, or more than one."""
     with suppress(ValueError):
         return read_token(text)
     name = raw(text)

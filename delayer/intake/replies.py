@@ -46,7 +46,7 @@ def build_reply(properties: Properties, key: bytes, token: bytes, *, cancelled: 
 
 async def send_replies(publisher: Publisher, answers: Sequence[Outgoing]) -> None:
     """Publish replies. Logs unconfirmed replies, and does not retry them."""
-    failed, reason = len(answers), "the broker takes no publishes"
+    failed, reason = len(answers), "the broker accepts no publishes"
     if publisher.ready:
         try:
             outcomes = await publisher.publish(answers)

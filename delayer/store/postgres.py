@@ -257,7 +257,7 @@ class PostgresStore:
                 pool.end(connection)
                 raise
             if status != "COMMIT":
-                raise StoreLost(f"the store answered COMMIT by {status}")
+                raise StoreLost(f"the store answered COMMIT with {status}")
 
     async def maintain(self) -> None:
         """Create partitions ahead of need and drop empty past ones, unless another daemon does. Raises StoreLost."""

@@ -73,7 +73,7 @@ async def test_a_part_of_the_segments_is_restored(database: str) -> None:
         await lawful(database)
 
 
-async def test_a_broken_segment_is_told_and_the_others_come_back(database: str) -> None:
+async def test_a_broken_segment_is_reported_and_the_others_are_restored(database: str) -> None:
     async with filled(database, FEW), sql(database) as admin:
         count = await compact_all(admin, ROWS)
         await admin.execute(

@@ -234,5 +234,5 @@ LOST_TASK = (
         ),
     ],
 )
-def test_the_reason_of_a_task_that_was_given_up_is_told(reason: str, expected: str) -> None:
+def test_the_reason_of_a_failed_task_is_reported(reason: str, expected: str) -> None:
     assert str(failure("packing", LOST_TASK.format(reason))) == expected

@@ -243,7 +243,7 @@ def test_documented_rules_are_rules_of_a_user(spark: SparkSession) -> None:
     ],
     ids=["columns", "syntax", "no query", "name"],
 )
-def test_a_wrong_rule_of_the_users_is_told_before_the_audit(
+def test_a_mistake_in_a_rule_of_the_configuration_is_reported_before_the_audit(
     spark: SparkSession, change: dict[str, str], told: str
 ) -> None:
     show_empty(spark)

@@ -138,7 +138,7 @@ async def test_without_the_management_api_only_missing_exchanges_are_found(vhost
     assert "broker.management_url" in remark
 
 
-async def test_a_management_api_that_does_not_answer_is_told(vhost: str) -> None:
+async def test_a_management_api_that_does_not_answer_is_reported(vhost: str) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://guest:s3cret@127.0.0.1:{unused.getsockname()[1]}"
@@ -168,7 +168,7 @@ async def test_a_broker_that_never_answers_costs_no_more_than_the_limit() -> Non
     assert any("the time limit of 0.3 s ended" in remark for remark in asked.remarks)
 
 
-async def test_the_soonest_are_asked_first_and_the_rest_is_told(rabbitmq: RabbitMQ, vhost: str) -> None:
+async def test_the_soonest_are_queried_first_and_the_rest_counted(rabbitmq: RabbitMQ, vhost: str) -> None:
     targets = [target("", f"missing-{n}", first_due_ms=n) for n in range(300)]
     asked = await check_targets(vhost, rabbitmq.management_url, reversed(targets), most=200)
     assert [one.first_due_ms for one, _ in asked.routes] == list(range(300))

@@ -76,7 +76,7 @@ class ImportStore:
             with translated("import"):
                 await schema.check(connection)
                 if not await connection.fetchval(f"SELECT {_LOCK}"):
-                    raise ImportBusy("another `delayer import` is at work in this store")
+                    raise ImportBusy("another `delayer import` is running in this store")
                 days = Days(await existing(connection))
             yield cls(connection, days)
         finally:

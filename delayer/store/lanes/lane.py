@@ -189,7 +189,7 @@ class PostgresClaimer:
             retry_ms = await self._write_results(connection, claim, released, held, written_ms)
             status = await connection.execute("COMMIT")
             if status != "COMMIT":
-                raise StoreLost(f"settle: the store answered COMMIT by {status}")
+                raise StoreLost(f"settle: the store answered COMMIT with {status}")
             self.end()
             lane.advanced_at = self._clock.monotonic()
             lane.cursor.expect_retry(retry_ms)

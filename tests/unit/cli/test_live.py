@@ -120,7 +120,7 @@ async def test_check_asks_the_daemon_where_it_answers(listen: str, metrics_only:
     async with served(inside, metrics_only=metrics_only) as web:
         http = {"listen": "", "metrics_listen": web.address} if metrics_only else {"listen": web.address.split()[0]}
         rows = await checked(http)
-    assert [(row.result, "takes no publishes" in row.found) for row in rows] == ([("off", True)] if broken else [])
+    assert [(row.result, "accepts no publishes" in row.found) for row in rows] == ([("off", True)] if broken else [])
 
 
 async def test_check_notes_a_daemon_of_another_broker() -> None:

@@ -126,7 +126,7 @@ WELL: dict[str, Any] = {"connected": True, "blocked": False, "no_lane": "", "stu
         (WELL | {"intake": "standby"}, "intake standby"),
         (WELL | {"connected": False, "intake": ""}, "the broker is out of reach"),
         (WELL | {"connected": False, "blocked": True, "intake": ""}, "the broker is out of reach"),
-        (WELL | {"blocked": True}, "intake active; the broker takes no publishes (a resource alarm)"),
+        (WELL | {"blocked": True}, "intake active; the broker accepts no publishes (a resource alarm)"),
         (
             WELL | {"stuck": ["lane 3", "queue 'delays'"]},
             "intake active; lane 3 does not advance; queue 'delays' does not advance",

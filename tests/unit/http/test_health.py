@@ -54,7 +54,7 @@ AWAY: dict[str, Any] = {"consuming": {"delays": False}}
         (state(mode="native", unsettled={"delays": 42.0}), None, [UNSETTLED]),
         (state(), overview(late=OverdueSegments(1, 5, 9_999)), [PACKED]),
         (state(), overview(late=OverdueSegments(1, 5, 10_001)), []),
-        (state(connections=BLOCKED), GOOD, [f"{STUCK}the broker takes no publishes (a resource alarm)"]),
+        (state(connections=BLOCKED), GOOD, [f"{STUCK}the broker accepts no publishes (a resource alarm)"]),
         (state(connections=CUT), GOOD, [f"{STUCK}no connection to publish by"]),
     ],
     ids=range(22),

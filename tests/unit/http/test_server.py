@@ -308,12 +308,12 @@ async def test_a_taken_port_is_logged_and_tried_again() -> None:
 async def test_the_page_shows_an_alarm_of_the_broker() -> None:
     inside = Inside()
     async with served(inside) as web:
-        assert "takes no publishes" not in (await web.get("/")).text
+        assert "accepts no publishes" not in (await web.get("/")).text
         inside.blocked = True
-        assert "takes no publishes" in (await web.get("/")).text
+        assert "accepts no publishes" in (await web.get("/")).text
         assert (await web.get("/api/live")).json["blocked"] is True
         answer = await web.get("/health/ready")
-        assert (answer.status, "takes no publishes" in answer.text) == (503, True)
+        assert (answer.status, "accepts no publishes" in answer.text) == (503, True)
 
 
 async def test_refused_clients_do_not_query_the_broker() -> None:
