@@ -28,7 +28,7 @@ from delayer.store.admin.actions import NewDue
 from delayer.store.admin.changes import OF_HELD, ChangeResult, StoredChange
 
 if TYPE_CHECKING:
-    from delayer.daemon.set_aside import SetAsideChange
+    from delayer.set_aside.change import SetAsideChange
 
 
 def carry_out(

@@ -16,10 +16,9 @@ from delayer.cli.output import note, print_json, print_table
 from delayer.config.topology import unread_delays
 from delayer.core.message import raw
 from delayer.core.readable import instant
-from delayer.daemon import set_aside
-from delayer.daemon.set_aside import NOUNS, SetAsideChange, describe_unseen
 from delayer.format.refusal import NO_EDITS, RetryEdits
-from delayer.intake.set_aside import ANY, MAX_LISTED, Selection, SetAsideMessage, SetAsideName
+from delayer.set_aside.change import NOUNS, SetAsideChange, describe_unseen, find_messages
+from delayer.set_aside.queues import ANY, MAX_LISTED, Selection, SetAsideMessage, SetAsideName
 
 LISTED: Final = 50
 """Messages that a list reads by default."""
@@ -86,7 +85,7 @@ def _list(context: click.Context, /, source: SetAsideQueue, *, limit: int | None
     wanted = Selection(**given)
     # A message that an operator names may be anywhere in the queue.
     limit = limit or (None if wanted.ids else LISTED)
-    seen = asyncio.run(set_aside.find_messages(settings, source.name, wanted, limit))
+    seen = asyncio.run(find_messages(settings, source.name, wanted, limit))
     if as_json:
         print_json(seen.as_dict())
         return

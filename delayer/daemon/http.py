@@ -11,14 +11,13 @@ from delayer.broker.errors import BrokerRefused, QueueMissing, TopologyMismatch
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.message import as_text, raw
-from delayer.daemon import set_aside
-from delayer.daemon.set_aside import SetAsideChange
 from delayer.daemon.wiring import Daemon
 from delayer.format.refusal import RetryEdits
 from delayer.http.recent import Recent, host_ms
 from delayer.http.server import HttpPart
 from delayer.http.view import Depths, State
-from delayer.intake.set_aside import Result, Selection, SetAsideName
+from delayer.set_aside.change import SetAsideChange, find_messages
+from delayer.set_aside.queues import Result, Selection, SetAsideName
 from delayer.store.admin.changes import ChangeResult
 
 
@@ -77,7 +76,7 @@ class DaemonInside:
 
     async def look_aside(self, name: SetAsideName, limit: int) -> Result:
         with _reached():
-            return await set_aside.find_messages(self.settings, name, limit=limit)
+            return await find_messages(self.settings, name, limit=limit)
 
     async def change_aside(
         self, name: SetAsideName, verb: str, ids: frozenset[str], who: str, edits: RetryEdits

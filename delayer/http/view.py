@@ -18,7 +18,7 @@ from delayer.config.model import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.errors import StoreLost
 from delayer.format.refusal import RetryEdits
-from delayer.intake.set_aside import Result, SetAsideName
+from delayer.set_aside.queues import Result, SetAsideName
 from delayer.store.admin import stats
 from delayer.store.admin.changes import ChangeResult
 from delayer.store.admin.stats import Census, StoreOverview

@@ -21,7 +21,7 @@ from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.core.cascade import CASCADE_KINDS, Cascade, due_topology, intake_topology
 from delayer.core.topology import Exchange, Queue, Topology, arguments
 from delayer.format.refusal import EntryPoints, RetryEdits
-from delayer.intake import set_aside
+from delayer.set_aside import queues
 from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQ
 from tests.support.silent import silent
@@ -170,8 +170,8 @@ async def test_a_queue_whose_leader_does_not_answer_does_not_count_as_empty(
     full = Queue("full", arguments({"x-queue-type": "quorum"}))
     topology = Topology((), (full, Queue("empty")), ())
     hasty = partial(pipelined_admin, patience=1.0)
-    monkeypatch.setattr(set_aside, "pipelined_admin", hasty)
-    refused = set_aside.refused_queue(vhost, None, "full", EntryPoints.of("full", []), RetryEdits())
+    monkeypatch.setattr(queues, "pipelined_admin", hasty)
+    refused = queues.refused_queue(vhost, None, "full", EntryPoints.of("full", []), RetryEdits())
     async with await Admin.connect(vhost, patience=1.0) as admin, hasty(vhost, "test") as broker:
         await declare(vhost, topology)
         await publish(vhost, "full")

@@ -16,11 +16,11 @@ from delayer.broker.pipelined_admin import DELAYS_FROM, pipelined_admin
 from delayer.config.loading import load
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
-from delayer.daemon.set_aside import SetAsideChange, queue_of
 from delayer.format import reading
 from delayer.format.envelope import HoldNote, envelope_properties
-from delayer.intake import set_aside
-from delayer.intake.set_aside import Selection
+from delayer.set_aside import queues
+from delayer.set_aside.change import SetAsideChange, queue_of
+from delayer.set_aside.queues import Selection
 from tests.integration.cli import Run, channel_to, ids, said, take
 from tests.support.place import counted
 from tests.support.raw import Message, Props, Raw, number, text
@@ -41,9 +41,9 @@ def envelope(number: int, reason: str, body: bytes = b"body") -> tuple[Parcel, b
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """A consumer reads 6 messages ahead, in portions of 4."""
     import_module("delayer.cli.set_aside")  # It bounds --limit by MAX_LISTED when it is loaded.
-    monkeypatch.setattr(set_aside, "MAX_LISTED", 6)
-    monkeypatch.setattr(set_aside, "PORTION", 4)
-    monkeypatch.setattr(set_aside, "MAX_NAMED", 3)
+    monkeypatch.setattr(queues, "MAX_LISTED", 6)
+    monkeypatch.setattr(queues, "PORTION", 4)
+    monkeypatch.setattr(queues, "MAX_NAMED", 3)
 
 
 async def put_strays(raw: Raw, count: int) -> None:
@@ -71,7 +71,7 @@ async def test_a_change_reaches_every_message(delayer: Run, vhost: str, monkeypa
         assert "Dropped: 15." in delayer("strays", "drop", "--reason", "late", "--yes").stdout
         unknown = delayer("strays", "drop", "id:0", expect=1)
         assert "0 of 1" in unknown.stdout and "id:0 is not in the queue" in unknown.stderr
-        monkeypatch.setattr(set_aside, "MAX_LISTED", 100)
+        monkeypatch.setattr(queues, "MAX_LISTED", 100)
         assert set(ids(delayer, "strays", "list")) == {f"id:{n:032x}" for n in range(1, 29, 2)}
         assert "Dropped: 14." in delayer("strays", "drop", "--all", "--yes").stdout
         assert left() == []
@@ -112,7 +112,7 @@ async def test_no_message_is_retried_twice(delayer: Run, vhost: str) -> None:
             told.append(messages)
 
         await refuse(range(20))
-        done = await queue_of(load(None, {}, {"broker.url": vhost}), "refused").change("retry", set_aside.ANY, add)
+        done = await queue_of(load(None, {}, {"broker.url": vhost}), "refused").change("retry", queues.ANY, add)
     assert (done.matched, done.changed, done.remaining) == (20, 20, [])
     assert sum(told) == 20 and max(told) <= 4, "in portions"
     assert len(await take(vhost, "delays")) == 20
@@ -152,8 +152,8 @@ def test_store_mode_has_none(delayer: Run) -> None:
 def test_only_the_beginning_of_a_large_stray_is_kept() -> None:
     parcel, properties = envelope(1, "312", b"x" * 1_000_000)
     delivery = Delivery(1, False, b"", QUEUE, properties, parcel.body)
-    read = set_aside.read_stray(delivery, b"delayer.delay-delivery", b"delays.due", 10_000)
-    shown = set_aside.SetAsideMessage.stray(delivery, read)
+    read = queues.read_stray(delivery, b"delayer.delay-delivery", b"delays.due", 10_000)
+    shown = queues.SetAsideMessage.stray(delivery, read)
     assert len(pickle.dumps(shown)) < 1_000
     assert (shown.size, shown.reason) == (1_000_000, "312")
 

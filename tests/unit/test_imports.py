@@ -62,12 +62,13 @@ HOUSE: Mapping[str, Layer] = {
     "config": layer("core", "amqp", never=DRIVERS),
     "broker": layer("core", "amqp", never="sqlalchemy asyncpg pyspark"),
     "store": layer("core", "format", never="aio_pika aiormq pamqp pyspark"),
-    "intake": layer("core", "amqp", "format", "broker", never=DRIVERS),
+    "intake": layer("core", "amqp", "format", never=DRIVERS),
     "release": layer("core", "amqp", "format", never=DRIVERS),
     # The daemon imports neither `imports` nor `audit`: it never starts a JVM.
     "imports": layer("core", "amqp", "format", "broker", "store", never="aio_pika aiormq pyspark"),
     "audit": layer("core", "amqp", "format", "broker", "store", "config", never="sqlalchemy"),
-    "http": layer("core", "amqp", "format", "store", "config", "intake", never=DRIVERS),
+    "set_aside": layer("core", "amqp", "format", "broker", "store", "config", never=DRIVERS),
+    "http": layer("core", "amqp", "format", "store", "config", "set_aside", never=DRIVERS),
 }
 # The edge may import everything below it. Nothing below may import the edge.
 EDGE = frozenset({"__main__", "cli", "daemon"})
@@ -206,6 +207,8 @@ def _defined(node: ast.stmt) -> str:
         ("delayer.release.x", "from sqlalchemy import text"),
         ("delayer.release.x", "from delayer.broker.publisher import AmqpPublisher"),
         ("delayer.intake.x", "from delayer import config"),
+        ("delayer.intake.x", "from delayer.broker.consumer import AmqpConsumer"),
+        ("delayer.intake.x", "from delayer.set_aside.queues import SetAside"),
         ("delayer.intake.x", "import delayer.store.postgres"),
         ("delayer.intake.x", "from delayer.release.loop import Release"),
         ("delayer.store.x", "from delayer.broker import relay"),

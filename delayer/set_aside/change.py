@@ -1,4 +1,5 @@
-"""The verbs for refused messages and strays, for the page and the command line."""
+"""The verbs for refused messages and strays, for the command line, the page and programs. Changes of held messages have
+the same methods: see store/admin/changes.py."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from delayer.config.topology import cascade_of, native_of
 from delayer.core.filters import naming_advice
 from delayer.core.readable import counted
 from delayer.format.refusal import NO_EDITS, EntryPoints, RetryEdits
-from delayer.intake.set_aside import (
+from delayer.set_aside.queues import (
     ANY,
     REFUSE_SECONDS,
     Add,
