@@ -15,7 +15,7 @@ from delayer.daemon.wiring import Daemon
 from delayer.format.refusal import RetryEdits
 from delayer.http.recent import Recent, host_ms
 from delayer.http.server import HttpPart
-from delayer.http.view import Depths, State
+from delayer.http.view import DaemonState, Depths
 from delayer.set_aside.change import SetAsideChange, find_messages
 from delayer.set_aside.queues import Result, Selection, SetAsideName
 from delayer.store.admin.changes import ChangeResult
@@ -39,26 +39,26 @@ class DaemonInside:
     def settings(self) -> Settings:
         return self._daemon.settings
 
-    def state(self) -> State:
+    def state(self) -> DaemonState:
         daemon, store = self._daemon, self._daemon.store
-        return {
-            "mode": daemon.settings.mode,
-            "routes": self._route_names(),
-            "started_ms": self._started_ms,
-            "consuming": daemon.consuming(),
-            "intake": daemon.intake,
-            "connections": daemon.connections.as_dict(),
-            "store": store.configured,
-            "lanes": store.numbers,
-            "usable": store.usable,
-            "refusal": store.refusal,
-            "stalled": daemon.watchdog.stalled(),
-            "stuck": store.stuck,
-            "unsettled": daemon.unsettled(),
-            "topology": daemon.topology.reason,
-            "recent": list(self.recent.steps),
-            "counters": daemon.counters,
-        }
+        return DaemonState(
+            mode=daemon.settings.mode,
+            routes=self._route_names(),
+            started_ms=self._started_ms,
+            consuming=daemon.consuming(),
+            intake=daemon.intake,
+            connections=daemon.connections.as_dict(),
+            store=store.configured,
+            lanes=store.numbers,
+            usable=store.usable,
+            refusal=store.refusal,
+            stalled=daemon.watchdog.stalled(),
+            stuck=store.stuck,
+            unsettled=daemon.unsettled(),
+            topology=daemon.topology.reason,
+            recent=list(self.recent.steps),
+            counters=daemon.counters,
+        )
 
     async def depths(self) -> Depths:
         settings = self.settings

@@ -12,40 +12,39 @@ from delayer.config.texts import service_of
 from delayer.core.readable import duration
 from delayer.http import metrics
 from delayer.http.metrics import MetricSources
-from delayer.http.view import State, View
+from delayer.http.view import DaemonState, View
 from delayer.store.admin.stats import StoreOverview
 
 
-def not_alive(state: State) -> list[str]:
+def not_alive(state: DaemonState) -> list[str]:
     """List the reasons to kill and restart this process; empty while it is alive."""
-    return [f"loop {loop!r} stands still" for loop in state["stalled"]]
+    return [f"loop {loop!r} stands still" for loop in state.stalled]
 
 
-def not_ready(state: State, intake: str, store: StoreOverview | None, error: str) -> list[str]:
+def not_ready(state: DaemonState, intake: str, store: StoreOverview | None, error: str) -> list[str]:
     """List the reasons why messages do not go in or come out; empty while the daemon is ready.
 
     ``intake``: the queue that the daemon always consumes; ``state`` names its other queues. ``store``: the last query's
     result; None if it failed, for the reason ``error``.
     """
-    consumed = {intake: False} | state["consuming"]
-    found = [f"queue {queue!r} is not consumed" for queue, is_ in consumed.items() if not is_]
-    publishing = state["connections"]["publish"]
+    found = [f"queue {queue!r} is not consumed" for queue, is_ in {intake: False, **state.consuming}.items() if not is_]
+    publishing = state.connections["publish"]
     if not publishing["connected"]:
         found.append("nothing is delivered: no connection to publish by")
     elif publishing["blocked"]:
         found.append("nothing is delivered: the broker accepts no publishes (a resource alarm)")
-    if state["mode"] == "store" and not state["usable"]:
+    if state.mode == "store" and not state.usable:
         found.append("no lane of the store is owned")
-    if state["refusal"]:
-        found.append(f"nothing leaves the store: {state['refusal']}")
-    if state["topology"]:
-        found.append(state["topology"])
+    if state.refusal:
+        found.append(f"nothing leaves the store: {state.refusal}")
+    if state.topology:
+        found.append(state.topology)
     found += not_alive(state)
     found += [
         f"queue {queue!r}: nothing that was read from it was settled for {duration(seconds)}"
-        for queue, seconds in state["unsettled"].items()
+        for queue, seconds in state.unsettled.items()
     ]
-    required = state["mode"] == "store"  # In native mode only messages with keys need it, and those parked earlier.
+    required = state.mode == "store"  # In native mode only messages with keys need it, and those parked earlier.
     if store is None:
         if required:
             found.append(f"the store is out of reach, or refuses us: {error or 'it was not looked at yet'}")
@@ -54,10 +53,10 @@ def not_ready(state: State, intake: str, store: StoreOverview | None, error: str
             found.append(f"the store's schema is {store.schema_found or 'missing'}, expected {store.schema_expected}")
     else:
         # The daemon also knows of a lane whose claims wait for a lock, although no row of it may be due yet.
-        stuck = dict.fromkeys(state["stuck"], "settled no claim for 30 s") | {
+        stuck = dict.fromkeys(state.stuck, "settled no claim for 30 s") | {
             lane.number: f"had due messages for {duration(lane.stuck_ms / 1000)}, and releases none"
             for lane in store.lanes
-            if lane.stuck_ms and (lane.number in state["lanes"] or not lane.alive)
+            if lane.stuck_ms and (lane.number in state.lanes or not lane.alive)
         }
         found += [f"lane {number} has {what}" for number, what in stuck.items()]
         if store.late.messages and (store.late.first_due_ms or 0) < store.store_now_ms:
@@ -84,7 +83,7 @@ class Answers(View):
     async def ready(self, _request: Request) -> Response:
         """/health/ready: messages go in and come out."""
         reasons = await self.not_ready()
-        mode, intake = self.settings.mode, self.inside.state()["intake"]
+        mode, intake = self.settings.mode, self.inside.state().intake
         role = {"service": service_of(self.settings), "mode": mode, "intake": intake}
         return JSONResponse({"ready": not reasons, "reasons": reasons, **role}, status_code=503 if reasons else 200)
 

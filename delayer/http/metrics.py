@@ -16,7 +16,7 @@ from delayer.config.model import Settings
 from delayer.core import horizon
 from delayer.core.counters import ROUTE_KINDS, Counters
 from delayer.core.message import as_text
-from delayer.http.view import Depths, Snapshot, State
+from delayer.http.view import DaemonState, Depths, Snapshot
 from delayer.store.admin.stats import COMPACTED, Census, StoreOverview
 
 PREFIX: Final = "delayer_"
@@ -105,7 +105,7 @@ METRICS: Final[Mapping[str, MetricKind]] = {
 class MetricSources:
     """The sources of one scrape; a registry of prometheus_client."""
 
-    state: State
+    state: DaemonState
     store: Snapshot[StoreOverview] | None
     census: Snapshot[Census] | None
     depths: Snapshot[Depths]
@@ -135,7 +135,7 @@ GO_DOWN: Final = frozenset({"held", "compacted"})
 def _all(sight: MetricSources) -> Iterator[MetricSample]:
     yield "build_info", [__version__], 1
     yield "ready", [], int(sight.ready)
-    yield "mode_info", [sight.state["mode"]], 1
+    yield "mode_info", [sight.state.mode], 1
     yield from _of_process(sight.state)
     ages = {"queues": sight.depths.age}
     yield from _of_broker(sight.depths, sight.roles)
@@ -143,28 +143,28 @@ def _all(sight: MetricSources) -> Iterator[MetricSample]:
         yield from _of_store(sight.store)
         ages["store"] = sight.store.age
     if sight.census is not None:
-        yield from _of_census(sight.census, sight.state["counters"])
+        yield from _of_census(sight.census, sight.state.counters)
         ages["backlog"] = sight.census.age
     yield from (("look_age_seconds", [part], age) for part, age in ages.items() if age is not None)
 
 
-def _of_process(state: State) -> Iterator[MetricSample]:
-    counters: Counters = state["counters"]
-    yield "start_time_seconds", [], state["started_ms"] / 1000
-    yield "stalled_loops", [], len(state["stalled"])
-    yield from (("consuming", [queue], int(is_)) for queue, is_ in state["consuming"].items())
-    yield "intake_active", [], int(state["intake"] == "active")
-    for use, connection in state["connections"].items():
+def _of_process(state: DaemonState) -> Iterator[MetricSample]:
+    counters = state.counters
+    yield "start_time_seconds", [], state.started_ms / 1000
+    yield "stalled_loops", [], len(state.stalled)
+    yield from (("consuming", [queue], int(is_)) for queue, is_ in state.consuming.items())
+    yield "intake_active", [], int(state.intake == "active")
+    for use, connection in state.connections.items():
         yield "connected", [use], int(connection["connected"])
         yield "blocked", [use], int(connection["blocked"])
         yield "reconnects_total", [use], max(connection["connects"] - 1, 0)
-    if state["store"]:
-        yield "lanes", [], len(state["lanes"])
+    if state.store:
+        yield "lanes", [], len(state.lanes)
         yield "lanes_lost_total", [], counters.lanes_lost
     for kind in ROUTE_KINDS:
         # The counter begins at 0, because a counter that begins with its first message hides that message.
         named = {as_text(route): count for route, count in counters.routes[kind].items()}
-        yield from ((f"{kind}_total", [route], n) for route, n in (dict.fromkeys(state["routes"], 0) | named).items())
+        yield from ((f"{kind}_total", [route], n) for route, n in (dict.fromkeys(state.routes, 0) | named).items())
     yield "restored_total", [], counters.restored
     yield "broken_segments_total", [], counters.broken_segments
     yield from (("lateness_seconds", [as_text(route)], tally) for route, tally in counters.lateness.items())

@@ -111,7 +111,7 @@ class Pages:
     async def overview(self, request: Request) -> Response:
         census = await self.answers.census.get() if self.answers.has_store else None
         value, settings = None if census is None else census.value, self.answers.settings
-        rates = recent.sent_rates(self.answers.inside.state()["recent"], 60.0)
+        rates = recent.sent_rates(self.answers.inside.state().recent, 60.0)
         largest = [] if value is None else render.destinations(value, rates)
         return await self.html(
             request,
@@ -142,20 +142,19 @@ class Pages:
             "delayed": [] if seen is None else delayed_rows(seen.delayed),
             "state": state,
             "settings": self.answers.settings,
-            "now": recent.summary(state["recent"], 60.0),
+            "now": recent.summary(state.recent, 60.0),
         }
 
     async def live_json(self, _request: Request) -> Response:
         """Return the last minutes' rates and lateness, and the mode, for the chart and for `delayer status`."""
         state = self.answers.inside.state()
-        steps = state["recent"]
-        summaries = {str(seconds): recent.summary(steps, seconds)._asdict() for seconds in (60, 300, 900)}
+        summaries = {str(seconds): recent.summary(state.recent, seconds)._asdict() for seconds in (60, 300, 900)}
         return JSONResponse(
             {
-                "series": recent.series(steps),
+                "series": recent.series(state.recent),
                 "last": summaries,
                 "blocked": render.blocked(state),
-                "intake": state["intake"],
+                "intake": state.intake,
                 "service": service_of(self.answers.settings),
                 "mode": self.answers.settings.mode,
             }

@@ -21,7 +21,7 @@ from delayer.core.units import HOUR_MS
 from delayer.format import reading
 from delayer.format.reading import message_id, preview, value_text
 from delayer.http.recent import host_ms
-from delayer.http.view import State
+from delayer.http.view import DaemonState
 from delayer.store.admin.stats import COMPACTED, NONE_THERE, Census
 
 _UNSEEN: Final = re.compile(
@@ -110,9 +110,9 @@ class DestinationRow(NamedTuple):
 TITLES: Final = {"minutes": "The coming hour", "hours": "Two days", "days": "Two months", "months": "Two years"}
 
 
-def blocked(state: State) -> bool:
+def blocked(state: DaemonState) -> bool:
     """Whether the broker has blocked a connection of this process."""
-    return any(line["blocked"] for line in state["connections"].values())
+    return any(line["blocked"] for line in state.connections.values())
 
 
 def series(census: Census | None) -> list[dict[str, Any]]:

@@ -16,8 +16,10 @@ from starlette.exceptions import HTTPException
 from delayer.amqp.errors import BrokerLost
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of
+from delayer.core.counters import Counters
 from delayer.core.errors import StoreLost
 from delayer.format.refusal import RetryEdits
+from delayer.http.recent import Step
 from delayer.set_aside.queues import Result, SetAsideName
 from delayer.store.admin import stats
 from delayer.store.admin.changes import ChangeResult
@@ -25,26 +27,27 @@ from delayer.store.admin.stats import Census, StoreOverview
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from delayer.store.session import looking
 
-State = Mapping[str, Any]
-"""The state of this process:
 
-    mode         "native" or "store"
-    routes       the names that metrics count the configured routes under
-    started_ms   its start, epoch milliseconds
-    consuming    queue -> whether the daemon consumes it
-    intake       "active", or "standby" if another daemon is known to get the messages; "" if it does not consume
-    connections  use -> {"connected", "blocked", "connects"}
-    store        whether a store is configured
-    lanes        numbers of the lanes that it releases
-    usable       whether there is a lane to park into
-    refusal      why the store refuses this daemon until an operator acts, or ""
-    stalled      names of the loops without progress
-    stuck        numbers of its lanes that have had due messages for 30 s and settled no claim
-    unsettled    queue -> the seconds since which nothing that was read from it was settled, if more than 30
-    topology     why the topology is not in place, or ""
-    recent       http.recent.Recent.steps
-    counters     core.counters.Counters of this process
-"""
+@dataclass(frozen=True, slots=True)
+class DaemonState:
+    """The state of this process."""
+
+    mode: str  # "native" or "store"
+    routes: Sequence[str]  # the names that metrics count the configured routes under
+    started_ms: int  # epoch milliseconds
+    consuming: Mapping[str, bool]  # queue -> whether the daemon consumes it
+    intake: str  # "active", or "standby" if another daemon is known to get the messages; "" if it does not consume
+    connections: Mapping[str, Mapping[str, int]]  # use -> {"connected", "blocked", "connects"}
+    store: bool  # whether a store is configured
+    lanes: Sequence[int]  # numbers of the lanes that it releases
+    usable: bool  # whether there is a lane to park into
+    refusal: str  # why the store refuses this daemon until an operator acts, or ""
+    stalled: Sequence[str]  # names of the loops without progress
+    stuck: Sequence[int]  # numbers of its lanes that have had due messages for 30 s and settled no claim
+    unsettled: Mapping[str, float]  # queue -> seconds since which nothing read from it was settled, if more than 30
+    topology: str  # why the topology is not in place, or ""
+    recent: Sequence[Step]
+    counters: Counters
 
 
 class Depths(NamedTuple):
@@ -66,8 +69,8 @@ class DaemonPort(Protocol):
     def settings(self) -> Settings:
         """The settings in force."""
 
-    def state(self) -> State:
-        """See State. Cheap."""
+    def state(self) -> DaemonState:
+        """Cheap."""
 
     async def depths(self) -> Depths:
         """Query the broker. Raises BrokerLost."""
@@ -182,7 +185,6 @@ class View:
 
     @property
     def settings(self) -> Settings:
-        """The settings in force."""
         return self.inside.settings
 
     @property

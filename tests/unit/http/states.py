@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from delayer.core.counters import Counters
+from delayer.http.view import DaemonState
 from delayer.store import schema
 from delayer.store.admin import stats
 from delayer.store.admin.stats import LaneOverview, StoreOverview
@@ -13,9 +14,9 @@ from delayer.store.segments import catalog
 LINE = {"connected": True, "blocked": False, "connects": 1}
 
 
-def state(counters: Counters | None = None, **more: Any) -> dict[str, Any]:
+def state(counters: Counters | None = None, **more: Any) -> DaemonState:
     """A healthy daemon in store mode."""
-    return {
+    healthy: dict[str, Any] = {
         "mode": "store",
         "routes": ["orders.in", "mail.in"],
         "started_ms": 1_800_000_000_000,
@@ -31,8 +32,9 @@ def state(counters: Counters | None = None, **more: Any) -> dict[str, Any]:
         "unsettled": {},
         "topology": "",
         "counters": counters or Counters(),
-        **more,
+        "recent": [],
     }
+    return DaemonState(**healthy | more)
 
 
 def overview(

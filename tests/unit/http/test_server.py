@@ -18,7 +18,7 @@ from delayer.format.refusal import NO_EDITS, RetryEdits
 from delayer.http import server
 from delayer.http.access import HEADERS
 from delayer.http.server import HttpPart
-from delayer.http.view import Depths, State
+from delayer.http.view import DaemonState, Depths
 from delayer.set_aside.queues import Result, SetAsideMessage
 from delayer.store.admin.changes import ChangeResult
 from tests.support.fakes import until
@@ -48,9 +48,9 @@ class Inside:
         self.mends: list[RetryEdits] = []
         self.looks = 0
 
-    def state(self) -> State:
+    def state(self) -> DaemonState:
         lines = {"publish": {"connected": True, "blocked": self.blocked, "connects": 1}}
-        return state(mode="native", store=False, recent=[], connections=lines)
+        return state(mode="native", store=False, connections=lines)
 
     async def depths(self) -> Depths:
         self.looks += 1
