@@ -10,12 +10,17 @@ from urllib.parse import quote
 
 import structlog
 
+from delayer.amqp.errors import BrokerLost
+from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.errors import MAJORITY, BrokerRefused, BrokerUnreachable, TopologyMismatch
 from delayer.broker.management_api import Management, Members
-from delayer.broker.pipelined_admin import PipelinedAdmin, why_silent
+from delayer.broker.pipelined_admin import PATIENCE, PipelinedAdmin, why_silent
 from delayer.config.model import Settings
 from delayer.config.topology import topology_of
 from delayer.core.topology import Binding, Topology, TopologyPart
+from delayer.daemon.live_settings import LiveSettings
+from delayer.daemon.store_bond import DELETED, StoreBond, WrongBroker
+from delayer.retry import first_set
 
 log = structlog.get_logger(__name__)
 
@@ -23,7 +28,6 @@ ROUND_SECONDS: Final = 60.0
 """Seconds between two rounds."""
 SHOWN: Final = 5
 """Maximum number of parts that a log line names."""
-DELETED: Final = "find out what deletes them: an operator, or a policy with `expires` (rabbitmqctl list_policies)"
 SILENT: Final = "see the broker's log and `rabbitmq-diagnostics cluster_status`: a node hangs, or is overloaded"
 
 
@@ -111,6 +115,33 @@ class DeclaredTopology:
             self._lost, self._unlogged = lost, {}
             self._declared = frozenset((*wanted.exchanges, *wanted.queues, *wanted.bindings))
             return again
+
+    async def watch(
+        self,
+        bond: StoreBond,
+        connections: Mapping[str, ReconnectingConnection],
+        live: LiveSettings,
+        stopping: asyncio.Event,
+    ) -> None:
+        """Once a minute, check that the broker is still the store's, and declare the topology again."""
+        while not await first_set(stopping, seconds=ROUND_SECONDS):
+            if (intake := connections["intake"].current) is None:
+                continue  # Then it is not consumed.
+            opened = [one.current for one in connections.values() if one.current is not None]
+            try:
+                for one in opened:
+                    if not one.blocked:  # The broker does not read it, so it would not answer.
+                        await bond.check(one)
+                seen = await look(live.settings)
+                async with PipelinedAdmin(intake, PATIENCE) as broker:
+                    await self.keep(broker, live.settings, seen)
+            except WrongBroker as wrong:
+                for one in opened:
+                    one.drop(str(wrong))  # New ones are accepted or not, as at the start.
+            except BrokerUnreachable as silent:
+                self.note_silence(str(silent))
+            except (BrokerLost, BrokerRefused, TopologyMismatch):
+                continue  # The connection is lost, or ``keep`` noted it.
 
 
 async def look(settings: Settings) -> Seen:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
+import structlog
+
+from delayer.broker.pipelined_admin import PipelinedAdmin
 from delayer.config.model import RetryTable, Settings
 from delayer.config.topology import own_names, uses_cascade
 from delayer.core.cascade import Cascade
@@ -17,6 +21,8 @@ from delayer.core.retry_policy import RetryPolicy
 from delayer.format.envelope import Endpoints
 from delayer.intake.handle import KEEP_MS
 from delayer.store.backlog import PostgresBacklog
+
+log = structlog.get_logger(__name__)
 
 NATIVE_KEEP_MS: Final = 999
 """Messages due this soon are kept in memory in native mode, because the cascade counts whole seconds."""
@@ -81,14 +87,17 @@ class LiveSettings:
         self._publisher = publisher
         self._store = store
         self._policy = policy_of(settings, has_store=settings.store_url is not None)
-        self._broker_delays = False
+        self.no_delays: str | None = ""
+        """Why the broker does not delay messages itself; None if it does, and empty if it was not probed."""
+        self._probing = asyncio.Lock()
+        self._probed_connects: int | None = None
         self.rates: Mapping[bytes, float] = rates_of(settings)
 
     def adopt(self, settings: Settings) -> None:
         """Apply the live part of new settings from the next batch on."""
         self.settings = settings
         self._policy = policy_of(settings, has_store=self._store.configured)
-        if self._broker_delays:
+        if self.no_delays is None:
             self._policy = replace(self._policy, longest_native_ms=LATEST_MS)
         self.rates = rates_of(settings)
 
@@ -97,10 +106,20 @@ class LiveSettings:
         new = policy_of(settings, has_store=self._store.configured).routes
         self._policy = replace(self._policy, routes={**new, **self._policy.routes})
 
-    def use_broker_delays(self, able: bool) -> None:
-        """From the next batch on, publish envelopes into the due queue, delayed by the broker, or into the cascade."""
-        self._broker_delays = able
-        self.adopt(self.settings)
+    async def choose_strategy(self, broker: PipelinedAdmin, settings: Settings, connects: int) -> None:
+        """If these settings use the cascade, probe whether the broker delays messages on time: once per connection, but
+        repeatedly until it does if their strategy is "queue". From the next batch on, publish envelopes into the due
+        queue, delayed by the broker, or into the cascade. Raises BrokerLost."""
+        strategy = settings.native.strategy
+        async with self._probing:
+            if self._probed_connects == connects or not uses_cascade(settings) or strategy == "cascade":
+                return
+            self.no_delays = await broker.why_no_delays(self._cascade.delivery, self._cascade.probe) or None
+            self.adopt(self.settings)
+            if self.no_delays and strategy == "queue":
+                return
+            self._probed_connects = connects
+            log.info("native strategy", strategy="cascade" if self.no_delays else "queue", reason=self.no_delays)
 
     def policy(self) -> Policy:
         """Return the policy of the next batch.
@@ -135,7 +154,7 @@ class LiveSettings:
             due_queue=self.settings.native.due_queue.encode(),
             refused_exchange=self.settings.refused.queue.encode(),
             max_properties=self._publisher.max_properties,
-            broker_delays=self._broker_delays,
+            broker_delays=self.no_delays is None,
         )
 
     def now_upper_ms(self) -> int:

@@ -16,7 +16,6 @@ from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.pipelined_admin import PipelinedAdmin
 from delayer.core.errors import StoreLost
 from delayer.core.topology import Topology
-from delayer.daemon.drift import DELETED
 from delayer.store.postgres import PostgresStore
 
 log = structlog.get_logger(__name__)
@@ -24,6 +23,7 @@ log = structlog.get_logger(__name__)
 PATIENCE: Final = 10.0
 IDENTITY_SECONDS: Final = 1.0
 """How long a new connection waits for the store's id. A store that hangs must not keep the daemon off the broker."""
+DELETED: Final = "find out what deletes them: an operator, or a policy with `expires` (rabbitmqctl list_policies)"
 RIGHTS: Final = "give the broker's user *configure* on delayer.store.* (docs/security.md)"
 
 

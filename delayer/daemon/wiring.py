@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final, Literal
 
@@ -14,19 +14,19 @@ from delayer.amqp.errors import BrokerLost
 from delayer.broker.addresses import addresses_of
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.consumer import BUFFER_BYTES, AdaptivePrefetch, AmqpConsumer, FlowControl
-from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyMismatch
+from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.isolation import Isolation
-from delayer.broker.pipelined_admin import PATIENCE, PipelinedAdmin, pipelined_admin
+from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.broker.publisher import CONFIRM_TIMEOUT, AmqpPublisher
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of, uses_cascade
 from delayer.core.backoff import LogThrottle
 from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.counters import Counters
-from delayer.daemon import drift
+from delayer.daemon.drift import DeclaredTopology
 from delayer.daemon.live_settings import LiveSettings, rates_of
 from delayer.daemon.services import ServiceGroup
-from delayer.daemon.store_bond import StoreBond, WrongBroker
+from delayer.daemon.store_bond import StoreBond
 from delayer.daemon.systemd import Notifier, Watchdog, condition
 from delayer.intake.consume import Handler, Intake, QueueConsumer
 from delayer.intake.dispatch import Dispatch
@@ -54,22 +54,8 @@ class Connections(dict[str, ReconnectingConnection]):
         super().__init__({use: reconnecting(f"delayer {use}") for use in uses})
         self.isolation = Isolation(self["publish"], timeout=CONFIRM_TIMEOUT)
 
-    def start(self) -> None:
-        for connection in self.values():
-            connection.start()
-
     def open(self) -> list[Connection]:
         return [one.current for one in self.values() if one.current is not None]
-
-    def drop(self, reason: str) -> None:
-        """End the open connections. New ones are accepted or not, as at the start."""
-        for one in self.open():
-            one.drop(reason)
-
-    def close_coroutines(self) -> list[Coroutine[None, None, None]]:
-        """Return the coroutines that close them. Await these together, because a hanging broker answers no close."""
-        self.isolation.close()
-        return [connection.close() for connection in self.values()]
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """For each connection: connected, blocked, and the number of connects."""
@@ -94,22 +80,18 @@ class Daemon:
         self.services = ServiceGroup()
         self.watchdog = Watchdog(notifier)
         self._bond = StoreBond()
-        self.topology = drift.DeclaredTopology()
+        self.topology = DeclaredTopology()
         self.connections = Connections(settings, self._bond.check)
-        self._cascade = cascade_of(settings)
         self._new_publisher = partial(publisher, self.connections["publish"], isolation=self.connections.isolation)
         self._publisher, self._limited_publisher = self._new_publisher(), self._new_publisher()
         self.store = PostgresBacklog(self.connections["publish"], heartbeat=self.watchdog, counters=self.counters)
-        self.live = LiveSettings(settings, self._cascade, self._publisher, self.store)
+        self.live = LiveSettings(settings, cascade_of(settings), self._publisher, self.store)
         self._dispatch = Dispatch(self._publisher, self.store, self.live, self.counters)
         self._intake = self._consumer_of(
             "intake", settings.intake.queue, IntakeHandler(self.live, self._dispatch, self.store, self.counters)
         )
         self._due: QueueConsumer | None = None
         self._levels: list[QueueConsumer] = []
-        self._probing = asyncio.Lock()
-        self._probed_connects: int | None = None
-        self._no_delays = ""
         self._begun = False
 
     @property
@@ -118,14 +100,15 @@ class Daemon:
 
     async def run(self) -> None:
         """Run until :meth:`stop`. Raises TopologyMismatch, SchemaOutdated, StoreUnfit if an operator has to decide."""
-        self.connections.start()
+        for connection in self.connections.values():
+            connection.start()
         if self.settings.store_url is not None:
             self.start_store(self.settings)
         self.services.add("intake", self._intake.run)
         self._levels = self._takeovers()
         for part in self._levels:
             self.services.add(part.intake.queue, part.run)
-        self.services.add("drift", self._watch_broker)
+        self.services.add("drift", partial(self.topology.watch, self._bond, self.connections, self.live))
         self.services.add("watchdog", self.watchdog.feed)
         self.services.add("readiness", self._announce)
         self._notifier.report("starting")
@@ -134,7 +117,8 @@ class Daemon:
             await self.services.run()
         finally:
             # Together and with a limit: a hanging broker answers no close, and a stop may take at most ten seconds.
-            closing = self.connections.close_coroutines()
+            self.connections.isolation.close()
+            closing = [connection.close() for connection in self.connections.values()]
             await asyncio.wait([asyncio.create_task(one) for one in closing], timeout=1.0)
             log.info("stopped", **self.counters.as_dict())
 
@@ -196,25 +180,6 @@ class Daemon:
             topology=self.topology.reason,
         )
 
-    async def _watch_broker(self, stopping: asyncio.Event) -> None:
-        """Once a minute, check that the broker is still the store's, and declare the topology again."""
-        while not await first_set(stopping, seconds=drift.ROUND_SECONDS):
-            if (connection := self.connections["intake"].current) is None:
-                continue  # Then it is not consumed.
-            try:
-                for one in self.connections.open():
-                    if not one.blocked:  # The broker does not read it, so it would not answer.
-                        await self._bond.check(one)
-                seen = await drift.look(self.settings)
-                async with PipelinedAdmin(connection, PATIENCE) as broker:
-                    await self.topology.keep(broker, self.settings, seen)
-            except WrongBroker as wrong:
-                self.connections.drop(str(wrong))
-            except BrokerUnreachable as silent:
-                self.topology.note_silence(str(silent))
-            except (BrokerLost, BrokerRefused, TopologyMismatch):
-                continue  # The connection is lost, or ``keep`` noted it.
-
     async def declare(self, settings: Settings | None = None) -> None:
         """Declare the topology. Raises BrokerLost, BrokerRefused, TopologyMismatch."""
         wanted = settings or self.settings
@@ -226,23 +191,7 @@ class Daemon:
                 handler = DueHandler(self.live, self._dispatch)
                 self._due = self._consumer_of("due", wanted.native.due_queue, handler)
                 self.services.add("due", self._due.run)
-            if uses_cascade(wanted) and wanted.native.strategy != "cascade":
-                await self._choose_strategy(broker, wanted.native.strategy)
-
-    async def _choose_strategy(self, broker: PipelinedAdmin, strategy: str) -> None:
-        """Probe whether the broker delays messages on time: once per connection, but repeatedly until it does if
-        ``strategy`` is "queue". Raises BrokerLost."""
-        async with self._probing:
-            connects = self.connections["intake"].connects
-            if self._probed_connects == connects:
-                return
-            self._no_delays = await broker.why_no_delays(self._cascade.delivery, self._cascade.probe)
-            self.live.use_broker_delays(not self._no_delays)
-            if self._no_delays and strategy == "queue":
-                return
-            self._probed_connects = connects
-            chosen = "cascade" if self._no_delays else "queue"
-            log.info("native strategy", strategy=chosen, reason=self._no_delays or None)
+            await self.live.choose_strategy(broker, wanted, self.connections["intake"].connects)
 
     async def _declare_again(self) -> None:
         """Declare as at the start. After the start, a mismatch does not stop the daemon: it keeps releasing, and
@@ -258,9 +207,9 @@ class Daemon:
 
     async def _prepare(self) -> None:
         await self._declare_again()
-        if self._no_delays and self.settings.native.strategy == "queue":
+        if self.live.no_delays and self.settings.native.strategy == "queue":
             # The daemon still consumes the due queue, so messages already in the cascade are delivered.
-            raise BrokerLost(f'native.strategy is "queue", and the broker cannot: {self._no_delays}')
+            raise BrokerLost(f'native.strategy is "queue", and the broker cannot: {self.live.no_delays}')
         if self.settings.mode == "store":
             await self.store.wait_usable(STORE_WAIT)
         else:

@@ -138,7 +138,7 @@ class Round(FakeAdmin):
 def rounds(monkeypatch: pytest.MonkeyPatch) -> type[Round]:
     Round.stopping = asyncio.Event()
     monkeypatch.setattr(drift, "ROUND_SECONDS", 0.0)
-    monkeypatch.setattr(wiring, "PipelinedAdmin", Round)
+    monkeypatch.setattr(drift, "PipelinedAdmin", Round)
     monkeypatch.setattr(drift, "why_silent", unasked)
     return Round
 
@@ -150,6 +150,10 @@ async def unasked(*_: object) -> str:
 def connect(one: Any, *connections: FakeConnection) -> None:
     for keeper, connection in zip(one.connections.values(), connections, strict=False):
         keeper.current = connection
+
+
+async def watch(one: Any, rounds: type[Round]) -> None:
+    await one.topology.watch(one._bond, one.connections, one.live, rounds.stopping)
 
 
 SILENCE = "no answer within 30 s"
@@ -168,7 +172,7 @@ async def test_a_broker_that_stays_silent_makes_the_daemon_unready(
     one = daemon()
     connect(one, FakeConnection())
     rounds.answers = [*answers]
-    await one._watch_broker(rounds.stopping)
+    await watch(one, rounds)
     assert (not one.topology.reason) == ready
     assert ready or SILENCE in one.topology.reason
 
@@ -209,7 +213,7 @@ async def test_the_queues_of_others_do_not_make_the_daemon_unready(monkeypatch: 
     assert seen.minority == "queue 'delays.refused' has no majority: 1 of 3 members are online"
 
 
-async def test_every_connection_is_checked_in_a_round(rounds: type[Round], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_connection_is_checked_in_a_round(rounds: type[Round]) -> None:
     one = daemon()
     await attached(one._bond, FakeStore())
     connect(one, FakeConnection("ours"), FakeConnection("ours"), FakeConnection("theirs"))
@@ -219,10 +223,11 @@ async def test_every_connection_is_checked_in_a_round(rounds: type[Round], monke
         dropped.append(reason)
         rounds.stopping.set()
 
-    monkeypatch.setattr(one.connections, "drop", drop)
+    for keeper in one.connections.values():
+        keeper.current.drop = drop
     rounds.answers = [""]
-    await one._watch_broker(rounds.stopping)
-    assert "belongs to another broker" in dropped[0]
+    await watch(one, rounds)
+    assert len(dropped) == 3 and "belongs to another broker" in dropped[0]
 
 
 async def test_a_blocked_connection_is_not_asked(rounds: type[Round]) -> None:
@@ -233,7 +238,7 @@ async def test_a_blocked_connection_is_not_asked(rounds: type[Round]) -> None:
     blocked.blocked = "low on memory"
     connect(one, FakeConnection("ours"), FakeConnection("ours"), blocked)
     rounds.answers = [""]
-    await one._watch_broker(rounds.stopping)
+    await watch(one, rounds)
     assert not rounds.answers, "the topology was declared"
 
 
@@ -245,6 +250,6 @@ async def test_a_missing_file_of_the_broker_url_does_not_end_the_rounds(rounds: 
     await one.topology.keep(Round(FakeConnection(), 1.0), Settings())
     rounds.answers = ["", ""]
     rounds.stopping.clear()
-    await one._watch_broker(rounds.stopping)
+    await watch(one, rounds)
     assert not rounds.answers
     assert not one.topology.reason
