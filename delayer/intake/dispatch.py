@@ -30,7 +30,7 @@ from delayer.format.reading import message_id
 from delayer.format.refusal import refused_properties
 from delayer.held import report_held
 from delayer.intake.ports import Backlog, IntakeSettings
-from delayer.intake.session import AckTracker, halved
+from delayer.intake.session import AckTracker, write_by_halves
 
 log = structlog.get_logger(__name__)
 MAX_ATTEMPTS: Final = 10
@@ -200,7 +200,7 @@ class Dispatch:
             await self.backlog.hold([(one.parcel, one.whole_hold) for one in some])
             self._accept_held(some, acks)
 
-        await halved(objections, hold, lambda one, reason: self.refuse(one.delivery, reason, acks))
+        await write_by_halves(objections, hold, lambda one, reason: self.refuse(one.delivery, reason, acks))
 
     async def _hold_in_broker(self, objections: Sequence[Objection], acks: AckTracker) -> None:
         batch = self._build_retries(objections)

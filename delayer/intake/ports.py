@@ -35,8 +35,8 @@ class Backlog(Protocol):
         """
 
     async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
-        """Commit messages that never waited as held, each with its reason. They count as parked and as held. Raises
-        StoreLost."""
+        """Commit messages that never waited as held, in one transaction, each with its reason. They count as parked and
+        as held. A single message gets a plain reason if the database rejects its own. Raises as :meth:`apply`."""
 
     @property
     def usable(self) -> bool:

@@ -226,7 +226,7 @@ class Session:
         raise_first(take_failures(self._lost), unless=LOSSES)
 
 
-async def halved(
+async def write_by_halves(
     items: Sequence[T], write: Callable[[Sequence[T]], Awaitable[None]], refuse: Callable[[T, str], Awaitable[None]]
 ) -> None:
     """Write items in one transaction. If the database rejects it, write each half separately, in order, down to the
@@ -238,5 +238,5 @@ async def halved(
     if len(items) == 1:
         return await refuse(items[0], reason)
     middle = len(items) // 2
-    await halved(items[:middle], write, refuse)
-    await halved(items[middle:], write, refuse)
+    await write_by_halves(items[:middle], write, refuse)
+    await write_by_halves(items[middle:], write, refuse)

@@ -24,7 +24,7 @@ from delayer.core.message import Parcel, Target
 from delayer.intake.consume import Handler, Intake
 from delayer.intake.handle import parcel
 from delayer.intake.ports import Backlog, Clock
-from delayer.intake.session import AckTracker, halved
+from delayer.intake.session import AckTracker, write_by_halves
 
 log = structlog.get_logger(__name__)
 
@@ -70,7 +70,7 @@ class LevelTakeover(Handler):
             due_ms = due_at_level(self.cascade, self.level, delivery.routing_key, headers, now_ms)
             # With its digits, because the bindings of that cascade begin with "#.".
             parcels.append(parcel(delivery, due_ms, Target(self.cascade.delivery.encode(), delivery.routing_key)))
-        await halved(parcels, self._park, self._hold)
+        await write_by_halves(parcels, self._park, self._hold)
         acks.accept(delivery.tag for delivery in batch)
 
     async def _park(self, parcels: Sequence[Parcel]) -> None:

@@ -160,22 +160,15 @@ class PostgresBacklog:
         return applied
 
     async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
-        """Commit held messages: see intake.ports.Backlog. If the database rejects any, each half is held separately,
-        until the message is found. It gets a plain reason."""
-        bulk, middle = is_bulk([parcel for parcel, _ in items]), len(items) // 2
+        """Commit held messages: see intake.ports.Backlog."""
+        bulk = is_bulk([parcel for parcel, _ in items])
         try:
-            await self._write(lambda store, lane: store.hold(lane, items), bulk=bulk)
+            return await self._write(lambda store, lane: store.hold(lane, items), bulk=bulk)
         except Rejected as rejected:
-            halves = [items[:middle], items[middle:]]
-            if not middle:
-                [(parcel, hold)], text = items, plain_reason(rejected.__cause__)
-                if hold.text == text:
-                    raise
-                halves = [[(parcel, replace(hold, text=text))]]
-        else:
-            return
-        for half in halves:
-            await self.hold(half)
+            if len(items) > 1:
+                raise
+            plain = [(parcel, replace(hold, text=plain_reason(rejected.__cause__))) for parcel, hold in items]
+        await self._write(lambda store, lane: store.hold(lane, plain), bulk=bulk)
 
     async def _write(self, work: Callable[[PostgresStore, PostgresLane], Awaitable[T]], *, bulk: bool) -> T:
         """Write into a lane, or into the next one if the lane is lost during the write."""

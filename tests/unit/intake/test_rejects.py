@@ -15,6 +15,7 @@ from delayer.core.hold import Hold
 from delayer.core.message import Parcel
 from delayer.core.operations import Applied, Cancel, Operation
 from delayer.intake.dispatch import Dispatch, Objection
+from delayer.intake.session import write_by_halves
 from tests.support.fakes import WHY, ScriptedLane, ScriptedStore, due
 from tests.unit.intake.test_classify import Gathered, asks, cancel
 from tests.unit.store.backlog_scene import at_work
@@ -74,33 +75,27 @@ async def test_a_store_lost_between_two_writes_repeats_only_the_missing_messages
 
 
 @pytest.mark.parametrize("others", [0, 8])
-async def test_a_rejected_reason_becomes_a_plain_one(others: int) -> None:
-    store = ScriptedStore()
+@pytest.mark.parametrize("plain_too", [False, True])
+async def test_a_rejected_reason_becomes_a_plain_one(others: int, plain_too: bool) -> None:
+    """A message that is rejected with a plain reason too is refused. The others are held once."""
+    store, refused = ScriptedStore(), list[Parcel]()
     hold = store.hold
+    bad = due(9).parcel, replace(WHY, text="日")
 
     async def rejecting(lane: ScriptedLane, parcels: Sequence[tuple[Parcel, Hold]]) -> None:
-        if any(not reason.text.isascii() for _, reason in parcels):
+        if any(not reason.text.isascii() or (plain_too and parcel is bad[0]) for parcel, reason in parcels):
             raise Rejected("hold: planted")
         await hold(lane, parcels)
 
+    async def refuse(item: tuple[Parcel, Hold], _reason: str) -> None:
+        refused.append(item[0])
+
     store.hold = rejecting  # type: ignore[method-assign]
     async with at_work(store) as it:
-        bad = due(9).parcel, replace(WHY, text="日")
-        await it.backlog.hold([*[(due(n).parcel, WHY) for n in range(others)], bad])
+        await write_by_halves([*[(due(n).parcel, WHY) for n in range(others)], bad], it.backlog.hold, refuse)
     plain = replace(WHY, text="the database rejected the data of this hold (SQLSTATE unknown)")
-    assert [reason for _, reason in store.held] == [WHY] * others + [plain]
-
-
-async def test_a_hold_that_is_rejected_with_a_plain_reason_too_is_lost() -> None:
-    store = ScriptedStore()
-
-    async def rejecting(_: int) -> None:
-        raise Rejected("hold: planted")
-
-    async with at_work(store) as it:
-        store.on_write = rejecting
-        with pytest.raises(Rejected):
-            await it.backlog.hold([(due(n).parcel, WHY) for n in range(3)])
+    assert [reason for _, reason in store.held] == [WHY] * others + [plain] * (not plain_too)
+    assert refused == [bad[0]] * plain_too
 
 
 async def test_a_refused_cancel_is_not_answered() -> None:
