@@ -11,7 +11,7 @@ from delayer.amqp.connection import Connection
 from delayer.broker.pipelined_admin import PATIENCE, PipelinedAdmin
 from delayer.config.model import Settings
 from delayer.config.topology import topology_of
-from delayer.daemon.drift import DeclaredTopology, look
+from delayer.daemon.drift import DeclaredTopology
 from tests.support.servers import RabbitMQ
 
 ROUNDS = 50
@@ -25,7 +25,7 @@ async def main(url: str, management_url: str) -> None:
             topology, wall, work = DeclaredTopology(), [], []
             for _ in range(ROUNDS + 1):
                 began, worked = time.perf_counter(), time.process_time()
-                seen = await look(settings)
+                seen = await topology.look(settings)
                 async with PipelinedAdmin(connection, PATIENCE) as broker:
                     await topology.keep(broker, settings, seen)
                 wall.append(1000 * (time.perf_counter() - began))

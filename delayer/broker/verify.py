@@ -138,7 +138,7 @@ class Verifier:
 
     async def _copy_findings(self, management: Management) -> list[TopologyFinding]:
         """Findings about queues without a majority, and our queues with a single copy, on one node of a cluster."""
-        members = await management.members()
+        members = await management.members(one.name for one in self.topology.queues)
         seen = [(one, members[one.name]) for one in self.topology.queues if one.name in members]
         expected = "a majority of its members online"
         lost = [

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final, NamedTuple
 from urllib.parse import quote
 
@@ -13,7 +12,7 @@ import structlog
 from delayer.amqp.errors import BrokerLost
 from delayer.broker.connection import ReconnectingConnection
 from delayer.broker.errors import MAJORITY, BrokerRefused, BrokerUnreachable, TopologyMismatch
-from delayer.broker.management_api import Management, Members
+from delayer.broker.management_api import Management
 from delayer.broker.pipelined_admin import PATIENCE, PipelinedAdmin, why_silent
 from delayer.config.model import Settings
 from delayer.config.topology import topology_of
@@ -28,20 +27,22 @@ ROUND_SECONDS: Final = 60.0
 """Seconds between two rounds."""
 SHOWN: Final = 5
 """Maximum number of parts that a log line names."""
+AWAY: Final = (
+    "make broker.management_url usable: until then, the daemon restores deleted bindings without logging them, and"
+    " notices a lost majority of the intake queue only"
+)
 SILENT: Final = "see the broker's log and `rabbitmq-diagnostics cluster_status`: a node hangs, or is overloaded"
 
 
 class Seen(NamedTuple):
     """What a round finds on the broker before it declares the topology.
 
-    ``bindings``: those of the intake queue, whose loss would lose messages; None if unknown. ``minority``: our queues
-    without a majority, by the management API. ``silent``: the intake queue, if its members do not answer;
-    None if that could not be asked.
+    ``bindings``: those of the intake queue, whose loss would lose messages. ``minorities``: our queues without a
+    majority of their members, each with a description. None if the management API does not tell.
     """
 
     bindings: Collection[Binding] | None = None
-    minority: str = ""
-    silent: str | None = ""
+    minorities: Mapping[str, str] | None = None
 
 
 class DeclaredTopology:
@@ -55,16 +56,14 @@ class DeclaredTopology:
         self._unlogged: dict[TopologyPart, None] = {}  # Lost, and not all restored yet.
         self._lock = asyncio.Lock()
         self._silent = False  # In the last round.
-        self._lacking = ""  # What lacked a majority in the last round.
+        self._minorities: dict[str, str] = {}  # As in Seen, by the last answers.
+        self._away = ""  # Why the management API did not answer in the last round.
         self._unanswered = False  # Whether the intake queue's members did not answer in the last round.
 
     async def keep(self, broker: PipelinedAdmin, settings: Settings, seen: Seen | None = None) -> None:
         """Declare what the settings in force need, and note whether that succeeds. ``seen``: in a round. Raises what
         :meth:`declare` does."""
         began = bool(self._declared)
-        if seen is not None and (seen.minority or seen.silent is not None):
-            self._lacking = seen.minority or ((seen.silent or "") if self._unanswered else "")
-            self._unanswered = bool(seen.silent)
         try:
             again = await self.declare(broker, settings, seen and seen.bindings)
         except TopologyMismatch as wrong:
@@ -77,7 +76,21 @@ class DeclaredTopology:
         if again:
             self._note(f"lost again after the daemon restored it: {_names_of(again)}", DELETED, began=began)
         else:
-            self._note(self._lacking, MAJORITY, began=began)
+            if seen is not None:
+                await self._update_minorities(settings, seen.minorities)
+            self._note(_some(self._minorities.values(), "; "), MAJORITY, began=began)
+
+    async def _update_minorities(self, settings: Settings, counted: Mapping[str, str] | None) -> None:
+        """Query the intake queue itself, which was just declared. Its silence may be an election's, unless it was
+        silent or without a majority in the last round. ``counted``: as in Seen. What is unknown stays as it was."""
+        intake = next(one for one in topology_of(settings).queues if one.name == settings.intake.queue)
+        before = self._minorities.get(intake.name, "")
+        now = dict(self._minorities if counted is None else counted)
+        if counted is None or intake.name not in counted:
+            silent = await why_silent(settings.broker_url, intake)
+            now[intake.name] = before if silent is None else silent if before or self._unanswered else ""
+            self._unanswered = self._unanswered if silent is None else bool(silent)
+        self._minorities = {name: reason for name, reason in now.items() if reason}
 
     def note_silence(self, reason: str) -> None:
         """Note that a round got no answer on an open connection. One round may meet an election; two are a reason."""
@@ -132,7 +145,7 @@ class DeclaredTopology:
                 for one in opened:
                     if not one.blocked:  # The broker does not read it, so it would not answer.
                         await bond.check(one)
-                seen = await look(live.settings)
+                seen = await self.look(live.settings)
                 async with PipelinedAdmin(intake, PATIENCE) as broker:
                     await self.keep(broker, live.settings, seen)
             except WrongBroker as wrong:
@@ -143,29 +156,26 @@ class DeclaredTopology:
             except (BrokerLost, BrokerRefused, TopologyMismatch):
                 continue  # The connection is lost, or ``keep`` noted it.
 
-
-async def look(settings: Settings) -> Seen:
-    """Look at the broker at the beginning of a round. Without a management API that answers, bindings and minorities
-    are unknown: `delayer check` reports it, and the bindings are declared again in any case."""
-    seen, wanted = Seen(), topology_of(settings)
-    with suppress(BrokerRefused, BrokerUnreachable):
-        if management := Management.beside(settings.broker_url, settings.management_url):
-            path = f"queues/{management.vhost}/{quote(settings.intake.queue, safe='')}/bindings"
-            members = await management.members()
-            bindings = [binding for binding, _ in await management.bindings(path)]
-            seen = Seen(bindings, _minority(wanted, members))
-    if seen.minority:
+    async def look(self, settings: Settings) -> Seen:
+        """Query the management API, if there is one, at the beginning of a round."""
+        seen, away, intake = Seen(), "", settings.intake.queue
+        # The queues of others do not stop the daemon: it holds their messages.
+        ours = [one.name for one in topology_of(settings).queues if not one.shared]
+        try:
+            if management := Management.beside(settings.broker_url, settings.management_url):
+                members = await management.members(ours)
+                few = {name: of for name in ours if name in members and (of := members[name].minority)}
+                reasons = {name: f"queue {name!r} has no majority: {of} members are online" for name, of in few.items()}
+                seen = Seen(minorities=reasons)
+                if intake in members:
+                    path = f"queues/{management.vhost}/{quote(intake, safe='')}/bindings"
+                    seen = Seen([binding for binding, _ in await management.bindings(path)], reasons)
+        except (BrokerRefused, BrokerUnreachable) as error:
+            away = str(error)
+            if away != self._away:
+                log.warning("management API away", reason=away, next_step=AWAY)
+        self._away = away
         return seen
-    intake = next(one for one in wanted.queues if one.name == settings.intake.queue)
-    return seen._replace(silent=await why_silent(settings.broker_url, intake))
-
-
-def _minority(wanted: Topology, members: Mapping[str, Members]) -> str:
-    """Describe our queues without a majority. Queues of others do not stop the daemon: it holds their messages."""
-    few = {one.name: members[one.name].minority for one in wanted.queues if not one.shared and one.name in members}
-    found = [f"queue {name!r} has no majority: {of} members are online" for name, of in few.items() if of]
-    more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return "; ".join(found[:SHOWN]) + more
 
 
 def _missing_bindings(
@@ -180,6 +190,10 @@ def _missing_bindings(
 
 
 def _names_of(parts: Collection[TopologyPart]) -> str:
-    names = [f"{one.kind} {one if isinstance(one, Binding) else one.name}" for one in parts]
-    more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    return _some(f"{one.kind} {one if isinstance(one, Binding) else one.name}" for one in parts)
+
+
+def _some(texts: Iterable[str], between: str = ", ") -> str:
+    first = [*texts]
+    more = f", and {len(first) - SHOWN} more" if len(first) > SHOWN else ""
+    return between.join(first[:SHOWN]) + more

@@ -115,7 +115,9 @@ class LiveSettings:
             if self._probed_connects == connects or not uses_cascade(settings) or strategy == "cascade":
                 return
             self.no_delays = await broker.why_no_delays(self._cascade.delivery, self._cascade.probe) or None
+            routes = self._policy.routes  # During a reload, also those of the new settings.
             self.adopt(self.settings)
+            self._policy = replace(self._policy, routes=routes)
             if self.no_delays and strategy == "queue":
                 return
             self._probed_connects = connects

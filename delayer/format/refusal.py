@@ -25,7 +25,7 @@ from delayer.amqp.properties import Field, Properties, byte_array, changed, enco
 from delayer.amqp.values import Delivery, Outgoing, Timestamp
 from delayer.core.delay_headers import DELAY, DELIVER_AT, LONGEST_TIMER_MS, OPT_DELAY, OPT_TIME
 from delayer.core.filters import own_name
-from delayer.core.marks import ID, RECEIVED_AT, X_DEATH
+from delayer.core.marks import ID, LAST_DUE, RECEIVED_AT, X_DEATH
 from delayer.core.message import as_bytes, as_text, raw
 from delayer.format.headers import (
     ADDED_TO_REFUSED,
@@ -163,6 +163,8 @@ class RetryEdits(NamedTuple):
         request = {"delay_ms": delay_ms, "headers": dict(headers), "dropped": list(map(as_text, removed))}
         if delay_ms is not None:
             headers, removed = {**headers, as_text(DELAY): delay_ms}, [*removed, DELIVER_AT, OPT_DELAY, OPT_TIME]
+        if as_text(DELAY) in headers:
+            removed.append(LAST_DUE)  # Next to it, an x-delay of 0 would be what an earlier delay left.
         # Each value is the entry of a table with one header, without the table's length.
         entries = {raw(name): field_table({name: it})[4:] for name, it in headers.items()}
         mended = {name: it for name, it in request.items() if it not in (None, {}, [])}

@@ -15,7 +15,7 @@ from aio_pika.abc import AbstractChannel
 
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerUnreachable, TopologyFinding
-from delayer.broker.management_api import Management, Members
+from delayer.broker.management_api import NAMES_AT_ONCE, Management, Members
 from delayer.broker.pipelined_admin import why_silent
 from delayer.broker.route_check import _read_exchange
 from delayer.broker.verify import BrokerPolicy, Verifier, bindings_from, policies_in_force, policies_of
@@ -286,7 +286,7 @@ async def test_a_queue_whose_members_do_not_run_is_found(rabbitmq: RabbitMQ, vho
             assert not message.redelivered
             assert "x-delivery-count" not in message.headers
             await message.ack()
-    seen = await management.members()
+    seen = await management.members(["delays", "old"])
     assert (seen["delays"], seen["old"]) == (Members(1, 1), Members(1, None))
     member = f"{{'{management.vhost}_delays', node()}}"
     rabbitmq.ctl("eval", f"ra:stop_server(quorum_queues, {member}).")
@@ -315,7 +315,7 @@ async def test_a_server_that_is_not_a_management_api_is_rejected(told: bytes) ->
     async with answering(told) as url:
         management = Management(url, "/")
         for read in (
-            management.delayed(), bindings_from(management, "x"), policies_of(management),
+            management.delayed(["a"]), bindings_from(management, "x"), policies_of(management),
             _read_exchange(management, "x"), verifier._down_findings(management), verifier._copy_findings(management),
             _queues(management),
         ):  # fmt: skip
@@ -356,7 +356,7 @@ async def test_an_answer_that_does_not_end_is_given_up() -> None:
     async with await asyncio.start_server(trickle, "127.0.0.1", 0) as server:
         management = Management(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "/", timeout=0.2)
         with pytest.raises(BrokerUnreachable, match=r"no whole answer within 0\.4 s"):
-            await management.delayed()
+            await management.delayed(["a"])
         leaving.set()
         await left.wait()
 
@@ -364,8 +364,17 @@ async def test_an_answer_that_does_not_end_is_given_up() -> None:
 async def test_a_queue_without_counts_is_unknown() -> None:
     """With ``management.disable_stats`` a row has no counts, and neither does a new queue's."""
     rows = b'[{"name": "a"}, {"name": "b", "messages": 3, "messages_ready": 1, "messages_unacknowledged": 0}]'
-    async with answering(OK + rows) as url:
-        assert await Management(url, "/").delayed() == {"a": None, "b": 2}
+    async with answering(OK + b'{"page": 1, "items": ' + rows + b"}") as url:
+        assert await Management(url, "/").delayed(["a", "b"]) == {"a": None, "b": 2}
+
+
+async def test_only_the_named_queues_are_read(rabbitmq: RabbitMQ, vhost: str) -> None:
+    """Other applications may have thousands. Names have any character, and more of them than one request takes."""
+    names = [*(f"{n}.+|(a)/b c%2F\\" for n in range(NAMES_AT_ONCE + 1)), "Delays"]
+    queues = [Queue(name, arguments({"x-queue-type": "classic"})) for name in [*names, "other", "0"]]
+    await declare(vhost, Topology(queues=tuple(queues)))
+    management = Management(rabbitmq.management_url, urlsplit(vhost).path[1:])
+    assert (await management.members([*names, "missing"])).keys() == set(names)
 
 
 async def test_a_read_only_user_sees_existing_objects(rabbitmq: RabbitMQ, vhost: str) -> None:

@@ -191,7 +191,7 @@ class Api:
     def __init__(self, *answer: dict[str, int]) -> None:
         self._answer = answer
 
-    async def delayed(self) -> dict[str, int]:
+    async def delayed(self, _queues: object) -> dict[str, int]:
         if not self._answer:
             raise BrokerUnreachable("gone")
         return self._answer[0]

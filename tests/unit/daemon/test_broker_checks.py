@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
-from delayer.broker.errors import BrokerUnreachable
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding, TopologyMismatch
 from delayer.broker.management_api import Management, Members
 from delayer.config.model import Settings
 from delayer.core.errors import StoreLost
@@ -177,30 +178,60 @@ async def test_a_broker_that_stays_silent_makes_the_daemon_unready(
     assert ready or SILENCE in one.topology.reason
 
 
-FEW, HUNG, UNASKED = Seen(minority="few"), Seen(silent="hung"), Seen(silent=None)
+Answers = tuple[Mapping[str, str] | None, str | None]
+"""What the management API and the intake queue answer in a round; None if they do not."""
+WELL, FEW, DUE = ({}, ""), ({"delays": "few"}, ""), ({"due": "due has few"}, "")
+HUNG, UNASKED, GONE_HUNG, GONE = ({}, "hung"), ({}, None), (None, "hung"), (None, "")
+RESTART = None
+"""A consumer restarts, which also declares, but does not check."""
 
 
 @pytest.mark.parametrize(
-    ("seen", "reason"),
+    ("answers", "reason"),
     [
-        ([FEW], "few"), ([FEW, Seen()], ""), ([HUNG], ""), ([HUNG, HUNG], "hung"), ([HUNG, Seen(), HUNG], ""),
-        ([HUNG, HUNG, Seen()], ""), ([FEW, None], "few"), ([HUNG, HUNG, None], "hung"),
+        ([FEW], "few"), ([FEW, WELL], ""), ([HUNG], ""), ([HUNG, HUNG], "hung"), ([HUNG, WELL, HUNG], ""),
+        ([HUNG, HUNG, WELL], ""), ([FEW, RESTART], "few"), ([HUNG, HUNG, RESTART], "hung"),
         ([HUNG, HUNG, UNASKED], "hung"), ([HUNG, UNASKED, HUNG], "hung"), ([FEW, UNASKED], "few"), ([UNASKED] * 2, ""),
+        ([FEW, GONE_HUNG], "hung"), ([FEW, GONE], ""), ([FEW, (None, None)], "few"), ([GONE_HUNG] * 2, "hung"),
+        ([DUE, GONE], "due has few"), ([DUE, GONE_HUNG, GONE_HUNG], "due has few; hung"), ([DUE, GONE, WELL], ""),
     ],
 )  # fmt: skip
 async def test_a_queue_without_a_majority_makes_the_daemon_unready(
-    rounds: type[Round], seen: list[Seen | None], reason: str
+    rounds: type[Round], monkeypatch: pytest.MonkeyPatch, answers: list[Answers | None], reason: str
 ) -> None:
-    """None means that a consumer restarts, which also declares, but does not check."""
     topology, settings = DeclaredTopology(), Settings()
-    rounds.answers = [""] * (1 + len(seen))
-    for one in [None, *seen]:
-        await topology.keep(Round(FakeConnection(), 1.0), settings, one)  # type: ignore[arg-type]
+    rounds.answers = [""] * (1 + len(answers))
+    for one in [RESTART, *answers]:
+        monkeypatch.setattr(drift, "why_silent", lambda *_, one=one: answered(one[1]))
+        seen = one and Seen(minorities=one[0])
+        await topology.keep(Round(FakeConnection(), 1.0), settings, seen)  # type: ignore[arg-type]
     assert topology.reason == (reason and f"the topology is not in place: {reason}")
 
 
+async def answered(answer: str | None) -> str | None:
+    return answer
+
+
+@pytest.mark.parametrize(
+    "found", [BrokerUnreachable("late"), TopologyMismatch([TopologyFinding("queue", "delays", "quorum", "classic")])]
+)
+async def test_a_queue_that_may_be_another_one_is_not_queried(
+    rounds: type[Round], monkeypatch: pytest.MonkeyPatch, found: Exception
+) -> None:
+    """``basic.get`` takes a message from a queue that has no single active consumer."""
+
+    async def declare(*_: object) -> None:
+        raise found
+
+    monkeypatch.setattr(rounds, "declare", declare)
+    monkeypatch.setattr(drift, "why_silent", lambda *_: pytest.fail("the queue was queried"))
+    with pytest.raises(type(found)):
+        await DeclaredTopology().keep(Round(FakeConnection(), 1.0), Settings(), Seen())  # type: ignore[arg-type]
+
+
 async def test_the_queues_of_others_do_not_make_the_daemon_unready(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def members(_: object) -> dict[str, Members]:
+    async def members(_: object, names: list[str]) -> dict[str, Members]:
+        assert "jobs" not in names
         return dict.fromkeys(("jobs", "others", "delays.refused"), Members(3, 1)) | {"delays": Members(3, 2)}
 
     async def bindings(*_: object) -> list[object]:
@@ -209,8 +240,24 @@ async def test_the_queues_of_others_do_not_make_the_daemon_unready(monkeypatch: 
     monkeypatch.setattr(Management, "members", members)
     monkeypatch.setattr(Management, "bindings", bindings)
     settings = {"broker": {"management_url": "http://a"}, "destination": [{"queue": "jobs", "exchange": "jobs"}]}
-    seen = await drift.look(Settings.model_validate(settings))
-    assert seen.minority == "queue 'delays.refused' has no majority: 1 of 3 members are online"
+    seen = await DeclaredTopology().look(Settings.model_validate(settings))
+    assert seen == Seen([], {"delays.refused": "queue 'delays.refused' has no majority: 1 of 3 members are online"})
+
+
+async def test_a_management_api_that_is_away_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [BrokerUnreachable("slow"), BrokerUnreachable("slow"), None, BrokerRefused("401"), BrokerUnreachable("x")]
+
+    async def members(*_: object) -> dict[str, Members]:
+        if (answer := answers.pop(0)) is not None:
+            raise answer
+        return {}
+
+    monkeypatch.setattr(Management, "members", members)
+    topology, settings = DeclaredTopology(), Settings.model_validate({"broker": {"management_url": "http://a"}})
+    with capture_logs() as logs:
+        seen = [await topology.look(settings) for _ in range(5)]
+    assert [one["reason"] for one in logs if one["event"] == "management API away"] == ["slow", "401", "x"]
+    assert seen == [Seen(), Seen(), Seen(minorities={}), Seen(), Seen()]
 
 
 async def test_every_connection_is_checked_in_a_round(rounds: type[Round]) -> None:

@@ -14,10 +14,12 @@ from structlog.testing import capture_logs
 
 from delayer.amqp.errors import BrokerLost
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
+from delayer.broker.pipelined_admin import PipelinedAdmin
 from delayer.config.loading import load
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.errors import StoreLost
+from delayer.core.plan import LATEST_MS
 from delayer.daemon.app import Reload, changed, live_part
 from delayer.daemon.live_settings import LiveSettings
 from delayer.daemon.systemd import Notifier
@@ -171,6 +173,20 @@ def test_added_routes_do_not_change_the_old_ones() -> None:
     assert {name: route.default_delay_ms for name, route in live.policy().routes.items()} == {b"a": 1000, b"b": 0}
     live.adopt(old)
     assert set(live.policy().routes) == {b"a"}
+
+
+@pytest.mark.parametrize("reason", ["it is too old", ""])
+async def test_a_probe_of_the_broker_during_a_reload_keeps_the_added_routes(reason: str) -> None:
+    class Broker:
+        async def why_no_delays(self, *_: object) -> str:
+            return reason
+
+    old, new = settings(mode="store", store=STORE), settings(mode="native", route=[{"from": "b"}])
+    live = LiveSettings(old, cascade_of(old), ScriptedPublisher(), cast(PostgresBacklog, StubDaemon(old)))
+    live.add_routes(new)
+    await live.choose_strategy(cast(PipelinedAdmin, Broker()), new, 1)
+    assert b"b" in live.policy().routes
+    assert (live.policy().longest_native_ms == LATEST_MS) == (not reason)
 
 
 async def test_a_limited_route_has_its_lane_before_its_limit_counts() -> None:
