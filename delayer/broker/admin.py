@@ -102,7 +102,8 @@ class Remover:
         return found or await self._delayed_in(reasons)
 
     async def _delayed_in(self, queues: Collection[str]) -> dict[str, str]:
-        delayed = await self.admin.delayed(queues)
+        levels = [one.name for one in self.topology.queues if one.forwards]
+        delayed = await self.admin.delayed(queues, levels)
         return {f"queue {name}": reason for name, count in delayed.items() if (reason := delayed_reason(count))}
 
     async def _remove_exchange(self, exchange: Exchange) -> None:
@@ -190,16 +191,19 @@ class Admin(Questions):
     async def ask(self, questions: Sequence[Frame]) -> list[Frame | ChannelClosed]:
         return [await self.connection.ask(one) for one in questions]
 
-    async def delayed(self, queues: Collection[str], *, fresh: bool = True) -> dict[str, int | None]:
-        """Count the messages of each queue that the broker itself delays, which AMQP does not report. None if unknown,
-        because the management API is not configured or unreachable.
+    async def delayed(
+        self, queues: Collection[str], levels: Collection[str] = (), *, fresh: bool = True
+    ) -> dict[str, int | None]:
+        """Count the messages of each queue that the broker itself delays or, from ``levels``, is forwarding. AMQP does
+        not report them. None if unknown, because the management API is not configured or unreachable.
 
         ``fresh``: wait until the broker's counts are no older than this call.
         """
-        if not queues or self.connection.version < DELAYS_FROM:
+        asked = [name for name in queues if name in levels or self.connection.version >= DELAYS_FROM]
+        if not asked:
             return dict.fromkeys(queues, 0)
         await asyncio.sleep(COUNTS_AGE if fresh and self.management is not None else 0)
-        return await delayed_in(queues, self.management)
+        return dict.fromkeys(queues, 0) | await delayed_in(asked, self.management)
 
     async def may_consume(self, queue: str) -> bool:
         """Whether this user may read the queue; True if it is missing. Reads no message: the broker checks the
@@ -244,7 +248,7 @@ class Admin(Questions):
 
         Without ``force``, removes nothing while a queue has consumers, messages, or possibly hidden messages. An
         exchange with foreign bindings stays. If a message enters a level during the removal, its queue and all levels
-        below stay; call this again when the message has left. The broker does not count unacknowledged messages or
-        those in a dead-letter worker, so stop the daemon first.
+        below stay; call this again when the message has left. AMQP does not count unacknowledged messages, so stop the
+        daemon first, nor those that a level is forwarding, so without a management API its levels stay.
         """
         return await Remover(self, topology, force).run()

@@ -25,8 +25,8 @@ class LevelState:
 class CascadeDepths:
     """The output of ``topology show``. ``queues``: depths of the queues around the cascade; None for a missing queue.
     ``hidden``: queues that the broker does not show to this user, also with a depth of None. ``delayed``: by level and
-    queue, the messages that the broker itself delays, which depths do not include; None if unknown. Empty for a broker
-    that does not delay messages."""
+    queue, the messages that the broker itself delays or is forwarding, which depths do not include; None if unknown.
+    Without zeros for a broker that does not delay messages."""
 
     kind: str
     delivery: str
@@ -64,10 +64,11 @@ async def cascade_depths(
         answers |= await broker.depths(inner) if there else dict.fromkeys(inner, answers[first])
         delays = broker.may_delay
     delayed: dict[str, int | None] = {}
-    if delays:
+    if delays or (there and management_url is not None):
         from delayer.broker.management_api import Management, delayed_in  # noqa: PLC0415 - urllib takes 12 ms to load
 
         delayed = await delayed_in(every, Management.beside(url, management_url))
+        delayed = delayed if delays else {name: count for name, count in delayed.items() if count != 0}
     hidden = [name for name in every if _forbidden(answers[name])]
     depths = {name: None if isinstance(one, ChannelClosed) else one for name, one in answers.items()}
     levels = (LevelState(one.number, one.name, one.ttl_ms, depths[one.name]) for one in cascade.levels())

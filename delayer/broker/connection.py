@@ -17,6 +17,7 @@ from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import BrokerLost
 from delayer.broker.addresses import CONNECT_SECONDS, connect, first_success
+from delayer.broker.errors import FREE
 from delayer.core.backoff import LogThrottle, pause
 from delayer.core.errors import OF_BROKER, certificate_advice
 from delayer.core.marks import ID
@@ -206,6 +207,6 @@ def _advice(lost: BrokerLost) -> str:
 
 def _alarmed(name: str, reason: str) -> None:
     if reason:
-        log.warning("broker blocked", connection=name, reason=reason)
+        log.warning("broker blocked", connection=name, reason=reason, next_step=FREE)
     else:
         log.info("broker unblocked", connection=name)

@@ -47,6 +47,7 @@ UNDECLARED: Final = (
 )
 """The next step if the broker refuses to declare a part that does not exist."""
 
+FREE: Final = "free memory or disk on that node (rabbitmq.com/docs/alarms)"
 MAJORITY: Final = "start the nodes of its members: `rabbitmq-queues quorum_status QUEUE` shows them"
 """The next step if a quorum queue has no majority."""
 

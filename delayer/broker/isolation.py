@@ -25,7 +25,7 @@ import structlog
 
 from delayer.amqp.channel import Channel, seconds_until_due
 from delayer.amqp.connection import Connection
-from delayer.amqp.errors import BrokerLost, ChannelClosed, ConfirmTimeout, ConnectionLost, ReplyCode
+from delayer.amqp.errors import INTERNAL, BrokerLost, ChannelClosed, ConfirmTimeout, ConnectionLost, ReplyCode
 from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.amqp.values import Answer, Outgoing, Pace
 from delayer.broker.circuit_breaker import CircuitBreaker, Destination, destination_of
@@ -277,7 +277,7 @@ class Isolation:
         if silent:
             first = {"exchange": silent[0].exchange, "routing_key": silent[0].routing_key or b""}
             unproven = 0 if proven else len(silent)
-            log.warning("destination silent", destinations=len(silent), unproven=unproven, **first)
+            log.warning("destination silent", destinations=len(silent), unproven=unproven, **first, next_step=INTERNAL)
         return None
 
     async def _is_answering(self, connection: Connection, seconds: float) -> bool:

@@ -88,9 +88,9 @@ class Management:
         return rows
 
     async def delayed(self, queues: Iterable[str]) -> dict[str, int | None]:
-        """Count, for each of these queues, the messages that the broker itself delays: neither ready nor
-        unacknowledged. The broker's counts are up to COUNTS_AGE seconds old. None if it has not counted a new queue
-        yet, or does not count (``management.disable_stats``)."""
+        """Count, for each of these queues, the messages that the broker itself delays, or forwards to another queue:
+        neither ready nor unacknowledged. The broker's counts are up to COUNTS_AGE seconds old. None if it has not
+        counted a new queue yet, or does not count (``management.disable_stats``)."""
         columns = dict.fromkeys(("messages", "messages_ready", "messages_unacknowledged"), int | None)
         rows = await self._queues(queues, columns)
         return {name: None if None in counts else max(0, counts[0] - sum(counts[1:])) for name, *counts in rows}
@@ -170,11 +170,14 @@ def _read(found: Any, shape: Any) -> Any:
     return found
 
 
+_UNREADY: Final = "itself delays or forwards"
+
+
 def delayed_reason(count: int | None) -> str:
     """Describe for operators what a queue may hide; "" if nothing. ``count``: None if unknown."""
     if count is None:
-        return "may hold messages that this broker delays itself: broker.management_url is not set, or gives no count"
-    return f"holds {count} message{'s' * (count != 1)} that the broker itself delays" if count else ""
+        return f"may hold messages that the broker {_UNREADY}: broker.management_url is not set, or gives no count"
+    return f"holds {count} message{'s' * (count != 1)} that the broker {_UNREADY}" if count else ""
 
 
 async def delayed_in(queues: Iterable[str], management: Management | None) -> dict[str, int | None]:

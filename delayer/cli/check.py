@@ -15,11 +15,11 @@ from delayer.amqp.address import Address
 from delayer.amqp.errors import BrokerLost
 from delayer.broker.addresses import addresses_of, losses_of
 from delayer.broker.admin import Admin
-from delayer.broker.errors import MAJORITY, BrokerRefused, BrokerUnreachable, TopologyFinding, mismatch_advice
+from delayer.broker.errors import FREE, MAJORITY, BrokerRefused, BrokerUnreachable, TopologyFinding, mismatch_advice
 from delayer.broker.pipelined_admin import PATIENCE, open_connection, why_silent
 from delayer.cli import status
 from delayer.cli.check_store import CheckReport, CheckResult, check_store
-from delayer.cli.errors import SEEING, STORE_RUNS, ExitCode, broker_advice
+from delayer.cli.errors import SEEING, ExitCode, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import in_groups, note, print_json, print_table, quoted, some
 from delayer.config.model import Settings
@@ -30,7 +30,7 @@ from delayer.core.clocks import FOLLOW_TIME, ClockOffset, differences
 from delayer.core.errors import StoreLost
 from delayer.core.topology import Binding
 from delayer.store.admin import setup
-from delayer.store.errors import BadStoreUrl, SchemaOutdated
+from delayer.store.errors import STORE_RUNS, BadStoreUrl, SchemaOutdated
 
 
 @click.command(short_help="Check configuration, broker, topology and store.")
@@ -177,7 +177,12 @@ async def _daemon(report: CheckReport, settings: Settings) -> None:
         away = [what for what in away if what != "store"]  # A daemon is ready without it.
     if reasons and not away:
         found = f"the daemon at {listen} is not ready: {'; '.join(reasons)}"
-        report.add("daemon", "off", found, "see its log, or restart it: systemd shows it new credentials only then")
+        report.add(
+            "daemon",
+            "off",
+            found,
+            "see its log, which has the next step; only if systemd passes it new credentials, restart it",
+        )
     elif reasons == [] and away:
         found = f"the daemon at {listen} is ready: it reaches what this command does not ({', '.join(away)})"
         advice = "run this as the daemon's user, with its configuration and environment"
@@ -205,8 +210,9 @@ async def _every_address(report: CheckReport, settings: Settings) -> None:
         await (await open_connection(address, "delayer check", PATIENCE)).close()
 
     with suppress(BrokerLost):  # The row of the broker names a missing file.
-        for lost in await losses_of(addresses_of(settings.broker_url), attempt):
-            report.add("broker", "note", f"one of its addresses fails: {lost}", broker_advice(lost))
+        if losses := await losses_of(addresses_of(settings.broker_url), attempt):
+            found = "; ".join(dict.fromkeys(map(str, losses)))
+            report.add("broker", "note", f"{len(losses)} of its addresses fail: {found}", broker_advice(losses[0]))
 
 
 async def _broker(report: CheckReport, admin: Admin, settings: Settings) -> None:
@@ -266,11 +272,12 @@ async def _management(report: CheckReport, admin: Admin, settings: Settings) -> 
         alarms, sources = await admin.alarms(), await admin.sources_of(settings.intake.queue)
     except (BrokerRefused, BrokerUnreachable) as error:
         found = f"resource alarms and the bindings of {quoted(settings.intake.queue)} cannot be seen: {error}"
-        report.add("alarms", "note", found, "give the user of broker.management_url the tag `monitoring`")
+        tag = "give the user of broker.management_url the tag `monitoring`"
+        report.add("alarms", "note", found, tag if isinstance(error, BrokerRefused) else SEEING)
         return
     for alarm in alarms:
         found = f"{alarm}: the broker accepts no publishes, so nothing goes in or out"
-        report.add("alarms", "off", found, "free memory or disk on that node (rabbitmq.com/docs/alarms)")
+        report.add("alarms", "off", found, FREE)
     known = {route.from_ for route in settings.routes} | {cascade_of(settings).delivery, ""}
     if strange := sorted(sources - known):
         found = f"{quoted(settings.intake.queue)} is bound to {some(strange)}, of which this configuration has no route"

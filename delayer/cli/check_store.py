@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple
 
-from delayer.cli.errors import STORE_RUNS
 from delayer.config.model import Settings
 from delayer.core.clocks import ClockOffset
 from delayer.core.errors import StoreLost
 from delayer.core.readable import counted, duration
 from delayer.store import schema, servers
 from delayer.store.admin import needs, stats
-from delayer.store.errors import BadStoreUrl, StoreUnfit, check_arrow
+from delayer.store.errors import STORE_RUNS, BadStoreUrl, StoreUnfit, check_arrow
 from delayer.store.session import opened
 
 SPARE_CONNECTIONS: Final = 20

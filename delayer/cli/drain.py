@@ -84,7 +84,7 @@ LOWEST: Final = 5
 
 def cascade_backlog(seen: CascadeDepths, due_queue: str, delayed: Mapping[str, int | None]) -> DrainPlan:
     """Count what a drain into the store would move, and list what it would leave. ``delayed``: by queue, messages that
-    the broker itself delays, which a drain cannot read; None if their number is unknown."""
+    the broker itself delays or forwards, which a drain cannot read; None if their number is unknown."""
     below = sum(one.depth or 0 for one in seen.levels if one.level < LOWEST)
     above = sum(one.depth or 0 for one in seen.levels if one.level >= LOWEST)
     strays = sum(depth or 0 for name, depth in seen.queues.items() if name != due_queue)
@@ -97,11 +97,11 @@ def cascade_backlog(seen: CascadeDepths, due_queue: str, delayed: Mapping[str, i
         ),
         LeftBehind(strays, "strays", "their destination did not take them", "delayer strays list; retry or drop"),
     ]
-    why, step = "the broker itself delays them", "none: they come out when they are due"
+    why, step = "the broker itself delays or forwards them", "none: they come out when they are due"
     found += [LeftBehind(count, f"queue {name}", why, step, by_itself=True) for name, count in delayed.items()]
     left = [one for one in found if one.messages]
     if None in delayed.values():
-        why = "the broker may delay some itself: broker.management_url is not set, or gives no count"
+        why = "the broker may delay or forward some itself: broker.management_url is not set, or gives no count"
         left.append(LeftBehind(None, "cascade", why, step, by_itself=True))
     return above, left
 
@@ -156,7 +156,8 @@ async def look(settings: Settings, url: str, *, keys_too: bool) -> DrainPlan:
         # A hidden queue may contain messages, and the operator removes the cascade next.
         raise BrokerRefused(f"queue {seen.hidden[0]!r} of the cascade is hidden from this user")
     async with await Admin.connect(settings.broker_url, management_url=settings.management_url, name=NAME) as admin:
-        delayed = await admin.delayed([*(one.name for one in seen.levels), *seen.queues])
+        levels = [one.name for one in seen.levels if one.depth is not None]
+        delayed = await admin.delayed([*levels, *seen.queues], levels)
     return cascade_backlog(seen, due_queue, delayed)
 
 

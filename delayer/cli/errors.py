@@ -14,12 +14,10 @@ from delayer.config.errors import ConfigError
 from delayer.core import errors
 from delayer.core.errors import StoreLost
 from delayer.core.readable import counted, readable
-from delayer.store.errors import BadStoreUrl, SchemaOutdated, StoreUnfit
+from delayer.store.errors import STORE_RUNS, BadStoreUrl, SchemaOutdated, StoreUnfit
 
 BROKER_RUNS = "check broker.url, and that the broker runs"
 SEEING = "set broker.management_url, or look at its host, port, user and password"
-STORE_RUNS = "check store.url, and that Postgres runs"
-"""Advice about an unreachable store."""
 
 
 class ExitCode(IntEnum):

@@ -16,7 +16,7 @@ import click
 from delayer.amqp.errors import BrokerLost
 from delayer.broker.cascade_depths import CascadeDepths, cascade_depths
 from delayer.broker.errors import BrokerRefused
-from delayer.cli.errors import STORE_RUNS, ExitCode, broker_advice
+from delayer.cli.errors import ExitCode, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import json_of_lane, note, print_json, print_lanes, print_queues, print_table, when
 from delayer.config.model import Settings
@@ -27,7 +27,7 @@ from delayer.core.readable import counted, duration
 from delayer.core.secret import Secret
 from delayer.store import schema
 from delayer.store.admin import stats
-from delayer.store.errors import BadStoreUrl
+from delayer.store.errors import STORE_RUNS, BadStoreUrl
 
 WINDOWS: Final = (("60", "1 min"), ("300", "5 min"), ("900", "15 min"))
 _HERE: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}

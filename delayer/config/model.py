@@ -32,6 +32,7 @@ from delayer.core.secret import SecretUrl, SecretUrls
 # pydantic's search for plugins reads every package's metadata, and a plugin would see URLs with passwords.
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
+URL_FILE = "write the whole URL into the file; until then its last URL is used"
 log = logging.getLogger(__name__)  # Not structlog, which loads slowly.
 
 DEFAULT_BROKER_URL = "amqp://guest:guest@localhost:5672/"
@@ -68,7 +69,9 @@ class UrlTable(Table):
             except ValueError as error:  # The text of other errors shows bytes of the file.
                 self._reason = f"expected {error}" if isinstance(error, Expected) else "expected UTF-8"
             if self._reason not in (None, before):
-                log.warning("url file not used", extra={"file": self.url_file, "reason": self._reason})
+                log.warning(
+                    "url file not used", extra={"file": self.url_file, "reason": self._reason, "next_step": URL_FILE}
+                )
         return self._last or self.url
 
 

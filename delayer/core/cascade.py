@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from delayer.amqp.values import SHORT_STRING
-from delayer.core.topology import ArgumentValue, Binding, Exchange, Queue, Topology, arguments
+from delayer.core.topology import DEAD_LETTER_STRATEGY, ArgumentValue, Binding, Exchange, Queue, Topology, arguments
 
 LEVELS = 28
 MAX_SECONDS = (1 << LEVELS) - 1
@@ -44,7 +44,7 @@ ONE_CONSUMER = "x-single-active-consumer"
 """The queue argument that makes the broker deliver to one consumer at a time; the rest stand by."""
 _QUORUM: dict[str, ArgumentValue] = {
     "x-queue-type": "quorum",
-    "x-dead-letter-strategy": "at-least-once",
+    DEAD_LETTER_STRATEGY: "at-least-once",
     "x-overflow": "reject-publish",  # Any other value silently turns at-least-once into at-most-once.
 }
 

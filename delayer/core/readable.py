@@ -106,16 +106,16 @@ def counted(number: int, noun: str) -> str:
 
 
 def delayed_rows(delayed: Mapping[str, int | None]) -> list[tuple[str, int | str]]:
-    """Rows for the messages that the broker itself delays in each queue, and their sum. In ``delayed``, None means an
-    unknown count; an empty mapping means that this broker delays none."""
+    """Rows for the messages that the broker itself delays or forwards in each queue, and their sum. In ``delayed``,
+    None means an unknown count; an empty mapping means that there are none."""
     if not delayed:
         return []
     if None in delayed.values():
-        return [("all queues, delayed by RabbitMQ itself", "unknown (see broker.management_url)")]
-    found = {f"{name}, delayed by RabbitMQ itself": count for name, count in delayed.items() if count}
+        return [("all queues, delayed or forwarded by RabbitMQ itself", "unknown (see broker.management_url)")]
+    found = {f"{name}, delayed or forwarded by RabbitMQ itself": count for name, count in delayed.items() if count}
     return [
         *found.items(),
-        (f"all queues, delayed by RabbitMQ itself up to {COUNTS_AGE:.0f} s ago", sum(found.values())),
+        (f"all queues, delayed or forwarded by RabbitMQ itself up to {COUNTS_AGE:.0f} s ago", sum(found.values())),
     ]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar
 
 ArgumentValue = str | int
+DEAD_LETTER_STRATEGY = "x-dead-letter-strategy"
 Arguments = tuple[tuple[str, ArgumentValue], ...]
 
 
@@ -46,6 +47,13 @@ class Queue:
 
     def argument(self, name: str) -> ArgumentValue | None:
         return dict(self.arguments).get(name)
+
+    @property
+    def forwards(self) -> bool:
+        """Whether the broker keeps an expired message in this queue until the next one has confirmed it. Until then,
+        the message is neither ready nor unacknowledged."""
+        has_ttl = self.argument("x-message-ttl") is not None
+        return has_ttl and self.argument(DEAD_LETTER_STRATEGY) == "at-least-once"
 
 
 @dataclass(frozen=True, slots=True)

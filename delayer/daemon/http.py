@@ -55,6 +55,7 @@ class DaemonInside:
             stalled=daemon.watchdog.stalled(),
             stuck=store.stuck,
             unsettled=daemon.unsettled(),
+            unsteady=daemon.unsteady(),
             topology=daemon.topology.reason,
             recent=list(self.recent.steps),
             counters=daemon.counters,

@@ -162,6 +162,10 @@ class Daemon:
         consumers = self._consumers | {level.intake.queue: level for level in self._levels}
         return {queue: stuck for queue, one in consumers.items() if (stuck := one.unsettled.stuck_seconds)}
 
+    def unsteady(self) -> dict[str, str]:
+        """The queues whose consumer is interrupted again and again, each with the last reason."""
+        return {queue: reason for queue, one in self._consumers.items() if (reason := one.unsteady)}
+
     @property
     def intake(self) -> Literal["active", "standby", ""]:
         """This process's role at the intake queue, as far as known; "" if it does not consume."""

@@ -44,6 +44,7 @@ def not_ready(state: DaemonState, intake: str, store: StoreOverview | None, erro
         f"queue {queue!r}: nothing that was read from it was settled for {duration(seconds)}"
         for queue, seconds in state.unsettled.items()
     ]
+    found += [f"queue {queue!r}: some messages cannot go on: {reason}" for queue, reason in state.unsteady.items()]
     required = state.mode == "store"  # In native mode only messages with keys need it, and those parked earlier.
     if store is None:
         if required:

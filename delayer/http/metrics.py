@@ -95,7 +95,9 @@ METRICS: Final[Mapping[str, MetricKind]] = {
     "queue_messages": _gauge(
         "queue role", "messages", "ready messages in delayer's own queues, by the role of the queue"
     ),
-    "delayed_messages": _gauge("queue", "messages", "messages that RabbitMQ itself delays, counted up to 12 s ago"),
+    "delayed_messages": _gauge(
+        "queue", "messages", "messages that RabbitMQ itself delays or forwards, counted up to 12 s ago"
+    ),
     "cascade_messages": _gauge("level", "messages", "messages waiting in a level of the cascade"),
     "look_age_seconds": _gauge("part", "seconds", "age of the figures of store, backlog and queues"),
 }

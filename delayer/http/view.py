@@ -45,6 +45,7 @@ class DaemonState:
     stalled: Sequence[str]  # names of the loops without progress
     stuck: Sequence[int]  # numbers of its lanes that have had due messages for 30 s and settled no claim
     unsettled: Mapping[str, float]  # queue -> seconds since which nothing read from it was settled, if more than 30
+    unsteady: Mapping[str, str]  # queue -> why its consumer is interrupted again and again
     topology: str  # why the topology is not in place, or ""
     recent: Sequence[Step]
     counters: Counters

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Final
 
 import structlog
 
@@ -22,6 +24,10 @@ from delayer.intake.session import Session, Unsettled
 from delayer.retry import LOSSES, Backoff, Pause
 
 log = structlog.get_logger(__name__)
+
+UNSTEADY_LOSSES: Final = 5
+UNSTEADY_SECONDS: Final = 60.0
+"""So many interruptions within so many seconds show that a part of the messages cannot be settled."""
 
 
 class Handler(ABC):
@@ -108,6 +114,7 @@ class QueueConsumer:
     reached: Callable[[], object] = lambda: None
     consuming: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     unsettled: Unsettled = field(default_factory=Unsettled, init=False)
+    _not_taken: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=UNSTEADY_LOSSES), init=False)
 
     def _beat(self) -> None:
         self.heartbeat.beat(self.intake.queue)
@@ -116,6 +123,14 @@ class QueueConsumer:
     def active(self) -> bool:
         """Whether the broker delivers the queue's messages to this process, as far as known. Otherwise it stands by."""
         return self.consuming.is_set() and self.consumer.active
+
+    @property
+    def unsteady(self) -> str:
+        """The last reason why the broker did not take a publish, if such reasons interrupt the consumer again and
+        again; else ""."""
+        since = asyncio.get_running_loop().time() - UNSTEADY_SECONDS
+        losses = self._not_taken
+        return losses[-1][1] if len(losses) == UNSTEADY_LOSSES and losses[0][0] > since else ""
 
     async def run(self, stopping: asyncio.Event, pause: Pause = pause) -> None:
         """Consume. After a loss, sleep for a ``pause`` and begin again. Returns when ``stopping`` is set."""
@@ -138,6 +153,8 @@ class QueueConsumer:
                     cause = type(lost).__name__
                     log.warning("consuming interrupted", queue=self.intake.queue, cause=cause, reason=str(lost), **step)
                 interrupted = True
+                if isinstance(lost, NotTaken):
+                    self._not_taken.append((asyncio.get_running_loop().time(), str(lost)))
             finally:
                 self.consuming.clear()
             if interrupted:

@@ -21,7 +21,7 @@ from delayer.core.message import Parcel
 from delayer.core.operations import Applied, Cancel, Fold, Operation, Term, fold
 from delayer.core.segment import Restoration
 from delayer.retry import LOSSES, Backoff, first_set, raise_first, take_failures
-from delayer.store.errors import plain_reason
+from delayer.store.errors import STORE_RUNS, plain_reason
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.ownership import AWAY_SECONDS, MORE_LANES, BrokerLink, LaneOwnership
 from delayer.store.postgres import PostgresStore
@@ -247,7 +247,7 @@ class PostgresBacklog:
                 if told and lost.advice:
                     log.error("store refused", reason=str(lost), next_step=lost.advice)
                 elif told:
-                    log.warning("store unreachable", reason=str(lost))
+                    log.warning("store unreachable", reason=str(lost), next_step=STORE_RUNS)
             else:
                 self.out_of_reach.clear()
                 self.refusal = ""

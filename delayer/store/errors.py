@@ -19,6 +19,9 @@ import asyncpg
 from delayer.core import errors
 from delayer.core.errors import StoreLost
 
+STORE_RUNS = "check store.url, and that Postgres runs"
+"""Advice about an unreachable store."""
+
 # Everything that asyncpg raises when server, network or transaction fail. TimeoutError is an OSError.
 DRIVER_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
 

@@ -97,7 +97,7 @@ async def test_messages_waiting_in_the_due_queue_are_counted(
         assert await daemon.stop() == 0
         # In store mode too, where the daemon no longer puts messages there.
         shown = await command(config, "topology", "show", environ={"MODE": "store", "STORE__URL": store})
-        assert re.search(r"delays\.due, delayed by RabbitMQ itself +20\n", shown)
+        assert re.search(r"delays\.due, delayed or forwarded by RabbitMQ itself +20\n", shown)
 
 
 def timed(body: str, when: Value, key: str = "") -> Message:

@@ -17,11 +17,13 @@ from delayer.amqp.errors import BrokerLost
 from delayer.broker.admin import Admin
 from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyMismatch
+from delayer.broker.management_api import Management
 from delayer.broker.pipelined_admin import pipelined_admin
 from delayer.core.cascade import CASCADE_KINDS, Cascade, due_topology, intake_topology
 from delayer.core.topology import Exchange, Queue, Topology, arguments
 from delayer.format.refusal import EntryPoints, RetryEdits
 from delayer.set_aside import queues
+from tests.support.place import eventually
 from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQ
 from tests.support.silent import silent
@@ -137,6 +139,27 @@ async def test_nothing_is_removed_while_messages_remain_unless_forced(rabbitmq: 
     assert inventory(rabbitmq, vhost)["queues"] == {}
 
 
+async def test_a_level_that_is_forwarding_a_message_is_not_removed(rabbitmq: RabbitMQ, vhost: str) -> None:
+    """AMQP counts no message in it, and the broker keeps it until the next exchange has confirmed it."""
+    cascade = Cascade()
+    topology, name = cascade.topology(), cascade.level(0)
+    await declare(vhost, topology)
+    async with await aio_pika.connect(vhost) as connection, connection.channel() as channel:
+        await channel.exchange_delete(cascade.delivery)
+    await publish(vhost, name)
+    by_api = Management(rabbitmq.management_url, urlsplit(vhost).path[1:])
+    await eventually(lambda: by_api.delayed([name]), lambda counts: counts == {name: 1})
+    async with await Admin.connect(vhost) as admin:
+        assert await admin.depths([name]) == {name: 0}
+        assert "broker.management_url is not set" in (await admin.remove(topology)).left[f"queue {name}"]
+        assert await admin.queue_exists(name)
+    async with await Admin.connect(vhost, management_url=rabbitmq.management_url) as admin:
+        assert (await admin.remove(topology)).left == {
+            f"queue {name}": "holds 1 message that the broker itself delays or forwards"
+        }
+        assert await admin.queue_exists(name)
+
+
 async def test_a_message_that_arrives_during_the_removal_stops_it_there(
     rabbitmq: RabbitMQ, vhost: str, vhost_name: str
 ) -> None:
@@ -207,12 +230,12 @@ async def test_messages_that_the_broker_begins_to_delay_stop_the_removal(vhost: 
         await declare(vhost, topology)
         answers = [{}, {last: 2}]
 
-        async def delayed(queues: Collection[str], *, fresh: bool = True) -> dict[str, int | None]:
+        async def delayed(queues: Collection[str], _levels: object, *, fresh: bool = True) -> dict[str, int | None]:
             return dict.fromkeys(queues, 0) | answers.pop(0)
 
         admin.delayed = delayed  # type: ignore[method-assign]
         removal = await admin.remove(topology)
-        assert removal.left == {f"queue {last}": "holds 2 messages that the broker itself delays"}
+        assert removal.left == {f"queue {last}": "holds 2 messages that the broker itself delays or forwards"}
         assert await admin.queue_exists(last)
 
 

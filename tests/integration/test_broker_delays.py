@@ -71,7 +71,7 @@ VERBS: Mapping[str, tuple[int, int]] = {
 }
 """Every verb that reads, deletes or empties a queue of delayer or an import: its exit code, and how often it mentions
 messages delayed by the broker, one in each queue."""
-NAMED = '(the broker itself|their broker) delays|, delayed by RabbitMQ itself 1|1 (wait )?in "'
+NAMED = '(the broker itself|their broker) delays|, delayed or forwarded by RabbitMQ itself 1|1 (wait )?in "'
 HELD = "--queue held.60s --ttl 2h --exchange= --routing-key work"
 UNTOLD: Mapping[str, tuple[int, int]] = {
     "status": (0, 1),
@@ -94,7 +94,9 @@ UNKNOWN = (
     "broker.management_url is not set, or gives no count|see broker.management_url|"
     "no management URL, answer or count yet|only its management API shows"
 )
-EMPTY = "There are no (refused|strays)|Nothing (is|would be) left|delayed by RabbitMQ itself up to 12 s ago 0"
+EMPTY = (
+    "There are no (refused|strays)|Nothing (is|would be) left|delayed or forwarded by RabbitMQ itself up to 12 s ago 0"
+)
 
 
 @pytest.mark.deadline(240)

@@ -156,4 +156,4 @@ async def test_an_export_whose_reader_has_gone_ends_with_1(database: str) -> Non
     head, told = await export.communicate()
     assert len(head) == 9
     assert told.decode().splitlines()[-1] == str(int(ExitCode.FOUND))
-    assert b"the reader has gone" in told and b"Exception" not in told
+    assert b"the reader closed the pipe" in told and b"Exception" not in told

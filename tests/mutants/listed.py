@@ -171,11 +171,7 @@ MUTANTS: Sequence[Mutant] = (
     *of(
         "delayer/core/cascade.py",
         "tests/unit/core/test_cascade.py",
-        (
-            "cascade-loses-dead-letters",
-            '"x-dead-letter-strategy": "at-least-once"',
-            '"x-dead-letter-strategy": "at-most-once"',
-        ),
+        ("cascade-loses-dead-letters", 'DEAD_LETTER_STRATEGY: "at-least-once"', 'DEAD_LETTER_STRATEGY: "at-most-once"'),
         ("cascade-drops-when-full", '"x-overflow": "reject-publish"', '"x-overflow": "drop-head"'),
     ),
     *of(

@@ -14,10 +14,11 @@ from structlog.testing import capture_logs
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding, TopologyMismatch
 from delayer.broker.management_api import Management, Members
 from delayer.config.model import Settings
+from delayer.core.cascade import LEVELS
 from delayer.core.errors import StoreLost
 from delayer.core.topology import Exchange, Queue
 from delayer.daemon import drift, store_bond, wiring
-from delayer.daemon.drift import DeclaredTopology, Seen
+from delayer.daemon.drift import FORWARDED_AT_ONCE, DeclaredTopology, Seen
 from delayer.daemon.store_bond import StoreBond, WrongBroker
 from delayer.daemon.systemd import Notifier
 from delayer.daemon.wiring import Daemon
@@ -238,10 +239,44 @@ async def test_the_queues_of_others_do_not_make_the_daemon_unready(monkeypatch: 
         return []
 
     monkeypatch.setattr(Management, "members", members)
+
+    async def delayed(_: object, levels: list[str]) -> dict[str, int | None]:
+        assert len(levels) == LEVELS
+        return {levels[0]: FORWARDED_AT_ONCE, levels[1]: FORWARDED_AT_ONCE + 1, levels[2]: None}
+
     monkeypatch.setattr(Management, "bindings", bindings)
-    settings = {"broker": {"management_url": "http://a"}, "destination": [{"queue": "jobs", "exchange": "jobs"}]}
+    monkeypatch.setattr(Management, "delayed", delayed)
+    settings = {
+        "mode": "native",
+        "broker": {"management_url": "http://a"},
+        "destination": [{"queue": "jobs", "exchange": "jobs"}],
+    }
     seen = await DeclaredTopology().look(Settings.model_validate(settings))
-    assert seen == Seen([], {"delays.refused": "queue 'delays.refused' has no majority: 1 of 3 members are online"})
+    few = {"delays.refused": "queue 'delays.refused' has no majority: 1 of 3 members are online"}
+    assert seen == Seen([], few, {"delayer.delay-level-26": FORWARDED_AT_ONCE + 1})
+
+
+SLOW, FORWARDED = Seen(unforwarded={"two": 40, "three": 50}), Seen(unforwarded={})
+
+
+@pytest.mark.parametrize(
+    ("seen", "late"),
+    [
+        ([SLOW], []), ([SLOW, SLOW], ["two", "three"]), ([SLOW, FORWARDED, SLOW], []), ([SLOW, SLOW, FORWARDED], []),
+        ([SLOW, Seen(unforwarded={"one": 40, "two": 90})], ["two"]), ([SLOW, Seen(), SLOW], ["two", "three"]),
+        ([SLOW, SLOW, Seen()], ["two", "three"]),
+    ],
+)  # fmt: skip
+async def test_a_level_that_forwards_nothing_makes_the_daemon_unready(
+    rounds: type[Round], seen: list[Seen], late: list[str]
+) -> None:
+    topology, settings = DeclaredTopology(), Settings()
+    rounds.answers = [""] * len(seen)
+    for one in seen:
+        await topology.keep(Round(FakeConnection(), 1.0), settings, one)  # type: ignore[arg-type]
+    assert bool(topology.reason) == bool(late)
+    assert all(f"queue '{name}' has not forwarded" in topology.reason for name in late)
+    assert topology.reason.count("queue") == len(late)
 
 
 async def test_a_management_api_that_is_away_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,11 +288,14 @@ async def test_a_management_api_that_is_away_is_logged_once(monkeypatch: pytest.
         return {}
 
     monkeypatch.setattr(Management, "members", members)
-    topology, settings = DeclaredTopology(), Settings.model_validate({"broker": {"management_url": "http://a"}})
+    topology, settings = (
+        DeclaredTopology(),
+        Settings.model_validate({"mode": "store", "broker": {"management_url": "http://a"}}),
+    )
     with capture_logs() as logs:
         seen = [await topology.look(settings) for _ in range(5)]
-    assert [one["reason"] for one in logs if one["event"] == "management API away"] == ["slow", "401", "x"]
-    assert seen == [Seen(), Seen(), Seen(minorities={}), Seen(), Seen()]
+    assert [one["reason"] for one in logs if one["event"] == "management api away"] == ["slow", "401", "x"]
+    assert seen == [Seen(), Seen(), Seen(minorities={}, unforwarded={}), Seen(), Seen()]
 
 
 async def test_every_connection_is_checked_in_a_round(rounds: type[Round]) -> None:

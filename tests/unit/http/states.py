@@ -30,6 +30,7 @@ def state(counters: Counters | None = None, **more: Any) -> DaemonState:
         "stalled": [],
         "stuck": [],
         "unsettled": {},
+        "unsteady": {},
         "topology": "",
         "counters": counters or Counters(),
         "recent": [],

@@ -52,12 +52,13 @@ AWAY: dict[str, Any] = {"consuming": {"delays": False}}
         (state(stuck=[2, 7]), overview(lanes=LANES), [STILL.format(2, "40 s"), UNCLAIMED, STILL.format(4, "2 min")]),
         (state(unsettled={"delays": 42.0}), GOOD, [UNSETTLED]),
         (state(mode="native", unsettled={"delays": 42.0}), None, [UNSETTLED]),
+        (state(unsteady={"delays": "no confirm"}), GOOD, ["queue 'delays': some messages cannot go on: no confirm"]),
         (state(), overview(late=OverdueSegments(1, 5, 9_999)), [PACKED]),
         (state(), overview(late=OverdueSegments(1, 5, 10_001)), []),
         (state(connections=BLOCKED), GOOD, [f"{STUCK}the broker accepts no publishes (a resource alarm)"]),
         (state(connections=CUT), GOOD, [f"{STUCK}no connection to publish by"]),
     ],
-    ids=range(22),
+    ids=range(23),
 )
 def test_ready(seen: dict[str, Any], store: StoreOverview | None, reasons: list[str]) -> None:
     assert not_ready(seen, "delays", store, "connect: refused") == reasons

@@ -386,15 +386,16 @@ async def test_a_quiet_connection_ends_after_its_answer() -> None:
     ("delayed", "shown"),
     [
         ({}, []),
-        ({"delays": 0, "delays.due": 0}, ["all queues, delayed by RabbitMQ itself up to 12 s ago 0"]),
+        ({"delays": 0, "delays.due": 0}, ["all queues, delayed or forwarded by RabbitMQ itself up to 12 s ago 0"]),
         (
             {"delays": 7, "delays.due": 0, "delays.refused": 5},
             [
-                "delays, delayed by RabbitMQ itself 7", "delays.refused, delayed by RabbitMQ itself 5",
-                "all queues, delayed by RabbitMQ itself up to 12 s ago 12",
+                "delays, delayed or forwarded by RabbitMQ itself 7",
+                "delays.refused, delayed or forwarded by RabbitMQ itself 5",
+                "all queues, delayed or forwarded by RabbitMQ itself up to 12 s ago 12",
             ],
         ),
-        ({"delays": None}, ["all queues, delayed by RabbitMQ itself unknown (see broker.management_url)"]),
+        ({"delays": None}, ["all queues, delayed or forwarded by RabbitMQ itself unknown (see broker.management_url)"]),
     ],
 )  # fmt: skip
 async def test_delayed_messages_are_shown_for_every_queue(delayed: dict[str, int | None], shown: list[str]) -> None:
@@ -406,7 +407,7 @@ async def test_delayed_messages_are_shown_for_every_queue(delayed: dict[str, int
     inside.depths = depths  # type: ignore[method-assign]
     async with served(inside) as web:
         page = (await web.get("/")).text
-    rows = re.findall(r"<tr><td[^>]*>([^<]*delayed by RabbitMQ[^<]*)</td><td[^>]*>([^<]*)</td></tr>", page)
+    rows = re.findall(r"<tr><td[^>]*>([^<]*delayed or forwarded by RabbitMQ[^<]*)</td><td[^>]*>([^<]*)</td></tr>", page)
     assert [" ".join(row) for row in rows] == shown
 
 
@@ -420,7 +421,7 @@ async def test_a_queue_that_hides_messages_is_not_called_empty(name: str) -> Non
     inside.look_aside = look  # type: ignore[method-assign]
     async with served(inside) as web:
         text = (await web.get(f"/{name}")).text
-    assert "The queue holds 7 messages that the broker itself delays." in text
+    assert "The queue holds 7 messages that the broker itself delays or forwards." in text
     assert "Nothing is refused" not in text and "There are no" not in text
 
 
