@@ -89,7 +89,10 @@ async def _write(url: str, wanted: Filter, out: IO[bytes], *, with_held: bool) -
         try:
             async for messages in exporting.read(connection, wanted):
                 for one in messages:
-                    _append(out, lines.format_line(Line(one.parcel(), one.checksum)))
+                    parcel = one.parcel()
+                    if one.key is not None:
+                        parcel = parcel._replace(since_ms=one.parked_ms)
+                    _append(out, lines.format_line(Line(parcel, one.checksum)))
                 count += len(messages)
         except BrokenSegments as error:
             broken = error

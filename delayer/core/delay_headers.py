@@ -198,8 +198,12 @@ over a time more than 2^63 nanoseconds ahead."""
 ROUTING_KEY: Final = b"x-delay-routing-key"
 EXCHANGE: Final = b"x-delay-exchange"
 KEY: Final = b"x-delay-key"
+KEY_MODE: Final = b"x-delay-key-mode"
+KEY_CEILING: Final = b"x-delay-key-ceiling"
 CANCEL: Final = b"x-delay-cancel"
-REQUEST_HEADERS: Final = frozenset({DELIVER_AT, OPT_DELAY, OPT_TIME, ROUTING_KEY, EXCHANGE, KEY, CANCEL})
+REQUEST_HEADERS: Final = frozenset(
+    {DELIVER_AT, OPT_DELAY, OPT_TIME, ROUTING_KEY, EXCHANGE, KEY, KEY_MODE, KEY_CEILING, CANCEL}
+)
 """The headers of a request, except ``x-delay``, which stays in the message with its sign flipped."""
 ETA: Final = b"eta"
 

@@ -51,6 +51,19 @@ class Target(NamedTuple):
     routing_key: bytes
 
 
+class KeyMode(NamedTuple):
+    """What a message does to the one that waits under its key. It replaces it, unless ``keep``: then it is dropped."""
+
+    keep: bool = False
+    ceiling_ms: int | None = None
+    """If set, the message debounces: it is due at most this long after the first message of its burst was parked. A
+    burst is a message and those that replaced it by debouncing, until one is cancelled, released, held or replaced by
+    another mode."""
+
+
+REPLACE: Final = KeyMode()
+
+
 class Parcel(NamedTuple):
     """A message on its way into the store: as received, with the decisions about it. ``route``, the exchange that the
     message came through, serves lists and audits. A release needs only the target, so later changes of the
@@ -66,6 +79,9 @@ class Parcel(NamedTuple):
     key: bytes | None = None
     token: bytes = b""
     """The ``x-delayer-id`` of a message published or cascaded before it was held. If empty, the release sets one."""
+    mode: KeyMode = REPLACE
+    since_ms: int | None = None
+    """When the first message of its burst was parked, epoch milliseconds; None if it is the first."""
 
     @property
     def names(self) -> dict[str, bytes]:

@@ -1,17 +1,18 @@
 """The ordered operations that an intake passes to a backlog, and the fold to one operation for each key.
 
 An operation is a :class:`Parcel`, to be parked, or a :class:`Cancel`. A parcel with a key replaces the waiting message
-of that key. Operations on one key apply in order, so only the last for each key in a batch has to reach the store: the
-rest act on messages that the store never sees. :func:`fold` finds the last ones, and the cancels that met a message.
+of that key, or yields to it (KeyMode). Operations on one key apply in order, so only one for each key in a batch has to
+reach the store: the rest act on messages that the store never sees. :func:`fold` finds those that remain, and the
+cancels that met a message. Once the store knows what waits under their keys, :meth:`Fold.settle` applies the modes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from delayer.core.message import KeyGroup, Parcel
+from delayer.core.message import REPLACE, KeyGroup, Parcel
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +49,43 @@ class Fold:
     kept: list[Parcel] = field(default_factory=list)
     """The messages to write, in the order of the batch, at most one for each key."""
     dropped: list[Parcel] = field(default_factory=list)
-    """The messages replaced or cancelled later in the batch. They count as parked and cancelled."""
+    """The messages replaced or cancelled later in the batch, and those that yield. They count as parked and
+    cancelled."""
     keys: set[bytes] = field(default_factory=set)
-    """Every key in the batch. The store deletes the messages that wait under them, then writes ``kept``."""
+    """Every key in the batch. The store deletes the messages that wait under them, except those under :attr:`yielding`
+    ones, then settles the batch and writes ``kept``."""
+    joining: set[bytes] = field(default_factory=set)
+    """The keys under which the message in ``kept`` yields to the one in the store, or continues its burst. No operation
+    of the batch before it ended that one."""
     groups: list[KeyGroup] = field(default_factory=list)
     """Key groups whose waiting messages the store also deletes."""
     met: set[int] = field(default_factory=set)
     """The positions of cancels that met a message of the batch."""
     open: dict[bytes, int] = field(default_factory=dict)
     """By key, the position of a cancel with nothing before it in the batch. The store finds out if it met a message."""
+
+    @property
+    def yielding(self) -> set[bytes]:
+        """The keys under which the message of the batch is dropped if one waits in the store."""
+        return {parcel.key for parcel in self.kept if parcel.mode.keep and parcel.key in self.joining}
+
+    def settle(self, waiting: Mapping[bytes, int | None], now_ms: int) -> Fold:
+        """Return what is left once the modes are applied. ``waiting``: the keys under which a message waited in the
+        store, each with the start of its burst, in epoch ms; None for a held one, whose burst is over. If the ceiling
+        has passed already, the message is due now, and not late."""
+        left = replace(self, kept=[], dropped=[*self.dropped])
+        for parcel in self.kept:
+            keep, ceiling_ms = parcel.mode
+            joins = parcel.key in self.joining and parcel.key in waiting
+            if keep and joins:
+                left.dropped.append(parcel)
+            elif ceiling_ms is None:
+                left.kept.append(parcel)
+            else:
+                first_ms = waiting[parcel.key] if joins and parcel.key is not None else None
+                latest_ms = max(now_ms, (now_ms if first_ms is None else first_ms) + ceiling_ms)
+                left.kept.append(parcel._replace(due_ms=min(parcel.due_ms, latest_ms), since_ms=first_ms))
+        return left
 
     def applied(self, deleted: frozenset[bytes] | set[bytes]) -> Applied:
         """Return the result, once the store has ``deleted`` the waiting messages of these keys."""
@@ -80,16 +109,26 @@ def fold(operations: Sequence[Operation]) -> Fold:
         if place is None:
             return False
         left.dropped.append(kept[place])  # type: ignore[arg-type]  # a place is dropped once
+        left.joining.discard(key)
         kept[place] = waiting[key] = None
         return True
 
+    def keep(parcel: Parcel) -> None:
+        if (key := parcel.key) is not None:
+            if parcel.mode.keep and waiting.get(key) is not None:
+                left.dropped.append(parcel)
+                return
+            joins = key in left.joining if key in waiting else not key.startswith(tuple(left.groups))
+            if key in waiting:
+                drop(key)
+            if joins and parcel.mode != REPLACE:
+                left.joining.add(key)
+            waiting[key] = len(kept)
+        kept.append(parcel)
+
     for at, operation in enumerate(operations):
         if isinstance(operation, Parcel):
-            if (key := operation.key) is not None:
-                if key in waiting:
-                    drop(key)
-                waiting[key] = len(kept)
-            kept.append(operation)
+            keep(operation)
         elif isinstance(group := operation.key, KeyGroup):
             left.groups.append(group)
             for key in waiting:

@@ -21,6 +21,8 @@ from delayer.core.delay_headers import (
     CANCEL,
     EXCHANGE,
     KEY,
+    KEY_CEILING,
+    KEY_MODE,
     OWN_SOURCES,
     ROUTING_KEY,
     Asked,
@@ -31,12 +33,13 @@ from delayer.core.delay_headers import (
     due_and_start_ms,
     in_words,
     quote_value,
+    read_delay_ms,
     whole_seconds_until,
 )
 from delayer.core.delay_sources import CONSULTED, DEFAULT_FORMS, HEADER, header_of, is_lasting, source_of
 from delayer.core.hold import Hold, too_late
 from delayer.core.marks import is_over
-from delayer.core.message import Target, as_bytes, is_direct_reply
+from delayer.core.message import REPLACE, KeyMode, Target, as_bytes, is_direct_reply
 from delayer.core.operations import Cancel
 from delayer.core.retry_policy import FailedAttempt, NoFailure, RetryPolicy, failure, wait_ms
 
@@ -142,12 +145,14 @@ class EnterCascade(NamedTuple):
 
 
 class Park(NamedTuple):
-    """Write to the store. A message with a ``key`` replaces the waiting or held message of that key."""
+    """Write to the store. A message with a ``key`` replaces the waiting or held message of that key, or does what
+    ``mode`` says."""
 
     due_ms: int
     target: Target
     key: bytes | None = None
     undelayed: bool = False
+    mode: KeyMode = REPLACE
 
 
 class AtOnce(NamedTuple):
@@ -222,9 +227,11 @@ def _decide(request: DelayRequest, route: Route | None, policy: Policy, now_ms: 
     asked = (route.default_delay_ms, None) if found is None else found
     due_ms, start_ms = _due(asked, request, policy, now_ms, now_lower_ms)
     target = target_of(request, route, policy)
-    if (key := _key(request, route, policy, due_ms, start_ms)) is not None:
+    key = _key(request, route, policy, due_ms, start_ms)
+    mode = _key_mode(headers, key) if KEY_MODE in headers or KEY_CEILING in headers else REPLACE
+    if key is not None:
         # Park even a message that is already due, because only the store can delete the message that it replaces.
-        return Park(due_ms, target, key, found is None)
+        return Park(due_ms, target, key, found is None, mode)
     # A message that asks for a delay of zero or less is never too late. (None means that it names a due time.)
     delay_ms, _ = asked
     late_limit_ms = route.late_limit_ms if delay_ms is None or delay_ms > 0 else None
@@ -385,6 +392,35 @@ def _key(request: DelayRequest, route: Route, policy: Policy, due_ms: int, start
     if value in (None, "", b"") and not policy.no_keys:
         return None
     return key_of(source, str(value) if type(value) is int else value, policy)
+
+
+def _key_mode(headers: Mapping[bytes, object], key: bytes | None) -> KeyMode:
+    """Return the mode that the headers ask for. Raises Unacceptable."""
+    if key is None:
+        header = KEY_MODE if KEY_MODE in headers else KEY_CEILING
+        raise Unacceptable(f"{header.decode()}: expected a key, by x-delay-key or key_from, found none")
+    mode = as_bytes(headers.get(KEY_MODE, b"replace"))
+    if mode == b"debounce":
+        return KeyMode(ceiling_ms=_ceiling_ms(headers))
+    if mode not in (b"replace", b"keep"):
+        found = quote_value(headers[KEY_MODE])
+        raise Unacceptable(f"x-delay-key-mode: expected replace, keep or debounce, found {found}")
+    if KEY_CEILING in headers:
+        raise Unacceptable(f"x-delay-key-ceiling: expected x-delay-key-mode debounce, found {mode.decode()}")
+    return KeyMode(keep=mode == b"keep")
+
+
+def _ceiling_ms(headers: Mapping[bytes, object]) -> int:
+    """Return the ceiling of a message that debounces. Raises Unacceptable."""
+    if KEY_CEILING not in headers:
+        raise Unacceptable("x-delay-key-mode: debounce: expected its x-delay-key-ceiling, in milliseconds, found none")
+    try:
+        ceiling_ms = read_delay_ms(headers[KEY_CEILING])
+    except UnreadableDelay as unreadable:
+        raise Unacceptable(f"x-delay-key-ceiling: {unreadable}") from unreadable
+    if ceiling_ms < 0:
+        raise Unacceptable(f"x-delay-key-ceiling: expected zero or more milliseconds, found {ceiling_ms}")
+    return ceiling_ms
 
 
 def _check_keys(header: bytes, policy: Policy) -> None:

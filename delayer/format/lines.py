@@ -4,15 +4,16 @@ A line is an object. Programs that write such lines may omit fields with a defau
 
     {"v": 1, "due_ms": 1795604393876, "route": "mail.in", "exchange": "mail.in", "routing_key": "outbox",
      "to_exchange": "mail.out", "to_key": "outbox", "key": "order-7", "properties_b64": "EAAC", "body": "hello",
-     "crc": 3735928559, "token": "30a6aca3c8ea4ae8a9a83c9bd2a3c2ab",
+     "since_ms": 1795604093876, "crc": 3735928559, "token": "30a6aca3c8ea4ae8a9a83c9bd2a3c2ab",
      "held": {"kind": "nacked", "text": "nacked", "may_be_delivered": true, "isolated": false}}
 
 A byte string that is not UTF-8 is in base64, and its name ends with ``_b64``. ``properties_b64`` is the payload of the
 content header after class, weight and body size; the default is only delivery mode 2 (persistent). Unknown fields are
 errors, since a misspelt ``body`` would give an empty message. ``crc`` is the store's checksum over exchange, routing
-key, properties and body. A line with a wrong ``crc`` is held, not sent. ``token``, only with ``held``, is the
-``x-delayer-id`` of a message published and held before it waited (core/hold.py), so its copies have that id. Other
-imported messages get new ids, because ids of one store mean other messages in another. The last line, such as
+key, properties and body. A line with a wrong ``crc`` is held, not sent. ``since_ms``, only with ``key``, is when the
+message, or the first one of its burst (KeyMode), was parked. ``token``, only with ``held``, is the ``x-delayer-id`` of
+a message published and held before it waited (core/hold.py), so its copies have that id. Other imported messages get
+new ids, because ids of one store mean other messages in another. The last line, such as
 ``{"v": 1, "messages": 1000}``, has the number of messages, so that a reader detects a truncated file.
 """
 
@@ -34,7 +35,16 @@ _ANY: Final = 1 << 40  # No limit.
 PERSISTENT: Final = b"\x10\x00\x02"
 _NAMES: Final = ("route", "exchange", "routing_key", "to_exchange", "to_key", "key", "body")
 _FIELDS: Final = frozenset(
-    ("v", "due_ms", *_NAMES, *(f"{name}_b64" for name in (*_NAMES, "properties", "token")), "crc", "held", "token")
+    (
+        "v",
+        "due_ms",
+        *_NAMES,
+        *(f"{name}_b64" for name in (*_NAMES, "properties", "token")),
+        "since_ms",
+        "crc",
+        "held",
+        "token",
+    )
 )
 _HELD_FIELDS: Final = frozenset(("kind", "text", "may_be_delivered", "isolated"))
 _END_FIELDS: Final = frozenset(("v", "messages"))
@@ -70,6 +80,8 @@ def format_line(line: Line) -> bytes:
         if value is not None:
             _put(record, name, value)
     record["properties_b64"] = base64.b64encode(parcel.properties).decode()
+    if parcel.since_ms is not None:
+        record["since_ms"] = parcel.since_ms
     if line.crc is not None:
         record["crc"] = line.crc
     if line.held is not None:
@@ -121,6 +133,7 @@ def parse_line(text: bytes) -> Line | EndLine:
         _get(record, "body", b"", _ANY),
         _get(record, "key", b"") if "key" in record or "key_b64" in record else None,
         _get(record, "token", b""),
+        since_ms=_integer(record, "since_ms") if "since_ms" in record else None,
     )
     crc = _integer(record, "crc") if "crc" in record else None
     held = _hold(record["held"]) if "held" in record else None

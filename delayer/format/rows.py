@@ -21,6 +21,8 @@ _CARRIED = ("route", "exchange", "routing_key", "to_exchange", "to_key", "proper
 # The order of a row in COPY. The table's defaults supply ``id`` and ``parked_at``.
 COLUMNS = ("due_at", "checksum", "lane", "format", *_CARRIED)
 COLUMNS_WITH_ID = (*COLUMNS, "id")
+COLUMNS_WITH_KEY = (*COLUMNS_WITH_ID, "parked_at")
+"""Of a message that debounces, ``parked_at`` is that of the first one of its burst."""
 # The order of a row from a claim. Read by position, because a name costs a look-up per value.
 READ = ("id", "due_at", "checksum", "format", *_CARRIED)
 HELD_COLUMNS = (*COLUMNS_WITH_ID, "retry_at", "attempts", "kind", "reason", "may_be_delivered", "isolated", "token")
@@ -39,7 +41,7 @@ def checksum(exchange: bytes, routing_key: bytes, properties: bytes, body: bytes
 
 def stored_row(parcel: Parcel, lane: int) -> StoredRow:
     """The values of :data:`COLUMNS` for ``parcel``."""
-    due_ms, route, exchange, routing_key, target, properties, body, key, _ = parcel
+    due_ms, route, exchange, routing_key, target, properties, body, key, *_ = parcel
     crc = checksum(exchange, routing_key, properties, body)
     return due_ms, crc, lane, FORMAT, route, exchange, routing_key, *target, properties, body, key
 

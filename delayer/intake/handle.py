@@ -27,7 +27,7 @@ from delayer.core.delay_sources import CONSULTED, COPY_HEADERS, routing_keys_of
 from delayer.core.faultpoint import reach
 from delayer.core.hold import too_late
 from delayer.core.marks import LAST_DUE, X_DEATH, LoopWatch
-from delayer.core.message import WINDOW_MS, KeyGroup, Parcel, Target
+from delayer.core.message import REPLACE, WINDOW_MS, KeyGroup, KeyMode, Parcel, Target
 from delayer.core.operations import Cancel, Operation
 from delayer.core.plan import AtOnce, EnterCascade, Park, Plan, Policy, Refuse, Retry, Soon, TooLate, decide
 from delayer.format.envelope import Endpoints, Envelope, InvalidEnvelope, into_broker, into_cascade, read_envelope
@@ -158,7 +158,7 @@ def batch_plan(batch: Sequence[Classified], names: Endpoints, new_id: Callable[[
 def operations_of(batch: Sequence[Classified]) -> list[Operation]:
     """Return the store's operation for each parcel and cancel, in their order."""
     return [
-        parcel(delivery, plan.due_ms, plan.target, plan.key) if isinstance(plan, Park) else plan
+        parcel(delivery, plan.due_ms, plan.target, plan.key, plan.mode) if isinstance(plan, Park) else plan
         for delivery, _, plan in batch
         if isinstance(plan, Park | Cancel)
     ]
@@ -185,12 +185,12 @@ def has_key(one: Classified) -> bool:
     return isinstance(plan, Cancel) or (isinstance(plan, Park) and plan.key is not None)
 
 
-def parcel(delivery: Delivery, due_ms: int, target: Target, key: bytes | None = None) -> Parcel:
+def parcel(
+    delivery: Delivery, due_ms: int, target: Target, key: bytes | None = None, mode: KeyMode = REPLACE
+) -> Parcel:
     """Build the parcel of a delivery. Its route has the name of its exchange, even if none is configured."""
-    route = delivery.exchange
-    return Parcel(
-        due_ms, route, delivery.exchange, delivery.routing_key, target, delivery.properties, delivery.body, key
-    )
+    _, _, exchange, routing_key, properties, body, _ = delivery
+    return Parcel(due_ms, exchange, exchange, routing_key, target, properties, body, key, mode=mode)
 
 
 class KeepingHandler(Handler):

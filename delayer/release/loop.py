@@ -253,7 +253,7 @@ def prepare_outgoing(row: Due, max_properties: int) -> Outgoing | Hold:
     """Return the message as it leaves, or a Hold if it cannot be published unchanged."""
     if not row.sound:
         return unfit("the stored bytes do not match their checksum, or a newer delayer wrote their format")
-    _, _, _, _, (exchange, routing_key), stored, body, _, token = row.parcel
+    _, _, _, _, (exchange, routing_key), stored, body, _, token, *_ = row.parcel
     token = token or b"%d" % row.id
     try:
         properties = released_properties(Properties.parse(stored), token, row.due_ms)

@@ -27,7 +27,7 @@ from delayer.core.message import Parcel
 from delayer.core.operations import Applied, Fold, Term
 from delayer.core.segment import Locked, Restoration
 from delayer.core.units import DAY_MS
-from delayer.format.rows import COLUMNS, COLUMNS_WITH_ID, HELD_COLUMNS, hold_columns, stored_row
+from delayer.format.rows import COLUMNS, COLUMNS_WITH_KEY, HELD_COLUMNS, hold_columns, stored_row
 from delayer.store import pool, schema, servers, statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, REJECTED, WORTH_REPEATING, check_arrow, describe, lost, translated
@@ -172,17 +172,22 @@ class PostgresStore:
         routes, far_ms = self.locks.routes, self.clock.now_lower_ms() + FAR_MS
         place = Placement(lane.number, routes, lane.epoch, far, far_ms, self.history_days > 0)
         await self._ensure_days({parcel.due_ms // DAY_MS for parcel in batch.kept})
+        left = batch
+
+        async def write(connection: Connection) -> tuple[Applied, int | None]:
+            nonlocal left
+            applied, epoch, left = await apply_batch(connection, place, batch, term)
+            return applied, epoch
+
         try:
-            applied, epoch = await self._write(
-                "park", lane, lambda connection: apply_batch(connection, place, batch, term)
-            )
+            applied, epoch = await self._write("park", lane, write)
             if term is not None:
                 term.epoch = epoch
             return applied
         finally:
             # Even if the commit is in doubt, because an extra note costs only one empty claim. Other messages are
             # notified, or found long before they are due.
-            if dues := [one.due_ms for one in batch.kept if one.due_ms < far_ms and one.route not in routes]:
+            if dues := [one.due_ms for one in left.kept if one.due_ms < far_ms and one.route not in routes]:
                 lane.cursor.note_parked(min(dues))
 
     async def hold(self, lane: PostgresLane, parcels: Sequence[tuple[Parcel, Hold]]) -> None:
@@ -288,14 +293,13 @@ def to_notify(place: Placement, dues: Iterable[tuple[Parcel, int]]) -> dict[int,
 
 async def apply_batch(
     connection: Connection, place: Placement, batch: Fold, term: Term | None = None
-) -> tuple[Applied, int | None]:
-    """Write what is left of a batch, in the open transaction. Also returns the epoch of ``term``; an import has none.
-    Raises LaneLost, StoreLost, the driver's errors."""
+) -> tuple[Applied, int | None, Fold]:
+    """Write what is left of a batch, in the open transaction. Also returns the epoch of ``term`` (an import has none),
+    and the batch as written. Raises LaneLost, StoreLost, the driver's errors."""
     if batch.keys or batch.groups:
-        deleted, epoch = await _park_keyed(connection, place, batch, term)
-        return batch.applied(deleted), epoch
+        return await _park_keyed(connection, place, batch, term)
     await park_plain(connection, place, batch.kept)
-    return Applied(), None if term is None else term.epoch
+    return Applied(), None if term is None else term.epoch, batch
 
 
 async def park_plain(connection: Connection, place: Placement, parcels: Sequence[Parcel]) -> None:
@@ -311,30 +315,31 @@ async def park_plain(connection: Connection, place: Placement, parcels: Sequence
 
 async def _park_keyed(
     connection: Connection, place: Placement, batch: Fold, term: Term | None
-) -> tuple[set[bytes], int | None]:
-    """Cancel the messages waiting under the batch's keys, and park its own. Returns the keys under which a message
-    waited, and the term's epoch."""
+) -> tuple[Applied, int | None, Fold]:
+    """Cancel the messages waiting under the batch's keys, and park its own. Returns like :func:`apply_batch`."""
     touched = batch.keys | await keys.of_groups(connection, batch.groups)
-    cancelled = await keys.cancel_waiting(connection, touched)
+    cancelled = await keys.cancel_waiting(connection, touched, batch.yielding)
+    now_ms = await connection.fetchval("SELECT statement_timestamp()")
+    waited = {row["key"]: row["parked_at"] for row in cancelled.rows} | dict.fromkeys(cancelled.spared)
+    batch = batch.settle(waited, now_ms)
     lanes = lanes_of(batch.kept, place)
     ids = await _new_ids(connection, len(lanes))
     if lanes:
         placed = zip(batch.kept, lanes, ids, strict=True)
-        records = [(*stored_row(parcel, lane), new) for parcel, lane, new in placed]
-        await connection.copy_records_to_table("message", records=records, columns=COLUMNS_WITH_ID)
+        records = [(*stored_row(p, lane), new, now_ms if p.since_ms is None else p.since_ms) for p, lane, new in placed]
+        await connection.copy_records_to_table("message", records=records, columns=COLUMNS_WITH_KEY)
     placed = zip(batch.kept, lanes, ids, strict=True)
     pointers = [(p.key, lane, p.due_ms, new) for p, lane, new in placed if p.key is not None]
-    await keys.point(connection, touched if cancelled.known else (), pointers)
+    await keys.point(connection, touched - cancelled.spared if cancelled.known else (), pointers)
     reach("park.copied")
     await notify(connection, to_notify(place, ((parcel, parcel.due_ms) for parcel in batch.kept)), {})
     if place.history:
-        now_ms = await connection.fetchval("SELECT statement_timestamp()")
         entries = [history.of_row(row, now_ms) for row in cancelled.rows]
         entries += [history.of_parcel(history.CANCELLED, None, p, now_ms, parked_ms=now_ms) for p in batch.dropped]
         await history.write(connection, entries)
     epoch = None if term is None else await _fence(connection, term)
     await _count(connection, place, _changes(place, batch, lanes, cancelled))
-    return cancelled.keys, epoch
+    return batch.applied(cancelled.keys), epoch, batch
 
 
 async def _fence(connection: Connection, term: Term) -> int:

@@ -12,7 +12,7 @@ from zlib import crc32
 
 import pytest
 
-from delayer.core.message import KeyGroup
+from delayer.core.message import REPLACE, KeyGroup, KeyMode
 from delayer.core.operations import Cancel, Operation
 from tests.conformance.stores import Daemon, MemoryStores, PostgresStores, Stores
 from tests.support.fakes import LATE, WHY
@@ -20,8 +20,11 @@ from tests.support.postgres import Postgres
 from tests.support.store import MANY, ROOM, parcel
 
 LIMITED = b"limited"
+FOREVER_MS = 1 << 40
+"""A lower ceiling would give each store another due instant."""
 KEYS = [b"a", b"ab", b"abc", b"b", b"ba", b"\xff", b"\xff\xff"]
 """Some are prefixes of others, so that groups have several keys, and share some."""
+MODES = [REPLACE, KeyMode(keep=True), KeyMode(ceiling_ms=FOREVER_MS)]
 GROUPS = [b"a", b"ab", b"b", b"\xff"]
 ROUNDS = 8
 LONGEST = 60
@@ -50,7 +53,9 @@ class Sequences:
                 # Due already; soon; and so late that it goes to another lane.
                 due_ms = self.now_ms + chance.choice([-1_000, 90_000, 600_000])
                 route = chance.choice([b"in", LIMITED])
-                return parcel(due_ms, b"%d" % self.made, route=route, key=None if kind == 9 else chance.choice(KEYS))
+                key = None if kind == 9 else chance.choice(KEYS)
+                mode = REPLACE if key is None else chance.choice(MODES)
+                return parcel(due_ms, b"%d" % self.made, route=route, key=key, mode=mode)
 
 
 def cut(operations: Sequence[Operation], chance: random.Random) -> list[Sequence[Operation]]:

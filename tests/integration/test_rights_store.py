@@ -12,6 +12,7 @@ import pytest
 from delayer.audit import compact as compaction
 from delayer.core.errors import StoreLost
 from delayer.core.filters import Filter, Token
+from delayer.core.message import KeyMode
 from delayer.core.operations import Cancel, Term, fold
 from delayer.core.segment import Broken, Restored
 from delayer.core.units import DAY_MS
@@ -92,6 +93,7 @@ async def work(url: str) -> None:
             await store.park(lane, [parcel(now - 1), parcel(now + 3 * DAY_MS), parcel(now + 401 * DAY_MS)], [])
             await store.park(lane, [parcel(now + 500, key=b"k"), parcel(now - 1, key=b"released")], [])
             await store.park(lane, [parcel(now + 600, key=b"k")], [])
+            await store.park(lane, [parcel(now + 600, key=b"k", mode=KeyMode(keep=True))], [])
             await store.park(lane, [], [b"k"])
             term = Term((await store.locks.look()).intake)
             for _ in range(2):  # The first batch of a term raises its epoch; later batches keep it.

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from delayer.core.backoff import pause_ms
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.hold import Hold
-from delayer.core.message import WINDOW_MS, Due, Parcel, Target
+from delayer.core.message import REPLACE, WINDOW_MS, Due, Parcel, Target
 from delayer.core.operations import Applied, Fold, Operation, Term, fold
 from delayer.retry import first_set
 from delayer.store.lanes.ownership import share
@@ -31,7 +31,7 @@ LONGEST_SLEEP = 60.0
 
 @dataclass(eq=False)
 class Message:
-    """A message that waits, or is held."""
+    """A message that waits, or is held. ``parked_ms``: that of the first message of its burst."""
 
     id: int
     lane: int
@@ -94,7 +94,9 @@ class MemoryStore:
 
     def put(self, lane: int, parcel: Parcel, hold: Hold | None = None) -> None:
         """Park a message, or hold one that never waited."""
-        message = Message(next(self._ids), lane, parcel, self.now_ms())
+        since_ms = self.now_ms() if parcel.since_ms is None else parcel.since_ms
+        parcel = parcel._replace(mode=REPLACE, since_ms=None)  # As a row, which does not have them.
+        message = Message(next(self._ids), lane, parcel, since_ms)
         self.messages[message.id] = message
         if parcel.key is not None:
             self.keys[parcel.key] = message
@@ -196,7 +198,11 @@ class MemoryBacklog:
                 raise StoreLost("another process applies the operations with keys now")
             store.intake += term.epoch is None
             term.epoch = store.intake
-        touched = store.standing(batch)
+        standing = store.standing(batch)
+        touched = [one for one in standing if one.parcel.key not in batch.yielding]
+        batch = batch.settle(
+            {one.parcel.key: one.as_due.parked_ms for one in standing if one.parcel.key is not None}, store.now_ms()
+        )
         own, far = self._own_lane(), self._far_lane()
         for message in touched:
             store.take_out(message, "cancelled")

@@ -22,6 +22,7 @@ from asyncpg import Connection
 from delayer.core.errors import StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.importing import ImportBatch, ImportItem, Phase, Run
+from delayer.core.message import Parcel
 from delayer.core.operations import fold
 from delayer.core.units import DAY_MS
 from delayer.store import pool, postgres, schema
@@ -143,7 +144,7 @@ class ImportStore:
         async with pool.transaction(self._connection):
             now_ms = await self._connection.fetchval("SELECT statement_timestamp()")
             items, superseded = await self._not_waiting(batch.items)
-            parcels = [item.parcel for item in items if item.hold is None]
+            parcels = [_parked_before(item.parcel, now_ms) for item in items if item.hold is None]
             held = [(item.parcel, item.hold) for item in items if item.hold is not None]
             counts = len(parcels), len(held), len(superseded)
             row = await self._connection.fetchrow(_COMMIT, run.id, *counts, batch.progress, run.progress)
@@ -215,6 +216,12 @@ class ImportStore:
                 limit,
             )
         return [tuple(row) for row in rows]
+
+
+def _parked_before(parcel: Parcel, now_ms: int) -> Parcel:
+    """The parcel with the start of its burst, if it is not due yet. An overdue message was not late in this store."""
+    since = 0 <= (parcel.since_ms or 0) <= now_ms < parcel.due_ms
+    return parcel if since else parcel._replace(since_ms=None)
 
 
 def _run(row: asyncpg.Record) -> Run:

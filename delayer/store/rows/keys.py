@@ -57,6 +57,15 @@ FROM unnest($2::bytea[], $3::bigint[], $4::int[], $5::timestamptz[], $6::bytea[]
 WHERE k.key = p.key AND k.id = p.id
 """
 _LEAVE: Final = f"UPDATE message_key SET {_OF_ROW} WHERE key = ANY($1) AND segment = $2"
+# Locks each row as a DELETE of it would. $5 and $4 bound the due instants, to prune partitions while planning.
+_LOCK_ROWS: Final = """
+SELECT m.id FROM message AS m
+JOIN unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS w (lane, due, id)
+  ON m.lane = w.lane AND m.due_at >= w.due AND m.due_at < w.due + interval '1 millisecond' AND m.id = w.id
+WHERE m.due_at >= $4 AND m.due_at < $5
+ORDER BY m.lane, m.due_at, m.id FOR UPDATE OF m
+"""
+_LOCK_HELD: Final = "SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE"
 _DELETE: Final = statements.read("delete_rows")
 DELETE_HELD: Final = (
     "DELETE FROM held WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE)"
@@ -79,6 +88,8 @@ class Cancelled:
     keys: set[bytes] = field(default_factory=set)
     rows: list[Record] = field(default_factory=list)
     """For the history: the messages' rows, or those of message_key if in segments."""
+    spared: set[bytes] = field(default_factory=set)
+    """The keys to spare under which a message waits or is held. It stays there until the transaction ends."""
 
 
 async def lock_keys(connection: Connection, keys: Collection[bytes]) -> None:
@@ -100,8 +111,11 @@ async def of_groups(connection: Connection, groups: Sequence[KeyGroup]) -> set[b
     return found
 
 
-async def cancel_waiting(connection: Connection, keys: Collection[bytes]) -> Cancelled:
-    """Remove the messages that ``keys`` point at. Steps 1 to 3. Raises the driver's errors."""
+async def cancel_waiting(
+    connection: Connection, keys: Collection[bytes], spare: Collection[bytes] = frozenset()
+) -> Cancelled:
+    """Remove the messages that ``keys`` point at, but only lock those of ``spare``. Steps 1 to 3. Raises the driver's
+    errors."""
     cancelled = Cancelled()
     await lock_keys(connection, keys)
     left, seen, same = list(keys), [0], 0
@@ -116,37 +130,71 @@ async def cancel_waiting(connection: Connection, keys: Collection[bytes]) -> Can
             cancelled.known = True
             await connection.execute(_IN_ORDER)
         if as_rows := [place for place in places.values() if place["segment"] is None]:
-            await _delete_rows(connection, cancelled, places, as_rows)
+            await _delete_rows(connection, cancelled, places, as_rows, spare)
         if packed := [place for place in places.values() if place["segment"] is not None]:
-            await _remove_packed(connection, cancelled, places, packed)
+            await _remove_packed(connection, cancelled, places, packed, spare)
         if not (left := [place["key"] for place in places.values()]):
             break
     return cancelled
 
 
 async def _delete_rows(
-    connection: Connection, cancelled: Cancelled, places: dict[int, Record], wanted: Sequence[Record]
+    connection: Connection,
+    cancelled: Cancelled,
+    places: dict[int, Record],
+    wanted: Sequence[Record],
+    spare: Collection[bytes],
 ) -> None:
-    """Delete the waiting or held rows ``wanted``, and remove them from ``places`` (by id)."""
-    lanes, dues, ids = zip(*(tuple(place)[:3] for place in wanted), strict=True)
-    for row in await connection.fetch(_DELETE, lanes, dues, ids, min(dues), max(dues) + 1):
-        _note(cancelled, places, row)
+    """Delete the waiting or held rows ``wanted``, or spare them, and remove them from ``places`` (by id)."""
+    ids = [place["id"] for place in wanted]
+    to_delete = [place for place in wanted if place["key"] not in spare]
+    if len(to_delete) < len(wanted):  # Lock all in one order, before some are deleted.
+        _note_spared(cancelled, places, await connection.fetch(_LOCK_ROWS, *_places(wanted)), spare)
+    if to_delete:
+        for row in await connection.fetch(_DELETE, *_places(to_delete)):
+            _note(cancelled, places, row)
     if left := [number for number in ids if number in places]:
+        if len(to_delete) < len(wanted):
+            _note_spared(cancelled, places, await connection.fetch(_LOCK_HELD, left), spare)
+        left = [place["id"] for place in to_delete if place["id"] in places]
         for row in await connection.fetch(DELETE_HELD, left):
             cancelled.held[row["lane"]] += 1
             _note(cancelled, places, row)
 
 
-async def _remove_packed(
-    connection: Connection, cancelled: Cancelled, places: dict[int, Record], wanted: Sequence[Record]
+def _places(rows: Sequence[Record]) -> tuple[object, ...]:
+    """The parameters of _DELETE and _LOCK_ROWS."""
+    lanes, dues, ids = zip(*(tuple(row)[:3] for row in rows), strict=True)
+    return lanes, dues, ids, min(dues), max(dues) + 1
+
+
+def _note_spared(
+    cancelled: Cancelled, places: dict[int, Record], locked: Sequence[Record], spare: Collection[bytes]
 ) -> None:
-    """Remove ``wanted`` from ``places`` (by id) and from their segments, which stay packed."""
+    """Note which of the ``locked`` rows are to stay."""
+    for (number,) in locked:
+        if places[number]["key"] in spare:
+            cancelled.spared.add(places.pop(number)["key"])
+
+
+async def _remove_packed(
+    connection: Connection,
+    cancelled: Cancelled,
+    places: dict[int, Record],
+    wanted: Sequence[Record],
+    spare: Collection[bytes],
+) -> None:
+    """Remove ``wanted`` from ``places`` (by id) and, but for those of ``spare``, from their segments, which stay
+    packed."""
     by_segment: dict[int, list[Record]] = {}
     for place in wanted:
         by_segment.setdefault(place["segment"], []).append(place)
     changes = []
     for segment, gone in await connection.fetch(_LOCK_SEGMENTS, list(by_segment)):
-        removed = by_segment[segment]
+        removed = [place for place in by_segment[segment] if place["key"] not in spare]
+        cancelled.spared |= {places.pop(place["id"])["key"] for place in by_segment[segment] if place["key"] in spare}
+        if not removed:
+            continue
         bits = with_bits(gone, [place["position"] for place in removed])
         changes.append((segment, bits, len(removed), sum(place["size"] for place in removed)))
         for place in removed:

@@ -1,4 +1,4 @@
-"""Keys of messages without ``x-delay-key``: ``key_from``."""
+"""Keys of messages without ``x-delay-key`` (``key_from``), and the modes of keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from delayer.amqp.values import Timestamp
 from delayer.core.delay_headers import DelayRequest
-from delayer.core.message import Target
+from delayer.core.message import REPLACE, KeyMode, Target
 from delayer.core.plan import Cancel, EnterCascade, Mode, Park, Policy, Refuse, Route
 from tests.support.planning import decide, request
 
@@ -115,3 +115,59 @@ def test_the_named_header_is_read_and_stays_in_the_message() -> None:
     assert b"Order:No" in BY_HEADER.consulted
     assert b"Order:No" not in BY_HEADER.named
     assert b"" not in BY_ID.consulted
+
+
+@pytest.mark.parametrize("policy", [STORE, NATIVE], ids=["store", "native"])
+@pytest.mark.parametrize(
+    ("headers", "mode"),
+    [
+        ({"x-delay-key-mode": "replace"}, REPLACE),
+        ({"x-delay-key-mode": b"keep"}, KeyMode(keep=True)),
+        ({"x-delay-key-mode": "debounce", "x-delay-key-ceiling": 0}, KeyMode(ceiling_ms=0)),
+        ({"x-delay-key-mode": "debounce", "x-delay-key-ceiling": "60000"}, KeyMode(ceiling_ms=60_000)),
+        ({"x-delay-key-mode": "debounce", "x-delay-key-ceiling": 0.5}, KeyMode(ceiling_ms=1)),
+    ],
+)
+def test_a_message_chooses_the_mode_of_its_key(headers: dict[str, object], mode: KeyMode, policy: Policy) -> None:
+    expected = Park(NOW + 5_000, OUT, b"k-1", mode=mode)
+    assert decide(ask(b"plain.in", SOON | headers | {"x-delay-key": "k-1"}), policy, NOW) == expected
+    assert decide(ask(b"id.in", SOON | headers, message_id=b"k-1"), policy, NOW) == expected
+
+
+KEYED = {"x-delay-key": "k-1"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "reason"),
+    [
+        (KEYED | {"x-delay-key-mode": "Keep"}, "x-delay-key-mode: expected replace, keep or debounce, found 'Keep'"),
+        (KEYED | {"x-delay-key-mode": 5}, "x-delay-key-mode: expected replace, keep or debounce, found 5"),
+        (KEYED | {"x-delay-key-mode": None}, "x-delay-key-mode: expected replace, keep or debounce, found None"),
+        (
+            KEYED | {"x-delay-key-mode": "debounce"},
+            "x-delay-key-mode: debounce: expected its x-delay-key-ceiling, in milliseconds, found none",
+        ),
+        (
+            KEYED | {"x-delay-key-mode": "keep", "x-delay-key-ceiling": 5},
+            "x-delay-key-ceiling: expected x-delay-key-mode debounce, found keep",
+        ),
+        (KEYED | {"x-delay-key-ceiling": 5}, "x-delay-key-ceiling: expected x-delay-key-mode debounce, found replace"),
+        (
+            KEYED | {"x-delay-key-mode": "debounce", "x-delay-key-ceiling": -1},
+            "x-delay-key-ceiling: expected zero or more milliseconds, found -1",
+        ),
+        (
+            KEYED | {"x-delay-key-mode": "debounce", "x-delay-key-ceiling": "1m"},
+            "x-delay-key-ceiling: expected milliseconds as an integer, a numeric string or a float, found '1m'",
+        ),
+        ({"x-delay-key-mode": "keep"}, "x-delay-key-mode: expected a key, by x-delay-key or key_from, found none"),
+        ({"x-delay-key-ceiling": 5}, "x-delay-key-ceiling: expected a key, by x-delay-key or key_from, found none"),
+    ],
+)
+def test_a_mode_that_cannot_apply_is_refused(headers: dict[str, object], reason: str) -> None:
+    assert decide(ask(b"plain.in", SOON | headers), STORE, NOW) == Refuse(reason)
+
+
+def test_a_cancel_has_no_mode() -> None:
+    asked = ask(b"plain.in", {"x-delay-cancel": "k-1", "x-delay-key-mode": "nonsense"})
+    assert decide(asked, STORE, NOW) == Cancel(b"k-1")

@@ -12,7 +12,7 @@ from delayer.amqp.properties import Properties, byte_array, encode_headers, entr
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.delay_headers import LONGEST_TIMER_MS
 from delayer.core.hold import Hold, HoldKind
-from delayer.core.message import BROKER_LEAD_MS, Parcel, Target
+from delayer.core.message import BROKER_LEAD_MS, REPLACE, Parcel, Target
 from delayer.core.plan import LATEST_MS
 from delayer.format.envelope import (
     ID_BYTES,
@@ -64,6 +64,8 @@ parcels = st.builds(
     st.binary(max_size=9),
     st.none(),
     st.just(b""),  # the envelope carries its own id instead
+    mode=st.just(REPLACE),
+    since_ms=st.none(),
 )
 
 

@@ -65,6 +65,7 @@ def random_parcel(chance: random.Random) -> Parcel:
     return Parcel(
         chance.randrange(1 << 41), some(255), some(255), some(255), Target(some(255), some(255)),
         chance.randbytes(chance.randrange(2, 300)), some(5_000), chance.choice([None, some(255)]),
+        since_ms=chance.choice([None, chance.randrange(1 << 41)]),
     )  # fmt: skip
 
 
@@ -140,11 +141,13 @@ def test_bytes_of_the_first_version() -> None:
     kept = (
         b'{"v":1,"due_ms":1795604393876,"route":"mail.in","exchange":"mail.in","routing_key":"outbox",'
         b'"to_exchange":"mail.out","to_key_b64":"/w==","key":"order-7","body":"hell\xc3\xb6",'
-        b'"properties_b64":"EAAC","crc":3735928559,"held":{"kind":"returned","text":"returned: 312 NO_ROUTE",'
+        b'"properties_b64":"EAAC","since_ms":1795604093876,"crc":3735928559,'
+        b'"held":{"kind":"returned","text":"returned: 312 NO_ROUTE",'
         b'"may_be_delivered":true,"isolated":false}}\n'
     )
     target = Target(b"mail.out", b"\xff")
     of = Parcel(1795604393876, b"mail.in", b"mail.in", b"outbox", target, b"\x10\0\2", "hellö".encode(), b"order-7")
+    of = of._replace(since_ms=1795604093876)
     line = Line(of, 3735928559, Hold(HoldKind.RETURNED, "returned: 312 NO_ROUTE", may_be_delivered=True))
     assert lines.parse_line(kept) == line
     assert lines.format_line(line) == kept
