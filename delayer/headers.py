@@ -39,14 +39,27 @@ def at(due: datetime) -> dict[str, int]:
     return {"x-deliver-at": -(-(due - _EPOCH) // _MILLISECOND)}
 
 
-def key(name: str) -> dict[str, str]:
-    """Header of a message that replaces the waiting message of the same key. It needs a store. Raises ValueError if
-    ``name`` is empty, or longer than 255 bytes of UTF-8.
+def key(name: str, *, keep: bool = False, debounce: timedelta | None = None) -> dict[str, str | int]:
+    """Headers of a message that replaces the waiting message of the same key. It needs a store. With ``keep`` the
+    waiting message stays, and this one is dropped. With ``debounce`` it replaces, but is due at most this long after
+    the first message that waited. Raises ValueError if ``name`` is empty, or longer than 255 bytes of UTF-8; if
+    ``debounce`` is negative; and for both modes at once.
 
     >>> key("order-4711")
     {'x-delay-key': 'order-4711'}
+    >>> key("index", debounce=timedelta(minutes=1))
+    {'x-delay-key': 'index', 'x-delay-key-mode': 'debounce', 'x-delay-key-ceiling': 60000}
     """
-    return {"x-delay-key": _checked(name)}
+    headers: dict[str, str | int] = {"x-delay-key": _checked(name)}
+    if keep and debounce is not None:
+        raise ValueError(f"expected keep or debounce, found both: debounce={debounce}")
+    if keep:
+        return headers | {"x-delay-key-mode": "keep"}
+    if debounce is None:
+        return headers
+    if debounce < timedelta(0):
+        raise ValueError(f"expected a ceiling of zero or more, found {debounce}")
+    return headers | {"x-delay-key-mode": "debounce", "x-delay-key-ceiling": -(-debounce // _MILLISECOND)}
 
 
 def cancel(name: str) -> dict[str, str]:

@@ -68,6 +68,8 @@ class Draft(Table):
     route: str | None = None
     routing_key: str = ""
     delay_key: str | None = None
+    delay_key_mode: str | None = None
+    delay_key_ceiling: DurationMs | None = None
     delay: DurationMs | None = None
     at: Annotated[int, BeforeValidator(_instant)] | None = None
     headers: Annotated[Mapping[str, Any], AfterValidator(_headers)] = Field(default_factory=dict)
@@ -129,8 +131,9 @@ class Composer:
         """Raises Misused if the message cannot be sent, or if the daemon would refuse it."""
         route, key = self._route(draft.route), draft.routing_key
         headers = dict(draft.headers)
-        if draft.delay_key is not None:
-            headers["x-delay-key"] = draft.delay_key
+        for name in ("delay_key", "delay_key_mode", "delay_key_ceiling"):
+            if (given := getattr(draft, name)) is not None:
+                headers[f"x-{name.replace('_', '-')}"] = given
         if not route.from_:
             # Straight to the intake queue, a header has the destination's key.
             if key:
@@ -278,6 +281,8 @@ async def _publish(channel: Wire, portion: Sequence[Composed]) -> list[object]:
 @click.option("--route", metavar="EXCHANGE", help="The `from` exchange of its route, if there are several routes.")
 @click.option("--routing-key", default="", metavar="KEY", help="Its routing key at the destination.")
 @click.option("--delay-key", metavar="KEY", help="Its x-delay-key: it replaces a waiting message with this key.")
+@click.option("--delay-key-mode", metavar="MODE", help="replace (the default), keep or debounce: see docs/headers.md.")
+@click.option("--delay-key-ceiling", callback=duration, metavar="DURATION", help="The ceiling of debounce, such as 5m.")
 @click.option("--delay", callback=duration, metavar="DURATION", help="Such as 250ms, 10s, 5m, 12h, 30d.")
 @click.option("--at", callback=fixed_instant, metavar="INSTANT", help="RFC 3339, such as 2031-01-31T08:00:00Z.")
 @click.option(
@@ -302,9 +307,10 @@ def send(
     A message goes to the route's exchange, with a header that says the delay, like the message of any publisher. A
     message that the daemon would refuse is not sent, and the exit code is 2.
 
-    With --file each line is a message: an object with the fields route, routing_key, delay_key, delay, at, headers,
-    body (or body_b64) and message_id, like the options. The options supply what a line leaves out. Lines are checked
-    and sent in portions of up to 1,000. The first portion with a wrong line ends the command, before any of it is sent.
+    With --file each line is a message: an object with the fields route, routing_key, delay_key, delay_key_mode,
+    delay_key_ceiling, delay, at, headers, body (or body_b64) and message_id, like the options. The options supply what
+    a line leaves out. Lines are checked and sent in portions of up to 1,000. The first portion with a wrong line ends
+    the command, before any of it is sent.
 
     \b
     Examples:

@@ -27,7 +27,9 @@ async def run(example: str, url: str) -> str:
     return output.decode()
 
 
-async def test_the_python_examples_send_replace_and_cancel(place: OwnVhost, store: str, delayer: Run) -> None:
+async def test_the_python_examples_send_replace_keep_debounce_and_cancel(
+    place: OwnVhost, store: str, delayer: Run
+) -> None:
     environ = place.environ("store", store) | {"ROUTE": json.dumps([{"from": "delayer.in", "to": "delayer.out"}])}
     async with DaemonProcess(environ) as daemon:
         await daemon.ready()
@@ -37,8 +39,11 @@ async def test_the_python_examples_send_replace_and_cancel(place: OwnVhost, stor
         def waiting() -> list[dict[str, Any]]:
             return json.loads(delayer("list", "--json", DELAYER_STORE__URL=store).stdout)["messages"]
 
-        found = await eventually(lambda: len(waiting()) == 2 and waiting())
-        assert [message["due_ms"] for message in found][1:] == [1_893_488_400_000]
+        left = [len(body) for body in ("in ten minutes", "three", "one", "in 2030")]
+        await eventually(lambda: [message["body_bytes"] for message in waiting()], lambda found: found == left)
+        _, debounced, _, last = waiting()
+        assert last["due_ms"] == 1_893_488_400_000
+        assert (debounced["key"], debounced["due_ms"] - debounced["parked_ms"]) == ("index", 1_800_000)
         assert await run(AIO_PIKA, url) == "cancelled\n"
-        assert len(waiting()) == 2
+        assert len(waiting()) == 4
         assert await daemon.stop() == 0

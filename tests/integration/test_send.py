@@ -29,16 +29,19 @@ async def test_each_line_is_a_message(ready: Run, vhost: str, tmp_path: Path) ->
             {"routing_key": "a", "delay": "1h", "message_id": "one", "body": "é", "headers": {"n": 3, "t": True}},
             "",
             {"at": "2031-01-31T08:00:00Z", "body_b64": "AP8=", "delay_key": "k", "headers": {"f": 1.5, "s": "x"}},
+            {"delay_key": "k", "delay_key_mode": "debounce", "delay_key_ceiling": "1m", "headers": {"s": "y"}},
             {},
         )
     )
     sent = ready("send", "--file", str(file), "--delay", "5m", "--routing-key", "d", "--header", "s=default")
-    assert sent.stdout == "Sent: 3. Not taken: 0.\n"
-    first, second, third = await take(vhost, "delays")
+    assert sent.stdout == "Sent: 4. Not taken: 0.\n"
+    first, second, fourth, third = await take(vhost, "delays")
     assert (first.message_id, first.routing_key, first.body) == ("one", "a", "é".encode())
     assert said(first) == {"n": 3, "t": True, "s": "default", "x-delay": 3_600_000}
     assert (second.routing_key, second.body) == ("d", b"\0\xff")
     assert said(second) == {"f": 1.5, "s": "x", "x-delay-key": "k", "x-deliver-at": 1_927_612_800_000}
+    mode = {"x-delay-key": "k", "x-delay-key-mode": "debounce", "x-delay-key-ceiling": 60_000}
+    assert said(fourth) == {"s": "y", "x-delay": 300_000} | mode
     assert (third.body, said(third)) == (b"", {"s": "default", "x-delay": 300_000})
     assert third.message_id and third.message_id != second.message_id
 

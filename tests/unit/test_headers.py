@@ -12,7 +12,19 @@ from typing import Any
 import pytest
 
 from delayer import headers
-from delayer.core.delay_headers import CANCEL, DELAY, DELIVER_AT, KEY, read_delay_ms, read_instant_ms
+from delayer.core.delay_headers import (
+    CANCEL,
+    DELAY,
+    DELIVER_AT,
+    KEY,
+    KEY_CEILING,
+    KEY_MODE,
+    read_delay_ms,
+    read_instant_ms,
+)
+from delayer.core.message import REPLACE, KeyMode
+from delayer.core.plan import Mode, Park, Policy, Route
+from tests.support.planning import decide, request
 
 
 @pytest.mark.parametrize(
@@ -40,14 +52,33 @@ def test_keys_have_the_names_that_the_daemon_reads() -> None:
 
 
 @pytest.mark.parametrize(
+    ("made", "mode"),
+    [
+        (headers.key("k"), REPLACE),
+        (headers.key("k", keep=True), KeyMode(keep=True)),
+        (headers.key("k", debounce=timedelta(seconds=1, microseconds=1)), KeyMode(ceiling_ms=1_001)),
+        (headers.key("k", debounce=timedelta(0)), KeyMode(ceiling_ms=0)),
+    ],
+)
+def test_the_daemon_reads_the_modes_of_keys(made: dict[str, object], mode: KeyMode) -> None:
+    assert made.keys() <= {KEY.decode(), KEY_MODE.decode(), KEY_CEILING.decode()}
+    asked = request(b"in", b"r", {name.encode(): value for name, value in made.items()})
+    plan = decide(asked, Policy(Mode.STORE, {b"in": Route(b"in", b"out")}, max_delay_ms=1), 0)
+    assert isinstance(plan, Park)
+    assert (plan.key, plan.mode) == (b"k", mode)
+
+
+@pytest.mark.parametrize(
     ("make", "value"),
     [
         (headers.at, datetime(2030, 1, 1)),  # noqa: DTZ001 - the mistake that is tested
         (headers.delay, timedelta(seconds=-1)),
         (headers.key, ""),
         (headers.cancel, "ä" * 128),
+        (lambda ceiling: headers.key("k", debounce=ceiling), timedelta(seconds=-1)),
+        (lambda ceiling: headers.key("k", keep=True, debounce=ceiling), timedelta(seconds=1)),
     ],
-    ids=["naive datetime", "negative delay", "empty key", "long key"],
+    ids=["naive datetime", "negative delay", "empty key", "long key", "negative ceiling", "two modes"],
 )
 def test_a_value_that_the_daemon_would_refuse_raises(make: Callable[[Any], object], value: object) -> None:
     with pytest.raises(ValueError, match="expected"):

@@ -314,7 +314,7 @@ def test_a_delay_in_the_users_header_is_read_as_the_daemon_reads_it(
 LINES = {
     b"[]": "Input should be an object",
     b"{": "Invalid JSON: EOF while parsing an object",
-    b'{"delya": "1s"}': "expected a field of route, routing_key, delay_key, delay, at, headers, body, body_b64",
+    b'{"delya": "1s"}': "expected a field of route, routing_key, delay_key, delay_key_mode, delay_key_ceiling,",
     b'{"delay": "soon"}': "delay: expected a duration",
     b'{"delay": 10}': "delay: expected a duration in whole numbers",
     b'{"at": 10}': "at: expected an instant",
