@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from delayer.core.hold import Hold, HoldKind
+from delayer.core.message import REPLACE, KeyMode
 from delayer.store.admin import actions
 from delayer.store.admin.detail import FoundIn
 from delayer.store.admin.setup import raise_lanes
@@ -19,6 +20,7 @@ from tests.support.fakes import NO_CONFIRM, WHY
 from tests.support.rows import conserved
 from tests.support.store import MANY, ROOM, Store, blocked, bodies, opened, owned, parcel, release_all, sql
 
+MODES = [REPLACE, KeyMode(keep=True), KeyMode(ceiling_ms=0)]
 # In order: two sessions that lock the same rows in different orders would deadlock.
 HURRY = "UPDATE held SET retry_at = now() WHERE id IN (SELECT id FROM held ORDER BY id FOR UPDATE)"
 
@@ -89,7 +91,8 @@ async def test_conservation_under_everything_at_once(database: str) -> None:
                         await store.park(lane, [parcel(due, b"%d" % due) for due in dues], [])
                     case 2 | 3:
                         some = [
-                            parcel(store.now_upper_ms(), key=chance.choice(keys)) for _ in range(chance.randrange(5))
+                            parcel(store.now_upper_ms(), key=chance.choice(keys), mode=chance.choice(MODES))
+                            for _ in range(chance.randrange(5))
                         ]
                         await store.park(lane, some, chance.sample(keys, chance.randrange(3)))
                     case 4:
