@@ -37,6 +37,7 @@ from delayer.store.lanes.locks import LaneLocks
 from delayer.store.lanes.notify import notify, soonest
 from delayer.store.rows import history, keys, partitions
 from delayer.store.rows.partitions import Days, existing
+from delayer.store.segments import catalog
 from delayer.store.statements import Changes
 
 ATTEMPTS: Final = 3
@@ -201,7 +202,7 @@ class PostgresStore:
         """Restore the soonest segment, if its first message is due by ``horizon_ms`` (release.ports.Segments)."""
         with translated("restore"):
             async with pool.borrowed(self.pool) as connection:
-                following = await connection.fetchrow(statements.NEXT_SEGMENT)
+                following = await catalog.next_due(connection)
             if following is not None:
                 check_arrow()  # Long before the segment is due, so that an operator has time to install it.
             if following is None or following[0] > horizon_ms:

@@ -24,6 +24,5 @@ Changes = Counter[tuple[int, str]]
 """The changes of the counters in a transaction, by lane and kind. COUNT adds them."""
 COUNT_PARKED = read("count_parked")
 HOLD_AGAIN = read("hold_again")
-NEXT_SEGMENT = read("next_segment")
 LOOK = read("look")
 WRITE_WATERMARK = read("write_watermark")

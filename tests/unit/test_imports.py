@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -23,12 +24,16 @@ OF_SEGMENTS = (
     SEGMENTS,
     "delayer.store.waiting",  # the read model
     "delayer.store.postgres",  # the daemon's restore
+    "delayer.store.rows.keys",  # removes a cancelled message from its segment
     "delayer.store.admin.actions",  # a change restores its segment first
     "delayer.store.admin.stats",  # counts them, and reads none
     "delayer.store.admin.draining",  # the same
     "delayer.audit",  # Spark's jobs, compaction, restore
     "delayer.cli.segments",
 )
+# SQL that names the table of segments, and the files that may.
+ON_SEGMENTS = re.compile(r"\b(?:FROM|JOIN|INTO|UPDATE|TABLE)\s+segment\b")
+MAY_NAME_SEGMENTS = re.compile(r"(store/segments/|audit/|store/waiting\.py|store/sql/(\w+_segments?|audit_\w+)\.sql).*")
 PURE = frozenset({"core", "headers"})
 # The values and errors of AMQP: pure, so all layers exchange them, core included, as they exchange those of core.
 AMQP_VALUES = frozenset({"delayer.amqp.values", "delayer.amqp.errors"})
@@ -163,6 +168,15 @@ def test_imports_only_go_down_the_layers() -> None:
     sources = read_package()
     assert "delayer.core.message" in sources
     assert violations(sources) == []
+
+
+def test_only_few_files_name_the_table_of_segments() -> None:
+    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.[ps][yq]*")}
+    naming = {name for name, text in sources.items() if ON_SEGMENTS.search(text)}
+    assert {"store/waiting.py", "store/segments/restore.py", "store/sql/list_segments.sql"} <= naming
+    assert [name for name in naming if not MAY_NAME_SEGMENTS.fullmatch(name)] == []
+    reading = {name for name, text in sources.items() if re.search(r'read\("\w+_segments?"\)', text)}
+    assert reading == {"store/segments/catalog.py", "store/segments/compact.py"}
 
 
 def test_names_are_unique() -> None:

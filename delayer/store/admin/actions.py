@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -130,21 +130,13 @@ async def _in_segments(
         check_arrow()
         from delayer.store.segments.restore import restore  # noqa: PLC0415 - pyarrow
 
-        await _make_days(connection, segment)
+        await make_missing(connection, await catalog.due_days(connection, segment), PARK_SECONDS)
         if isinstance(await patiently(partial(restore, connection, segment)), Broken):
             found |= dict.fromkeys(inside, FoundIn.UNREADABLE)
             continue
         met, _ = await patiently(partial(_do, connection, inside, log_id, work))
         found |= {number: FoundIn.SEGMENT if where is FoundIn.WAITING else where for number, where in met.items()}
     return found
-
-
-async def _make_days(connection: Connection, segment: int) -> None:
-    """Create the partitions to which a segment's messages return. Raises the driver's errors."""
-    row = await connection.fetchrow("SELECT first_due, last_due FROM segment WHERE id = $1", segment)
-    if row is not None:
-        days = range(row["first_due"] // DAY_MS, row["last_due"] // DAY_MS + 1)
-        await make_missing(connection, days, PARK_SECONDS)
 
 
 async def make_missing(
@@ -256,13 +248,11 @@ Do = Callable[[Connection, Collection[int], Dues, int], Awaitable[dict[int, Foun
 """Cancel, move or retry messages by id."""
 
 
-@asynccontextmanager
-async def acting(url: str, doing: str) -> AsyncIterator[Connection]:
+def acting(url: str, doing: str) -> AbstractAsyncContextManager[Connection]:
     """A connection for changes of the store. Raises StoreLost, BadStoreUrl, SchemaOutdated. A command stopped in the
     middle of a transaction (Ctrl-Z) keeps its locks for at most ten seconds."""
     settings = {**pool.INDEX_ONLY, "idle_in_transaction_session_timeout": "10s"}
-    async with looking(url, doing, "delayer act", settings) as connection:
-        yield connection
+    return looking(url, doing, "delayer act", settings)
 
 
 @asynccontextmanager
@@ -320,10 +310,8 @@ async def every(
 async def patiently(work: Callable[[], Awaitable[T]], attempts: int = 20) -> T:
     """Retry a portion that lost against another transaction: a release, or a park that replaces several keys."""
     for _ in range(attempts - 1):
-        try:
+        with suppress(*WORTH_REPEATING):
             return await work()
-        except WORTH_REPEATING:
-            continue
     return await work()
 
 

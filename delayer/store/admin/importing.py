@@ -45,7 +45,7 @@ _COMMIT: Final = (
 _WAITING: Final = """
 SELECT key FROM message_key AS k WHERE key = ANY($1) AND (
     EXISTS (SELECT FROM message AS m WHERE m.lane = k.lane AND m.due_at = k.due_at AND m.id = k.id)
-    OR EXISTS (SELECT FROM held WHERE held.id = k.id) OR EXISTS (SELECT FROM segment WHERE segment.id = k.segment)
+    OR EXISTS (SELECT FROM held WHERE held.id = k.id) OR k.segment IS NOT NULL
 )
 """
 SUPERSEDED: Final = "import superseded"

@@ -18,7 +18,8 @@ from asyncpg import Connection
 from delayer.core import horizon
 from delayer.core.units import DAY_MS, HOUR_MS
 from delayer.store import pool, schema, statements
-from delayer.store.segments import catalog as segments
+from delayer.store.segments import catalog
+from delayer.store.segments.catalog import OverdueSegments, SegmentTotals
 from delayer.store.session import opened
 
 LANE_KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
@@ -27,25 +28,6 @@ RESTORED_MS = HOUR_MS
 million messages."""
 STUCK_MS: Final = 30_000
 """A lane may have due messages for this long without settling a claim. A claim takes at most ten seconds."""
-NO_SEGMENTS = segments.SegmentTotals(segments=0, messages=0, broken=0, broken_messages=0, next_due_ms=None)
-
-
-# Few, found by the index. Unreadable segments are counted separately.
-_LATE_SEGMENTS = """
-SELECT count(*), coalesce(sum(messages), 0)::bigint, min(first_due)
-FROM segment WHERE first_due < $1 AND broken_at IS NULL
-"""
-
-
-class OverdueSegments(NamedTuple):
-    """Segments that should have been restored by now, and their live messages."""
-
-    segments: int
-    messages: int
-    first_due_ms: int | None
-
-
-NOT_LATE = OverdueSegments(0, 0, None)
 
 
 class FirstRow(NamedTuple):
@@ -93,7 +75,7 @@ class StoreOverview:
     schema_expected: str
     store_now_ms: int
     lanes: Sequence[LaneOverview]
-    segments: segments.SegmentTotals
+    segments: SegmentTotals
     late: OverdueSegments
 
     @property
@@ -138,9 +120,9 @@ async def overview(url: str, restore_ahead_ms: int = DAY_MS) -> StoreOverview:
     ):
         found, now_ms = await schema.current_of(connection), await connection.fetchval("SELECT clock_timestamp()")
         if found != schema.HEAD:
-            return StoreOverview(found, schema.HEAD, now_ms, (), NO_SEGMENTS, NOT_LATE)
-        late = OverdueSegments(*await connection.fetchrow(_LATE_SEGMENTS, now_ms + restored_ms(restore_ahead_ms)))
-        packed = await segments.count(connection)
+            return StoreOverview(found, schema.HEAD, now_ms, (), SegmentTotals(), OverdueSegments())
+        late = await catalog.count_late(connection, now_ms + restored_ms(restore_ahead_ms))
+        packed = await catalog.count(connection)
         return StoreOverview(found, schema.HEAD, now_ms, await _lanes(connection, now_ms), packed, late)
 
 
@@ -187,8 +169,8 @@ async def _first_rows(connection: Connection, lanes: Sequence[int], now_ms: int)
     """The soonest row of each lane. Looks one day ahead, then two, then four, to open few of hundreds of partitions."""
     found: dict[int, FirstRow] = {}
     low_ms, days = pool.BEGINNING_MS, 1
-    while (left := [number for number in lanes if number not in found]) and low_ms < segments.FOREVER_MS:
-        high_ms = now_ms + days * DAY_MS if days < 1000 else segments.FOREVER_MS
+    while (left := [number for number in lanes if number not in found]) and low_ms < catalog.FOREVER_MS:
+        high_ms = now_ms + days * DAY_MS if days < 1000 else catalog.FOREVER_MS
         rows = await connection.fetch(_FIRST, left, low_ms, high_ms)
         found |= {number: FirstRow(due_ms, parked_ms) for number, due_ms, parked_ms in rows}
         low_ms, days = high_ms, 2 * days
@@ -301,8 +283,8 @@ async def take_census(connection: Connection, most_pages: int = PAGES) -> Census
             read = sum(row["n"] for row in rows if row["to_key"] is None)
             tally.add(rows, waiting(await counters(connection)) / max(read, 1))
             tally.add_near(await connection.fetch(NEAR_ROWS, horizon.bounds(now_ms), now_ms + HOUR_MS, NEAR))
-        for first_ms, last_ms, messages in await connection.fetch("SELECT first_due, last_due, messages FROM segment"):
-            for bucket, count in horizon.spread(first_ms, last_ms, messages, now_ms).items():
+        for one in await catalog.listed(connection):
+            for bucket, count in horizon.spread(one.first_due_ms, one.last_due_ms, one.messages, now_ms).items():
                 tally.counts[COMPACTED, bucket] += count
         groups = await connection.fetch(_HELD)
     held = {route: messages for route, _, key, messages in groups if key is None}

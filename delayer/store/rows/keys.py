@@ -16,7 +16,7 @@ A release, a compaction and a restore take no advisory locks. They change a key 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 from zlib import crc32
@@ -26,6 +26,7 @@ from asyncpg import Connection, Record
 from delayer.core.message import KeyGroup
 from delayer.store import pool, statements
 from delayer.store.rows.history import OF_HELD
+from delayer.store.segments import catalog
 
 LOCKS: Final = 64
 """The number of advisory locks for all keys."""
@@ -43,12 +44,6 @@ _POINT: Final = (
     " ON CONFLICT (key) DO UPDATE SET lane = excluded.lane, due_at = excluded.due_at, id = excluded.id,"
     f" {_OF_ROW}"
 )
-_LOCK_SEGMENTS: Final = "SELECT id, gone FROM segment WHERE id = ANY($1) ORDER BY id FOR UPDATE"
-_REMOVE: Final = """
-UPDATE segment AS s SET gone = r.gone, messages = s.messages - r.messages, raw_bytes = s.raw_bytes - r.size
-FROM unnest($1::bigint[], $2::bytea[], $3::int[], $4::bigint[]) AS r (id, gone, messages, size)
-WHERE s.id = r.id RETURNING s.id, s.messages
-"""
 _ENTER: Final = f"""
 UPDATE message_key AS k
 SET ({_OF_SEGMENT}) = ROW($1, p.position, p.parked_at, p.route, p.to_exchange, p.to_key, p.size)
@@ -132,7 +127,12 @@ async def cancel_waiting(
         if as_rows := [place for place in places.values() if place["segment"] is None]:
             await _delete_rows(connection, cancelled, places, as_rows, spare)
         if packed := [place for place in places.values() if place["segment"] is not None]:
-            await _remove_packed(connection, cancelled, places, packed, spare)
+            for place in await catalog.remove(connection, packed, spare):
+                if place["key"] in spare:
+                    cancelled.spared.add(places.pop(place["id"])["key"])
+                    continue
+                cancelled.packed[place["lane"]] += 1
+                _note(cancelled, places, place)
         if not (left := [place["key"] for place in places.values()]):
             break
     return cancelled
@@ -175,48 +175,6 @@ def _note_spared(
     for (number,) in locked:
         if places[number]["key"] in spare:
             cancelled.spared.add(places.pop(number)["key"])
-
-
-async def _remove_packed(
-    connection: Connection,
-    cancelled: Cancelled,
-    places: dict[int, Record],
-    wanted: Sequence[Record],
-    spare: Collection[bytes],
-) -> None:
-    """Remove ``wanted`` from ``places`` (by id) and, but for those of ``spare``, from their segments, which stay
-    packed."""
-    by_segment: dict[int, list[Record]] = {}
-    for place in wanted:
-        by_segment.setdefault(place["segment"], []).append(place)
-    changes = []
-    for segment, gone in await connection.fetch(_LOCK_SEGMENTS, list(by_segment)):
-        removed = [place for place in by_segment[segment] if place["key"] not in spare]
-        cancelled.spared |= {places.pop(place["id"])["key"] for place in by_segment[segment] if place["key"] in spare}
-        if not removed:
-            continue
-        bits = with_bits(gone, [place["position"] for place in removed])
-        changes.append((segment, bits, len(removed), sum(place["size"] for place in removed)))
-        for place in removed:
-            cancelled.packed[place["lane"]] += 1
-            _note(cancelled, places, place)
-    if changes:
-        left = await connection.fetch(_REMOVE, *map(list, zip(*changes, strict=True)))
-        if empty := [segment for segment, messages in left if not messages]:
-            await connection.execute("DELETE FROM segment WHERE id = ANY($1)", empty)
-
-
-def with_bits(bits: bytes, positions: Iterable[int]) -> bytes:
-    """Return ``bits`` with the bits at ``positions`` set, numbered like Postgres's ``get_bit``.
-
-    >>> with_bits(b"\\x01", [3, 8])
-    b'\\t\\x01'
-    """
-    found = bytearray(bits)
-    for position in positions:
-        found += bytes(max(position // 8 + 1 - len(found), 0))
-        found[position // 8] |= 1 << position % 8
-    return bytes(found)
 
 
 def _note(cancelled: Cancelled, places: dict[int, Record], row: Record) -> None:

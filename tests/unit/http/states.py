@@ -7,9 +7,8 @@ from typing import Any
 from delayer.core.counters import Counters
 from delayer.http.view import DaemonState
 from delayer.store import schema
-from delayer.store.admin import stats
 from delayer.store.admin.stats import LaneOverview, StoreOverview
-from delayer.store.segments import catalog
+from delayer.store.segments.catalog import OverdueSegments, SegmentTotals
 
 LINE = {"connected": True, "blocked": False, "connects": 1}
 
@@ -41,8 +40,8 @@ def state(counters: Counters | None = None, **more: Any) -> DaemonState:
 def overview(
     found: str | None = schema.HEAD,
     lanes: list[LaneOverview] | None = None,
-    packed: catalog.SegmentTotals = stats.NO_SEGMENTS,
-    late: stats.OverdueSegments = stats.NOT_LATE,
+    packed: SegmentTotals | None = None,
+    late: OverdueSegments | None = None,
 ) -> StoreOverview:
     """The result of a query to the store."""
-    return StoreOverview(found, schema.HEAD, 10_000, lanes or [], packed, late)
+    return StoreOverview(found, schema.HEAD, 10_000, lanes or [], packed or SegmentTotals(), late or OverdueSegments())

@@ -8,7 +8,8 @@ import pytest
 
 from delayer.http.health import not_alive, not_ready
 from delayer.store import schema
-from delayer.store.admin.stats import LANE_KINDS, LaneOverview, OverdueSegments, StoreOverview
+from delayer.store.admin.stats import LANE_KINDS, LaneOverview, StoreOverview
+from delayer.store.segments.catalog import OverdueSegments
 from tests.unit.http.states import LINE, overview, state
 
 GOOD, OLD, NONE = overview(), overview("9999"), overview(None)

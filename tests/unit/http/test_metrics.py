@@ -20,7 +20,7 @@ from delayer.core.counters import MOST_ROUTES, OTHERS, ROUTE_KINDS, Counters
 from delayer.core.message import as_text
 from delayer.http.metrics import METRICS, PREFIX, MetricSources, roles
 from delayer.http.view import Depths, Snapshot
-from delayer.store.admin.stats import COMPACTED, LANE_KINDS, Census, LaneOverview, OverdueSegments
+from delayer.store.admin.stats import COMPACTED, LANE_KINDS, Census, LaneOverview
 from delayer.store.segments import catalog
 from tests.support.web import samples
 from tests.unit.http.states import overview, state
@@ -48,7 +48,7 @@ def sight(**more: Any) -> MetricSources:
     counters.batch("claim", 3)
     packed = catalog.SegmentTotals(segments=4, messages=400, broken=1, broken_messages=100, next_due_ms=None)
     lanes = [lane(1, alive=True, waiting=5, next_due_ms=9_000), lane(2, alive=False, waiting=2, next_due_ms=None)]
-    store = replace(overview(lanes=lanes, packed=packed), late=OverdueSegments(2, 50, None))
+    store = replace(overview(lanes=lanes, packed=packed), late=catalog.OverdueSegments(2, 50, None))
     counts = {(b"orders.in", 0): 2.0, (b"orders.in", 1): 3.0, (b"mail\xff", len(horizon.OFFSETS)): 4.0}
     whole: dict[str, Any] = {
         "state": state(counters),

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delayer.core.segment import FORMAT, SegmentBroken
-from delayer.store.rows import keys
-from delayer.store.segments import codec, packing
+from delayer.store.segments import catalog, codec, packing
 from delayer.store.segments.codec import unpack
 from delayer.store.segments.packing import PackedSegment, pack
 
@@ -115,7 +114,7 @@ def test_the_documents_name_every_column() -> None:
 def test_cancelled_messages_are_left_out() -> None:
     rows = [row(n, n, key=b"%d" % n) for n in range(10)]
     packed = pack(table(rows))
-    gone = keys.with_bits(b"", [0, 3, 9])
+    gone = catalog.with_bits(b"", [0, 3, 9])
     live = unpack(packed.packed, FORMAT, 7, packed.digest, gone)
     assert rows_of(live) == [rows[n] for n in (1, 2, 4, 5, 6, 7, 8)]
     for other in (b"\x09", gone + b"\xff\xff"):
