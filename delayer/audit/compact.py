@@ -26,7 +26,7 @@ from delayer.store.admin.traffic import Traffic
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, check_arrow, describe
 from delayer.store.segments import compact
 from delayer.store.segments.compact import Compacted, CompactionWindow
-from delayer.store.session import looking
+from delayer.store.session import read_connection
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -206,7 +206,7 @@ def check_after(after_ms: int, restore_ahead_ms: int) -> None:
 async def plan(url: str, after_ms: int, rows: int, fewest: int = 0) -> CompactionPlan:
     """Cut the messages due more than ``after_ms`` from now into windows, without a JVM. Raises BadStoreUrl,
     SchemaOutdated, and StoreLost, even if this role lacks the rights to compact."""
-    async with looking(url, "plan", "delayer compact plan", _PATIENT) as connection:
+    async with read_connection(url, "plan", "delayer compact plan", _PATIENT) as connection:
         if not await connection.fetchval(_MAY):
             user = await connection.fetchval("SELECT current_user")
             raise StoreLost(f"the role {user} may not write segments", _RIGHTS)
@@ -218,7 +218,7 @@ async def plan(url: str, after_ms: int, rows: int, fewest: int = 0) -> Compactio
 async def numbers(url: str, planned: CompactionPlan, rows: int) -> Numbers:
     """Count the rows of ``planned``, and pack part of the fullest window without storing it. Raises StoreLost."""
     check_arrow()
-    async with looking(url, "plan", "delayer compact plan", _PATIENT) as connection:
+    async with read_connection(url, "plan", "delayer compact plan", _PATIENT) as connection:
         found = await connection.fetch(_NUMBERS, planned.after_ms, compact.LARGEST, timeout=DAY_MS / 1000)
         disk_bytes = await compact.size(connection)
         fullest = max(planned.windows, key=lambda window: window.rows, default=None)

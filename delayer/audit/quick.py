@@ -24,7 +24,7 @@ from delayer.broker.route_check import CheckedTarget
 from delayer.core.segment import FORMAT
 from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
 from delayer.store.rows.partitions import bounds_of, day_of
-from delayer.store.session import looking
+from delayer.store.session import read_connection
 from delayer.store.statements import read
 
 _SLOTS: Final = """
@@ -70,7 +70,7 @@ async def _judged(options: Options) -> tuple[AuditReport, list[CheckedTarget], l
     """Return the report, the destinations to check on the broker, and a description of destinations left out."""
     patience = {"statement_timeout": "0", "lock_timeout": "30s"}
     async with (
-        looking(options.store.reveal(), "audit", "delayer audit", patience) as connection,
+        read_connection(options.store.reveal(), "audit", "delayer audit", patience) as connection,
         connection.transaction(isolation="repeatable_read", readonly=True),
     ):
         await connection.execute(extract.LOCK)

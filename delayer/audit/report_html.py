@@ -20,7 +20,7 @@ from delayer.audit.files import replacing
 from delayer.audit.findings import AuditReport, Bar, LaneFigures, Past
 from delayer.core.readable import counted, duration, format_relative_time, instant, size
 from delayer.core.units import HOUR_MS
-from delayer.store.admin.stats import waiting
+from delayer.store.admin.stats import waiting_of
 
 _HELPERS: Final = (
     instant, format_relative_time, duration, size, counted, words.width, words.name, words.details, words.behind,
@@ -139,4 +139,4 @@ def chart(
 
 def _off(lane: LaneFigures) -> int:
     """Count the messages missing (negative) or surplus by the law of conservation."""
-    return lane.waiting - waiting({**lane.counters, "held": lane.held})
+    return lane.waiting - waiting_of({**lane.counters, "held": lane.held})

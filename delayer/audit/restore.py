@@ -16,12 +16,12 @@ from delayer.audit.tasks import SESSION, turn
 from delayer.core.readable import Say
 from delayer.core.segment import Broken, Restored
 from delayer.core.units import DAY_MS
-from delayer.store.admin.actions import make_missing, patiently
+from delayer.store.admin.actions import make_missing, retry_conflicts
 from delayer.store.admin.traffic import Traffic
 from delayer.store.errors import DAMAGED, DRIVER_ERRORS, check_arrow, describe
 from delayer.store.segments import catalog
 from delayer.store.segments.catalog import SegmentEntry
-from delayer.store.session import looking
+from delayer.store.session import read_connection
 
 SESSIONS: Final = 4
 """Concurrent sessions. Each has one segment in memory, about 30 MB."""
@@ -52,10 +52,10 @@ class RestoreResult:
 
 async def plan(url: str, within_ms: int | None) -> RestorePlan:
     """Plan to restore segments due within ``within_ms`` (None: all). Raises StoreLost, BadStoreUrl, SchemaOutdated."""
-    async with looking(url, "plan", "delayer restore plan") as connection:
+    async with read_connection(url, "plan", "delayer restore plan") as connection:
         now_ms = await connection.fetchval("SELECT statement_timestamp()")
         before_ms = catalog.FOREVER_MS if within_ms is None else now_ms + within_ms
-        return RestorePlan(now_ms, await catalog.listed(connection, before_ms))
+        return RestorePlan(now_ms, await catalog.list_segments(connection, before_ms))
 
 
 async def run(url: str, planned: RestorePlan, say: Say) -> RestoreResult:
@@ -67,7 +67,7 @@ async def run(url: str, planned: RestorePlan, say: Say) -> RestoreResult:
     asyncio.get_running_loop().set_exception_handler(_hear)
 
     async def work() -> None:
-        async with looking(url, "restore", "delayer restore", SESSION) as connection:
+        async with read_connection(url, "restore", "delayer restore", SESSION) as connection:
             traffic = Traffic()
             for entry in waiting:
                 await restore_segment(connection, traffic, entry, done)
@@ -89,7 +89,7 @@ def _hear(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 async def restore_segment(connection: Connection, traffic: Traffic, entry: SegmentEntry, done: RestoreResult) -> None:
     """Restore a segment, and add the result to ``done``. Retries a transaction that lost a conflict."""
     try:
-        found = await patiently(partial(_restored, connection, traffic, entry))
+        found = await retry_conflicts(partial(_restored, connection, traffic, entry))
     except DAMAGED as error:  # A damaged segment does not stop the rest.
         done.broken.append(f"segment {entry.id}: the store cannot read it, or write its rows: {describe(error)}")
     except DRIVER_ERRORS as error:

@@ -31,7 +31,7 @@ from delayer.audit.findings import (
 from delayer.broker.route_check import CheckedTarget, RouteVerdict, RouteVerdicts, Verdict
 from delayer.core.message import as_text
 from delayer.core.units import HOUR_MS, MINUTE_MS
-from delayer.store.admin.stats import LANE_KINDS, waiting
+from delayer.store.admin.stats import LANE_KINDS, waiting_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -122,7 +122,7 @@ def totals_of(figures: Iterable[LaneFigures], places: Sequence[Any], of_segments
     coming = [place for place in places if place.kind != HELD]
     return Totals(
         waiting=sum(lane.waiting for lane in figures),
-        expected=sum(waiting(lane.counters) for lane in figures),
+        expected=sum(waiting_of(lane.counters) for lane in figures),
         held=sum(lane.held for lane in figures),
         segments=sum(row.segments for row in of_segments),
         packed=sum(lane.packed for lane in figures),
@@ -197,7 +197,7 @@ def conservation(figures: list[LaneFigures]) -> list[Finding]:
 
 
 def _off(where: str, waits: int, held: int, counters: Mapping[str, int]) -> Iterator[Finding]:
-    for what, expected, rows in (("waiting", waiting(counters), waits), ("held", counters["held"], held)):
+    for what, expected, rows in (("waiting", waiting_of(counters), waits), ("held", counters["held"], held)):
         if rows != expected:
             details = {"expected": expected, "found": rows, "counters": dict(counters)}
             step = faults.NEXT[faults.FEWER if rows < expected else faults.MORE]

@@ -49,7 +49,7 @@ class StageWatcher:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Raises as :func:`translated` does."""
+        """Raises as :func:`translate_errors` does."""
         self._context.setJobGroup(name, name, interruptOnCancel=True)
         over = threading.Event()
         looking = threading.Thread(target=self._look, args=(name, over), name="delayer progress", daemon=True)

@@ -124,7 +124,7 @@ async def _export(url: str, target: PlainDataset | DeltaDataset, say: Say, *, bo
                 before_ms = (day + 1) * DAY_MS if day < dataset.LAST_DAY else None
                 due = Filter(due_from_ms=day * DAY_MS if day else None, due_before_ms=before_ms)
                 with suppress(BrokenSegments):
-                    async for portion in exporting.read(connection, due, bodies=bodies):
+                    async for portion in exporting.read_portions(connection, due, bodies=bodies):
                         with dataset.writing():
                             for one in portion:
                                 writer.add(one.place.due_ms // DAY_MS, one)

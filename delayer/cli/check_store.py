@@ -11,7 +11,7 @@ from delayer.core.readable import counted, duration
 from delayer.store import schema, servers
 from delayer.store.admin import needs, stats
 from delayer.store.errors import STORE_RUNS, BadStoreUrl, StoreUnfit, check_arrow
-from delayer.store.session import opened
+from delayer.store.session import connect_for
 
 SPARE_CONNECTIONS: Final = 20
 """Connections to advise beyond the daemons': for commands, a backup, and Postgres's reserved connections."""
@@ -43,7 +43,7 @@ async def check_store(report: CheckReport, settings: Settings, url: str) -> Cloc
     try:
         await servers.check(url)
         seen = await stats.overview(url, settings.store.restore_ahead_ms)
-        async with opened(url, "delayer check", "look at the server") as connection:
+        async with connect_for(url, "delayer check", "look at the server") as connection:
             server = await servers.state(connection)
             if (wrong := schema.outdated(seen.schema_found)) is None:
                 need = await needs.lock_need(connection, settings.store.history_days)

@@ -39,7 +39,7 @@ from delayer.imports.cascade import CascadeLevels
 from delayer.store import waiting
 from delayer.store.admin import actions, audit_log, draining, setup
 from delayer.store.admin.importing import ImportStore
-from delayer.store.session import looking
+from delayer.store.session import read_connection
 
 NAME: Final = "delayer drain"
 PORTION: Final = 500
@@ -131,7 +131,7 @@ async def levels_to_store(settings: Settings, url: str) -> int:
         )
         judge = Destinations(settings.broker_url, None, verified=False)
         try:
-            async with actions.recorded(url, whoami(), "drain to store", {}) as (connection, log_id):
+            async with actions.audit_entry(url, whoami(), "drain to store", {}) as (connection, log_id):
                 with progress() as say:
                     report = await state_machine.run(source, book, judge, whoami(), say)
                 await audit_log.add(connection, log_id, report.run.committed)
@@ -147,9 +147,9 @@ MARGIN_MS: Final = MINUTE_MS
 async def look(settings: Settings, url: str, *, keys_too: bool) -> DrainPlan:
     """Query the side that is drained. Raises BrokerLost, BrokerRefused, StoreLost."""
     if settings.mode == "native":
-        async with looking(url, "count the backlog") as connection:
+        async with read_connection(url, "count the backlog") as connection:
             soon_ms = await connection.fetchval("SELECT now()") + MARGIN_MS
-            return store_backlog(await draining.standing(connection, soon_ms, keys_too=keys_too), keys_too=keys_too)
+            return store_backlog(await draining.count(connection, soon_ms, keys_too=keys_too), keys_too=keys_too)
     due_queue = settings.native.due_queue
     seen = await cascade_depths(settings.broker_url, NAME, cascade_of(settings), [due_queue])
     if seen.hidden:
@@ -172,7 +172,7 @@ async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> tu
     asked = {"keys_too": True} if keys_too else {}
     try:
         await reconnecting.connection(timeout=10.0)  # The broker says how large properties may be.
-        async with actions.recorded(url, whoami(), "drain to native", asked) as (connection, log_id):
+        async with actions.audit_entry(url, whoami(), "drain to native", asked) as (connection, log_id):
             with progress("draining") as say:
                 return await _portions_out(connection, publisher, settings, log_id, say, keys_too=keys_too)
     finally:
@@ -189,7 +189,7 @@ async def _portions_out(
     wanted = Filter(due_from_ms=now_ms + MARGIN_MS)
     async for page in waiting.pages(connection, wanted, PORTION):
         places = [one.place for one in page.messages if one.place.segment is None]
-        async with draining.taken(connection, places, log_id, longest, keys_too=keys_too) as rows:
+        async with draining.drain_rows(connection, places, log_id, longest, keys_too=keys_too) as rows:
             await _publish(connection, rows.sound, publisher, settings)
         done += len(rows.sound)
         unsound += rows.unsound

@@ -87,7 +87,7 @@ async def _write(url: str, wanted: Filter, out: IO[bytes], *, with_held: bool) -
     broken = None
     async with exporting.snapshot(url) as connection:
         try:
-            async for messages in exporting.read(connection, wanted):
+            async for messages in exporting.read_portions(connection, wanted):
                 for one in messages:
                     parcel = one.parcel()
                     if one.key is not None:
@@ -97,7 +97,7 @@ async def _write(url: str, wanted: Filter, out: IO[bytes], *, with_held: bool) -
         except BrokenSegments as error:
             broken = error
         if with_held:
-            async for held in held_messages.whole(connection):
+            async for held in held_messages.read_all(connection):
                 for (one, state), token in held:
                     _append(out, lines.format_line(Line(one.parcel(token), one.checksum, state.hold)))
                 count += len(held)

@@ -91,7 +91,7 @@ def list_(
 
     async def look(connection: Connection) -> FoundPage:
         if tokens:
-            messages, broken = await waiting.named(connection, [one for one in tokens.values() if one is not None])
+            messages, broken = await waiting.find_by_id(connection, [one for one in tokens.values() if one is not None])
             return FoundPage(messages, None, bounded=False, broken=broken)
         return await waiting.find(connection, wanted, limit, after or BEGINNING)
 
@@ -165,9 +165,9 @@ def show(context: click.Context, *, name: str, whole_body: bool, as_json: bool) 
     found: FullMessage | FoundIn = FoundIn.NOWHERE
     if (token := messages_of(url, [name])[name]) is not None:
         most = detail.WHOLE if whole_body else CHECKED
-        found = ask_store(url, "show", lambda connection: detail.show(connection, token, most))
+        found = ask_store(url, "show", lambda connection: detail.find_message(connection, token, most))
     if isinstance(found, FoundIn):
-        note(detail.absent(token or name, found))
+        note(detail.describe_absence(token or name, found))
         say_native(settings)
         context.exit(ExitCode.FOUND)
     if whole_body:
@@ -225,7 +225,7 @@ def audit_log(context: click.Context, *, limit: int, before: int | None, as_json
       delayer audit-log --limit 5 --json
     """
     url = store_url(request_of(context).settings())
-    found = ask_store(url, "audit-log", lambda connection: audit_trail.listed(connection, limit, before))
+    found = ask_store(url, "audit-log", lambda connection: audit_trail.list_entries(connection, limit, before))
     if as_json:
         print_json([one._asdict() for one in found])
         return

@@ -31,7 +31,7 @@ from delayer.core.hold import HoldKind
 from delayer.core.message import raw
 from delayer.core.secret import SecretUrl
 from delayer.store import waiting
-from delayer.store.session import looking
+from delayer.store.session import read_connection
 
 
 class Stoppable(click.Command):
@@ -91,7 +91,7 @@ def ask_store(url: str, doing: str, question: Callable[[Connection], Awaitable[T
     """Run one query on the store, named ``doing`` in errors. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
 
     async def asked() -> T:
-        async with looking(url, doing) as connection:
+        async with read_connection(url, doing) as connection:
             return await question(connection)
 
     return asyncio.run(asked())
@@ -148,7 +148,7 @@ def messages_of(url: str, names: Sequence[str]) -> dict[str, Token | None]:
         with suppress(ValueError):
             found[name] = read_token(name)
     if others := {raw(name): name for name, token in found.items() if token is None}:
-        there = ask_store(url, "find", lambda connection: waiting.called(connection, list(others), packed=True))
+        there = ask_store(url, "find", lambda connection: waiting.find_by_name(connection, list(others), packed=True))
         for text, tokens in there.items():
             if len(tokens) > 1:
                 several = ", ".join(map(str, tokens))

@@ -31,7 +31,7 @@ from delayer.http.view import STORE_ERRORS
 from delayer.set_aside.queues import Result, SetAsideName
 from delayer.store import held_messages, waiting
 from delayer.store.admin.changes import MATCHED, OF_HELD, ChangeResult, StoredChange
-from delayer.store.session import looking
+from delayer.store.session import read_connection
 from delayer.store.waiting import Entry
 
 SHOWN: Final = 20
@@ -125,9 +125,9 @@ class Actions:
 
     async def _told(self, tokens: Sequence[Token]) -> dict[str, str]:
         """Describe each message in the store: its destination, instant, key and message_id."""
-        async with looking(self.pages.answers.url, "show") as connection:
-            there, _ = await waiting.named(connection, tokens)
-            there += [one.entry for one in await held_messages.named(connection, [token.id for token in tokens])]
+        async with read_connection(self.pages.answers.url, "show") as connection:
+            there, _ = await waiting.find_by_id(connection, tokens)
+            there += [one.entry for one in await held_messages.find_by_id(connection, [token.id for token in tokens])]
         told = {one.place.id: _in_words(one) for one in there}
         return {str(token): told[token.id] for token in tokens if token.id in told}
 

@@ -42,7 +42,7 @@ def held(one: HeldEntry) -> dict[str, Any]:
 
 def fate(found: FullMessage) -> str:
     """Say in a sentence what will happen to the message."""
-    return detail.fate(found, reading.address(found.entry.to_exchange, found.entry.to_key), found.owner, instant)
+    return detail.predict(found, reading.address(found.entry.to_exchange, found.entry.to_key), found.owner, instant)
 
 
 def standing(found: FullMessage) -> str:

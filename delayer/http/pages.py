@@ -26,7 +26,7 @@ from delayer.set_aside.queues import SetAsideName
 from delayer.store import held_messages, waiting
 from delayer.store.admin import audit_log, detail
 from delayer.store.admin.detail import FoundIn, FullMessage
-from delayer.store.session import looking
+from delayer.store.session import read_connection
 
 MOST_COUNTED: Final = 1_000
 """Maximum number of a filter's messages that a page counts."""
@@ -52,7 +52,7 @@ async def _named(connection: Any, text: str) -> Token | None:
     with suppress(ValueError):
         return read_token(text)
     name = raw(text)
-    (tokens,) = (await waiting.called(connection, [name], packed=False)).values()
+    (tokens,) = (await waiting.find_by_name(connection, [name], packed=False)).values()
     return tokens[0] if len(tokens) == 1 else None
 
 
@@ -191,7 +191,7 @@ class Pages:
         form, trail = forms.searched(query, recent.host_ms()), forms.Trail.of(query)
         wanted, after = form.wanted, forms.place(trail.after) or waiting.BEGINNING
         limit = MOST_COUNTED if by_person and not wanted.everything else ROWS
-        async with looking(self.answers.url, "list") as connection:
+        async with read_connection(self.answers.url, "list") as connection:
             found = await waiting.find(connection, wanted, limit, after)
         rows = found.messages[:ROWS]
         end = rows[-1].place[:2] if len(found.messages) > ROWS else found.after
@@ -251,15 +251,15 @@ class Pages:
         """Find the message that a path names by id or unique message_id, or return the response if there is none."""
         text = request.path_params["name"]
         found: FullMessage | FoundIn = FoundIn.NOWHERE
-        async with looking(self.answers.url, "show") as connection:
+        async with read_connection(self.answers.url, "show") as connection:
             if (token := await _named(connection, text)) is not None:
-                found = await detail.show(connection, token, most=MOST_BODY)
+                found = await detail.find_message(connection, token, most=MOST_BODY)
         if token is None and not text.startswith(OWN):
             if by_program(request):
                 raise HTTPException(404, _UNNAMED)
             return RedirectResponse("/waiting?" + render.query({}, message_id=text), status_code=303)
         if isinstance(found, FoundIn):
-            raise HTTPException(404, detail.absent(token or text[:80], found))
+            raise HTTPException(404, detail.describe_absence(token or text[:80], found))
         return found
 
     async def held(self, request: Request) -> Response:
@@ -267,10 +267,10 @@ class Pages:
         forms.reject_duplicates([name for name, _ in query.multi_items() if name != "id"])
         form, trail = forms.searched(query, recent.host_ms(), forms.HELD_FIELDS), forms.Trail.of(query)
         after = forms.token(trail.after).id if trail.after else 0
-        async with looking(self.answers.url, "list held messages") as connection:
+        async with read_connection(self.answers.url, "list held messages") as connection:
             page = await held_messages.find(connection, form.wanted, ROWS, after)
             grouped = not (form.given or after or by_program(request))
-            groups = await held_messages.groups(connection) if grouped else []
+            groups = await held_messages.count_groups(connection) if grouped else []
         around = _around(request, form, trail, len(page.messages), "" if page.after is None else str(Token(page.after)))
         if by_program(request):
             messages = list(map(as_json.held, page.messages))
@@ -291,8 +291,8 @@ class Pages:
 
     async def audit_log(self, request: Request) -> Response:
         before = forms.number(request.query_params.get("before", ""))
-        async with looking(self.answers.url, "audit-log") as connection:
-            rows = await audit_log.listed(connection, ROWS, before)
+        async with read_connection(self.answers.url, "audit-log") as connection:
+            rows = await audit_log.list_entries(connection, ROWS, before)
         more = f"/audit-log?before={rows[-1].id}" if len(rows) == ROWS else ""
         part = bool(more or before)
         return await self.html(request, "audit_log.html", rows=rows, next=more, part=part)

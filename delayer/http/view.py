@@ -25,7 +25,7 @@ from delayer.store.admin import stats
 from delayer.store.admin.changes import ChangeResult
 from delayer.store.admin.stats import Census, StoreOverview
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
-from delayer.store.session import looking
+from delayer.store.session import read_connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,5 +228,5 @@ class View:
         return await stats.overview(self.url, self.settings.store.restore_ahead_ms)
 
     async def _census(self) -> Census:
-        async with looking(self.url, "count the backlog") as connection:
+        async with read_connection(self.url, "count the backlog") as connection:
             return await stats.take_census(connection)

@@ -123,7 +123,7 @@ class FileSource(ABC):
         if self._survey is None:
             self._survey = self._look()
             if unfinished is None:
-                brought = await self.notes.brought(self.name, str(self.parameters["sha256"]))
+                brought = await self.notes.find_finished(self.name, str(self.parameters["sha256"]))
                 if brought:
                     said = ", ".join(
                         f"import {earlier} brought {counted(messages, 'message')}" for earlier, messages in brought

@@ -137,7 +137,7 @@ class ImportReport:
 
 async def preview(source: ImportSource, book: ImportStore, judge: Destinations, *, again: bool = False) -> Preview:
     """Preview a run without changes. ``again``: as for :func:`run`. Raises SourceLost, ImportImpossible, StoreLost."""
-    unfinished = await book.unfinished()
+    unfinished = await book.find_unfinished()
     refusal = ""
     own = None
     try:
@@ -155,7 +155,7 @@ async def run(
     """Begin or continue. ``again``: also import messages that an earlier import brought. Raises SourceLost,
     ImportImpossible, CountMismatch, StoreLost; then run it again."""
     began = time.monotonic()
-    found = await book.unfinished()
+    found = await book.find_unfinished()
     doubts: list[str] = []
     if found is None:
         # An unreadable source or an unreachable broker stops the import before any message moves.
@@ -172,7 +172,7 @@ async def run(
         say("staging", 0, None)
         messages = await source.stage(current)
         reach("import.staged")
-        current = await book.staged(current, messages)
+        current = await book.finish_staging(current, messages)
     report = ImportReport(current, current, resumed=found is not None, doubts=doubts)
     await source.resume(current)
     await _batches(source, book, judge, report, say)
@@ -248,7 +248,7 @@ async def _judged(batch: ImportBatch, judge: Destinations) -> ImportBatch:
 async def abort(source: ImportSource, book: ImportStore) -> tuple[Run, int | None]:
     """End an unfinished run: committed messages stay, the rest go back. Returns the run, and how many went back; None
     if the source cannot count them. Raises ImportImpossible if there is no run."""
-    found = await book.unfinished()
+    found = await book.find_unfinished()
     if found is None:
         raise ImportImpossible("there is no unfinished import to abort")
     current = same(found, source)

@@ -112,7 +112,7 @@ class SetAsideChange:
                 await broker.declare(native_of(self.settings))
         if self.name == "refused" and (url := self.settings.store_url) is not None:
             request = {**self.wanted.as_dict(), **self.edits.request}
-            async with actions.recorded(url, who, f"refused {self.verb}", request) as (connection, log_id):
+            async with actions.audit_entry(url, who, f"refused {self.verb}", request) as (connection, log_id):
                 record = partial(audit_log.add, connection, log_id)
                 done = await queue.change(self.verb, self.wanted, partial(add, record), limit)
         else:

@@ -173,7 +173,7 @@ class PostgresBacklog:
     async def _write(self, work: Callable[[PostgresStore, PostgresLane], Awaitable[T]], *, bulk: bool) -> T:
         """Write into a lane, or into the next one if the lane is lost during the write."""
         while True:
-            store = self._reached()
+            store = self._require_store()
             lane = self._own_lane(bulk=bulk)
             try:
                 return await work(store, lane)
@@ -195,20 +195,20 @@ class PostgresBacklog:
 
     async def restore(self, ahead_ms: int) -> Restoration:
         """Restore the soonest segment: see release.ports.Segments."""
-        store = self._reached()
+        store = self._require_store()
         return await store.restore(store.now_upper_ms() + ahead_ms)
 
     async def limit(self, routes: Collection[bytes]) -> None:
         """Create a lane for each of these limited routes, now or at a later look. Raises StoreLost."""
         self._ownership.routes = routes
         if self._store is not None and self.usable:
-            await self._ownership.routed(self._store.locks, routes)
+            await self._ownership.ensure_lanes(self._store.locks, routes)
 
     def lanes(self) -> AsyncIterator[PostgresLane]:
         """Yield each lane once this process has taken it: see release.ports.Releases."""
         return self._ownership.lanes()
 
-    def _reached(self) -> PostgresStore:
+    def _require_store(self) -> PostgresStore:
         if self._store is None:
             raise StoreLost("the store was not reached yet" if self.configured else "no store is configured")
         return self._store

@@ -108,7 +108,7 @@ _ADVICE: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str]
 )
 
 
-def lost(doing: str, error: BaseException) -> StoreLost:
+def to_store_lost(doing: str, error: BaseException) -> StoreLost:
     """Translate a driver's error, with advice for its cause. Raise the result from ``error``."""
     driver: BaseException | None = error  # SQLAlchemy wraps the driver's error.
     while driver is not None and not isinstance(driver, DRIVER_ERRORS):
@@ -134,12 +134,12 @@ def describe(error: BaseException) -> str:
 
 
 @contextmanager
-def translated(doing: str) -> Iterator[None]:
+def translate_errors(doing: str) -> Iterator[None]:
     """Turn a driver's error into StoreLost, with the cause chained. ``doing`` names the operation."""
     try:
         yield
     except DRIVER_ERRORS as error:
-        raise lost(doing, error) from error
+        raise to_store_lost(doing, error) from error
 
 
 def check_arrow() -> None:

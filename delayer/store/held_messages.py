@@ -11,7 +11,7 @@ from asyncpg import Connection
 from delayer.core.filters import Filter
 from delayer.core.hold import Hold
 from delayer.format.rows import read_hold
-from delayer.store.waiting import BEGINNING_OF_BODY, COLUMNS, NO_BODY, Entry, entry_of, meant
+from delayer.store.waiting import BEGINNING_OF_BODY, COLUMNS, NO_BODY, Entry, entry_of, matches
 
 AT_ONCE: Final = 1000
 _STATE: Final = "kind, reason, may_be_delivered, isolated, attempts, held_at, retry_at"
@@ -64,7 +64,7 @@ async def find(connection: Connection, wanted: Filter, limit: int, after: int = 
         for row in rows:
             after = row["id"]
             one = _held_of(row)
-            if wanted.kind in (None, one.held.kind) and meant(one.entry, wanted):
+            if wanted.kind in (None, one.held.kind) and matches(one.entry, wanted):
                 found.append(one)
             if len(found) == limit:
                 return HeldPage(found, after, bounded=False)
@@ -74,7 +74,7 @@ async def find(connection: Connection, wanted: Filter, limit: int, after: int = 
     return HeldPage(found, after, bounded=True)
 
 
-async def named(connection: Connection, ids: Collection[int], most_body: int = 0) -> list[HeldEntry]:
+async def find_by_id(connection: Connection, ids: Collection[int], most_body: int = 0) -> list[HeldEntry]:
     """The held messages among these ids, with up to ``most_body`` bytes of each body. Raises the driver's errors."""
     return [_held_of(row) for row in await connection.fetch(_NAMED, list(ids), most_body)]
 
@@ -100,12 +100,12 @@ _GROUPS: Final = (
 )
 
 
-async def groups(connection: Connection, scan: int = 100_000) -> Sequence[asyncpg.Record]:
+async def count_groups(connection: Connection, scan: int = 100_000) -> Sequence[asyncpg.Record]:
     """The largest groups of the first ``scan`` held messages, with one reason each. Raises the driver's errors."""
     return list(await connection.fetch(_GROUPS, scan))
 
 
-async def whole(connection: Connection) -> AsyncIterator[Sequence[tuple[HeldEntry, bytes]]]:
+async def read_all(connection: Connection) -> AsyncIterator[Sequence[tuple[HeldEntry, bytes]]]:
     """All held messages with bodies, by arrival, each with its ``x-delayer-id``, or b"". Raises the driver's errors."""
     after = 0
     while rows := await connection.fetch(_WHOLE, after):

@@ -13,7 +13,7 @@ from asyncpg import Connection
 
 from delayer.core.errors import StoreLost
 from delayer.store.clock import StoreClock
-from delayer.store.errors import DRIVER_ERRORS, BadStoreUrl, lost
+from delayer.store.errors import DRIVER_ERRORS, BadStoreUrl, to_store_lost
 
 CONNECT_SECONDS = 10.0
 STATEMENT_SECONDS = 30.0
@@ -74,7 +74,7 @@ async def connect(
     """Open one connection whose instants are epoch milliseconds. ``plain``: with asyncpg's own types instead, and for
     statements that may take long. Raises StoreLost, BadStoreUrl."""
     limit, more = (None, {"statement_timeout": "0", **(more or {})}) if plain else (COMMAND_SECONDS, more)
-    with opening():
+    with translate_connect_errors():
         connection = await asyncpg.connect(
             url, timeout=CONNECT_SECONDS, command_timeout=limit, server_settings={"application_name": application}
         )
@@ -89,7 +89,7 @@ async def connect(
 
 
 @contextmanager
-def opening() -> Iterator[None]:
+def translate_connect_errors() -> Iterator[None]:
     """Turn the errors of opening a connection into StoreLost, BadStoreUrl."""
     unread = "store.url cannot be read: expected postgresql://user@host:port/database"
     try:
@@ -97,7 +97,7 @@ def opening() -> Iterator[None]:
     except asyncpg.ClientConfigurationError:
         raise BadStoreUrl(unread) from None
     except DRIVER_ERRORS as error:
-        raise lost("connect", error) from error
+        raise to_store_lost("connect", error) from error
     except ValueError:
         # The parser's message quotes what it could not read, perhaps a piece of the password.
         raise BadStoreUrl(unread) from None
@@ -107,11 +107,11 @@ FILES: Final = "see that the files are there that store.url names (sslrootcert, 
 
 
 @contextmanager
-def reopening() -> Iterator[None]:
+def translate_reconnect_errors() -> Iterator[None]:
     """Turn these errors into StoreLost. The configuration's check has read the URL, so a file that it names is missing
     at this moment, or half written."""
     try:
-        with opening():
+        with translate_connect_errors():
             yield
     except BadStoreUrl as bad:
         raise StoreLost(str(bad), FILES) from bad
@@ -146,7 +146,7 @@ async def open_pool(
     """A pool of up to ``size`` connections, each to the ``url`` of its time. Raises StoreLost."""
 
     async def connect(*_: object, **how: Any) -> Connection:
-        with reopening():
+        with translate_reconnect_errors():
             return await asyncpg.connect(url(), **how)
 
     async def prepared(connection: Connection) -> None:
@@ -154,7 +154,7 @@ async def open_pool(
         await connection.execute(_settings(more))
         await prepare(connection)
 
-    with opening():
+    with translate_connect_errors():
         return await asyncpg.create_pool(
             connect=connect,
             min_size=1,
@@ -168,7 +168,7 @@ async def open_pool(
 
 
 @asynccontextmanager
-async def borrowed(pool: asyncpg.Pool) -> AsyncIterator[Connection]:
+async def borrow(pool: asyncpg.Pool) -> AsyncIterator[Connection]:
     """A connection of the pool, cut if the caller is cancelled or a statement times out. Else the pool would wait for
     the server to confirm the cancellation, which let a hanging server block a daemon's stop. Raises the driver's
     errors."""
@@ -182,7 +182,7 @@ async def borrowed(pool: asyncpg.Pool) -> AsyncIterator[Connection]:
 
 @asynccontextmanager
 async def transaction(connection: Connection) -> AsyncIterator[None]:
-    """The driver's transaction, without waiting for a rollback after a cancellation: see :func:`borrowed`."""
+    """The driver's transaction, without waiting for a rollback after a cancellation: see :func:`borrow`."""
     started = connection.transaction()
     await started.start()
     try:

@@ -30,13 +30,13 @@ from delayer.core.units import DAY_MS
 from delayer.format.rows import COLUMNS, COLUMNS_WITH_KEY, HELD_COLUMNS, hold_columns, stored_row
 from delayer.store import pool, schema, servers, statements
 from delayer.store.clock import StoreClock
-from delayer.store.errors import DRIVER_ERRORS, REJECTED, WORTH_REPEATING, check_arrow, describe, lost, translated
+from delayer.store.errors import DRIVER_ERRORS, REJECTED, WORTH_REPEATING, describe, to_store_lost, translate_errors
 from delayer.store.identity import StoreIdentity, read_identity
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.locks import LaneLocks
 from delayer.store.lanes.notify import notify, soonest
 from delayer.store.rows import history, keys, partitions
-from delayer.store.rows.partitions import Days, existing
+from delayer.store.rows.partitions import Days, read_days
 from delayer.store.segments import catalog
 from delayer.store.statements import Changes
 
@@ -98,7 +98,7 @@ class PostgresStore:
         back a silent park. ``parkers``: parallel parks and restores. ``history_days``: age limit of the history, 0 for
         none. Raises StoreUnfit, StoreLost, SchemaOutdated.
         """
-        with pool.reopening():
+        with pool.translate_reconnect_errors():
             await servers.check(url())
         owner = owner or f"{socket.gethostname()}:{os.getpid()}"
         timeout = f"{transaction_timeout * 1000:.0f}ms"
@@ -106,15 +106,15 @@ class PostgresStore:
         parking = await pool.open_pool(url, "delayer park", parkers, more, server)
         clock = StoreClock()
         try:
-            with translated("connect"):
-                async with pool.borrowed(parking) as connection:
+            with translate_errors("connect"):
+                async with pool.borrow(parking) as connection:
                     await schema.check(connection)
                     identity = await read_identity(connection)
                     servers.warn(await servers.state(connection))
                     await pool.sample(connection, clock)
-                    days = Days(await existing(connection))
+                    days = Days(await read_days(connection))
                     if history_days:  # Before the first row, which would block its day's partition.
-                        await history.keep_up(connection, clock.now_upper_ms() // DAY_MS, history_days)
+                        await history.run_upkeep(connection, clock.now_upper_ms() // DAY_MS, history_days)
         except BaseException:
             parking.terminate()
             raise
@@ -141,8 +141,8 @@ class PostgresStore:
 
     async def read_identity(self) -> StoreIdentity:
         """Reread the identity, because an operator may have given the store to another broker. Raises StoreLost."""
-        with translated("read the store's id"):
-            async with pool.borrowed(self.pool) as connection:
+        with translate_errors("read the store's id"):
+            async with pool.borrow(self.pool) as connection:
                 self.identity = await read_identity(connection, self.locks.presence)
         return self.identity
 
@@ -151,7 +151,7 @@ class PostgresStore:
         has one. Raises what ``declare`` raises, and StoreLost."""
         if self.identity.has_broker:
             return False
-        with translated("note the broker"):
+        with translate_errors("note the broker"):
             async with self._transaction() as connection:
                 if given := not await connection.fetchval("SELECT has_broker FROM store FOR UPDATE"):
                     await declare()
@@ -200,11 +200,9 @@ class PostgresStore:
 
     async def restore(self, horizon_ms: int) -> Restoration:
         """Restore the soonest segment, if its first message is due by ``horizon_ms`` (release.ports.Segments)."""
-        with translated("restore"):
-            async with pool.borrowed(self.pool) as connection:
+        with translate_errors("restore"):
+            async with pool.borrow(self.pool) as connection:
                 following = await catalog.next_due(connection)
-            if following is not None:
-                check_arrow()  # Long before the segment is due, so that an operator has time to install it.
             if following is None or following[0] > horizon_ms:
                 return None
             # The import takes half a second, too long for the event loop.
@@ -215,7 +213,7 @@ class PostgresStore:
             # partition. Past days, and days too far ahead, never have a partition.
             first_ms, last_ms = following
             await self._ensure_days(set(range(first_ms // DAY_MS, last_ms // DAY_MS + 1)))
-            async with pool.borrowed(self.pool) as connection:
+            async with pool.borrow(self.pool) as connection:
                 restored = await restore.restore_one(
                     connection, horizon_ms, portion_bytes=restore.SMALL_PORTION_BYTES, pause=restore.PAUSE
                 )
@@ -226,8 +224,8 @@ class PostgresStore:
             return
         today, at = self.clock.now_upper_ms() // DAY_MS, self.clock.monotonic()
         if self.days.missing(days, today, at):
-            with translated("make partitions"):
-                async with pool.borrowed(self.pool) as connection:
+            with translate_errors("make partitions"):
+                async with pool.borrow(self.pool) as connection:
                     await self.days.ensure(connection, days, today, at, partitions.PARK_SECONDS)
 
     async def _write(self, doing: str, lane: PostgresLane, work: Callable[[Connection], Awaitable[T]]) -> T:
@@ -243,7 +241,7 @@ class PostgresStore:
                 if attempt < ATTEMPTS and isinstance(error, WORTH_REPEATING):
                     continue
                 rejected = isinstance(error, REJECTED)
-                raise (Rejected(f"{doing}: {describe(error)}") if rejected else lost(doing, error)) from error
+                raise (Rejected(f"{doing}: {describe(error)}") if rejected else to_store_lost(doing, error)) from error
             else:
                 reach("park.committed")
                 return result
@@ -251,7 +249,7 @@ class PostgresStore:
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[Connection]:
         """A transaction on a pooled connection, which never returns to the pool with the transaction open."""
-        async with pool.borrowed(self.pool) as connection:
+        async with pool.borrow(self.pool) as connection:
             try:
                 await connection.execute("BEGIN")
                 yield connection
@@ -267,10 +265,10 @@ class PostgresStore:
 
     async def maintain(self) -> None:
         """Create partitions ahead of need and drop empty past ones, unless another daemon does. Raises StoreLost."""
-        with translated("maintain"):
-            async with pool.borrowed(self.pool) as connection:
-                await partitions.keep_up(connection, self.clock, self.days)
-                await history.keep_up(connection, self.clock.now_upper_ms() // DAY_MS, self.history_days)
+        with translate_errors("maintain"):
+            async with pool.borrow(self.pool) as connection:
+                await partitions.run_upkeep(connection, self.clock, self.days)
+                await history.run_upkeep(connection, self.clock.now_upper_ms() // DAY_MS, self.history_days)
 
 
 def lanes_of(parcels: Iterable[Parcel], place: Placement) -> list[int]:
@@ -318,7 +316,7 @@ async def _park_keyed(
     connection: Connection, place: Placement, batch: Fold, term: Term | None
 ) -> tuple[Applied, int | None, Fold]:
     """Cancel the messages waiting under the batch's keys, and park its own. Returns like :func:`apply_batch`."""
-    touched = batch.keys | await keys.of_groups(connection, batch.groups)
+    touched = batch.keys | await keys.find_keys(connection, batch.groups)
     cancelled = await keys.cancel_waiting(connection, touched, batch.yielding)
     now_ms = await connection.fetchval("SELECT statement_timestamp()")
     waited = {row["key"]: row["parked_at"] for row in cancelled.rows} | dict.fromkeys(cancelled.spared)

@@ -21,7 +21,7 @@ from delayer.core.clocks import FOLLOW_TIME, ClockOffset, differences
 from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl
 from delayer.store import pool
-from delayer.store.errors import StoreUnfit, translated
+from delayer.store.errors import StoreUnfit, translate_errors
 
 log = structlog.get_logger(__name__)
 
@@ -101,10 +101,10 @@ def warn(state: ServerState) -> None:
 @asynccontextmanager
 async def _session(url: str) -> AsyncIterator[Connection]:
     """A connection without settings, because other clients of a pooler would get them too."""
-    with pool.opening():
+    with pool.translate_connect_errors():
         connection = await asyncpg.connect(url, timeout=pool.CONNECT_SECONDS, command_timeout=pool.CONNECT_SECONDS)
     try:
-        with translated("look at the server"):
+        with translate_errors("look at the server"):
             yield connection
     finally:
         await pool.close(connection)

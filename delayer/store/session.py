@@ -9,30 +9,30 @@ from typing import Final
 from asyncpg import Connection
 
 from delayer.store import pool, schema
-from delayer.store.errors import translated
+from delayer.store.errors import translate_errors
 
 LONG_SECONDS: Final = 3_600.0
 """For statements over the whole store, without statement_timeout. To the driver, None means COMMAND_SECONDS."""
 
 
 @asynccontextmanager
-async def opened(
+async def connect_for(
     url: str, application: str, doing: str, more: Mapping[str, str] | None = None
 ) -> AsyncIterator[Connection]:
     """A connection of :func:`pool.connect` for one block. Errors name ``doing``. Raises StoreLost, BadStoreUrl."""
     connection = await pool.connect(url, application, more)
     try:
-        with translated(doing):
+        with translate_errors(doing):
             yield connection
     finally:
         await pool.close(connection)
 
 
 @asynccontextmanager
-async def looking(
+async def read_connection(
     url: str, doing: str, application: str = "delayer look", settings: Mapping[str, str] = pool.INDEX_ONLY
 ) -> AsyncIterator[Connection]:
     """A connection for queries of the store. Errors name ``doing``. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
-    async with opened(url, application, doing, settings) as connection:
+    async with connect_for(url, application, doing, settings) as connection:
         await schema.check(connection)
         yield connection

@@ -15,7 +15,7 @@ from sqlalchemy.pool import NullPool
 
 from delayer.store import pool
 from delayer.store.admin.setup import raise_lanes
-from delayer.store.errors import lost, translated
+from delayer.store.errors import to_store_lost, translate_errors
 
 
 def _config() -> Config:
@@ -40,11 +40,11 @@ async def upgrade(url: str, lanes: int = 4) -> None:
 
     engine = create_async_engine("postgresql+asyncpg://", async_creator=connect, poolclass=NullPool)
     try:
-        with translated("schema upgrade"):
+        with translate_errors("schema upgrade"):
             async with engine.begin() as connection:
                 await connection.run_sync(run)
     except DBAPIError as error:
-        raise lost("schema upgrade", error.orig or error) from error
+        raise to_store_lost("schema upgrade", error.orig or error) from error
     finally:
         await engine.dispose()
     await raise_lanes(url, lanes)

@@ -39,7 +39,7 @@ SEGMENTS: Final = 4
 """A page unpacks every segment that spans its first place, and at most this many that begin after it. Each takes about
 50 ms."""
 NAMED: Final = 10
-"""Maximum number of messages that :func:`called` finds for one name."""
+"""Maximum number of messages that :func:`find_by_name` finds for one name."""
 COLUMNS: Final = """
 lane, (extract(epoch FROM due_at) * 1000000)::bigint AS due_us, id, parked_at, route, exchange, routing_key,
 to_exchange, to_key, key, octet_length(body) AS size, properties, checksum, format, {body} AS body
@@ -245,7 +245,7 @@ async def _in_segments(
         if unpacked is None:
             broken.append(segment)
             continue
-        found += [one for one in unpacked if one.place[:2] > after and meant(one, wanted)]
+        found += [one for one in unpacked if one.place[:2] > after and matches(one, wanted)]
         if len(found) > limit:
             found = sorted(found)[:limit]
             last = found[-1].place[:2]
@@ -258,16 +258,16 @@ def _bounds(wanted: Filter) -> tuple[int, int]:
     return first_ms, catalog.FOREVER_MS if wanted.due_before_ms is None else wanted.due_before_ms
 
 
-async def segments(connection: Connection) -> AsyncIterator[tuple[int, list[Entry] | None]]:
+async def unpack_all(connection: Connection) -> AsyncIterator[tuple[int, list[Entry] | None]]:
     """Each segment, and its messages as found by :func:`unpack`. Raises the driver's errors."""
-    for segment in await catalog.listed(connection):
+    for segment in await catalog.list_segments(connection):
         yield segment.id, await unpack(connection, segment.id)
 
 
 async def unpack(connection: Connection, segment: int, *, bodies: bool = False) -> list[Entry] | None:
     """The live messages of a segment, unpacked in a thread; None if it is unreadable. Raises the driver's errors."""
     try:
-        found = await catalog.read(connection, segment)
+        found = await catalog.read_segment(connection, segment)
     except SegmentBroken:
         return None
     return [] if found is None else await asyncio.to_thread(_entries_in, *found, segment, bodies=bodies)
@@ -288,12 +288,12 @@ def _entries_in(table: Any, lane: int, segment: int, *, bodies: bool) -> list[En
 
 async def _find_keyed(connection: Connection, wanted: Filter, after: Position) -> FoundPage:
     row = await connection.fetchrow("SELECT id, due_at FROM message_key WHERE key = $1", wanted.key)
-    found, broken = await named(connection, [] if row is None else [Token(*row)])
-    matching = [one for one in found if one.place[:2] > after and meant(one, wanted)]
+    found, broken = await find_by_id(connection, [] if row is None else [Token(*row)])
+    matching = [one for one in found if one.place[:2] > after and matches(one, wanted)]
     return FoundPage(matching, None, bounded=False, broken=broken)
 
 
-def meant(entry: Entry, wanted: Filter) -> bool:
+def matches(entry: Entry, wanted: Filter) -> bool:
     """Whether the message matches ``wanted``. Pure."""
     asked = ((wanted.route, entry.route), (wanted.to_exchange, entry.to_exchange), (wanted.to_key, entry.to_key))
     same = all(want is None or want == found for want, found in (*asked, (wanted.key, entry.key)))
@@ -305,7 +305,7 @@ def entry_of(row: asyncpg.Record) -> Entry:
     return Entry(Place(row["due_us"], row["id"], row["lane"]), *row[3:15])
 
 
-async def named(
+async def find_by_id(
     connection: Connection, tokens: Iterable[Token], most_body: int = 0
 ) -> tuple[list[Entry], dict[int, list[int]]]:
     """Find waiting messages by id, with up to ``most_body`` bytes of each body. Also returns ids in unreadable
@@ -317,7 +317,7 @@ async def named(
         places = await find_rows(connection, list(ids), dues)
         found = [entry_of(row) for row in await connection.fetch(_AT_PLACES, *places, most_body)]
         left = ids - {entry.place.id for entry in found}
-        for segment, numbers in (await catalog.holding(connection, left, dues)).items():
+        for segment, numbers in (await catalog.find_segments(connection, left, dues)).items():
             inside = await unpack(connection, segment, bodies=most_body > 0)
             if inside is None:
                 broken[segment] = numbers
@@ -325,7 +325,7 @@ async def named(
     return sorted(found), broken
 
 
-async def called(connection: Connection, names: Sequence[bytes], *, packed: bool) -> dict[bytes, list[Token]]:
+async def find_by_name(connection: Connection, names: Sequence[bytes], *, packed: bool) -> dict[bytes, list[Token]]:
     """The ids of waiting and held messages with one of these message_ids. A name ``id:X`` finds held messages whose
     ``x-delayer-id`` is X. Reads every row, and if ``packed`` every segment, however long it takes. Raises the driver's
     errors."""
@@ -349,7 +349,7 @@ async def called(connection: Connection, names: Sequence[bytes], *, packed: bool
         async for row in connection.cursor(_CALLED, short, prefetch=100, timeout=LONG_SECONDS):
             add(*row)  # A header in any row may contain the text.
         if packed:
-            async for _, inside in segments(connection):
+            async for _, inside in unpack_all(connection):
                 for one in inside or ():
                     add(one.place.due_us, one.place.id, one.properties)
     return found
@@ -377,5 +377,5 @@ async def count(connection: Connection, wanted: Filter) -> CountedMessages:
             elif (found := await unpack(connection, segment)) is None:
                 broken.add(segment)
             else:
-                messages += sum(meant(one, wanted) for one in found)
+                messages += sum(matches(one, wanted) for one in found)
     return CountedMessages(messages, len(broken))

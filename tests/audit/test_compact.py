@@ -38,7 +38,7 @@ async def test_everything_goes_into_segments_and_comes_back_as_it_was(spark: Spa
         counters = await lawful(database)
         assert (counters["compacted"], counters["restored"]) == (COUNT, 0)
         assert sorted(row["body"] for row in await admin.fetch("SELECT body FROM message")) == [large] + 6 * [b"near"]
-        found = await catalog.listed(admin)
+        found = await catalog.list_segments(admin)
         assert done.totals["segments"] == len(found) >= COUNT / ROWS
         assert all(one.messages <= ROWS for one in found)
         # The large row keeps its day; the other days of the far future are gone.
@@ -54,7 +54,7 @@ async def test_everything_goes_into_segments_and_comes_back_as_it_was(spark: Spa
         back = await bring_back(database)
         assert (back.messages, back.segments, back.gone, back.lost, back.broken) == (COUNT, len(found), 0, [], [])
         assert await everything(database) == before
-        assert await catalog.listed(admin) == []
+        assert await catalog.list_segments(admin) == []
         counters = await lawful(database)
         assert (counters["compacted"], counters["restored"]) == (COUNT, COUNT)
         in_default = await admin.fetchval("SELECT count(*) FROM message_default")
@@ -67,7 +67,7 @@ async def test_a_part_of_the_segments_is_restored(database: str) -> None:
         await compact_all(admin, ROWS)
         back = await bring_back(database, within_ms=13 * DAY_MS)
         assert 0.3 * COUNT < back.messages < 0.8 * COUNT
-        rest = await catalog.listed(admin)
+        rest = await catalog.list_segments(admin)
         assert sum(one.messages for one in rest) == COUNT - back.messages
         assert await everything(database) == before
         await lawful(database)
@@ -83,7 +83,7 @@ async def test_a_broken_segment_is_reported_and_the_others_are_restored(database
         back = await bring_back(database)
         assert back.segments == count - 1
         assert len(back.broken) == 1
-        [left] = await catalog.listed(admin)
+        [left] = await catalog.list_segments(admin)
         assert left.broken
         await lawful(database)
 
@@ -92,7 +92,7 @@ async def test_a_broken_segment_is_reported_and_the_others_are_restored(database
 async def test_a_restore_waits_for_a_segment_of_another_process(database: str, end: str, gone: int) -> None:
     async with filled(database, FEW), sql(database) as admin, sql(database) as other:
         await compact_all(admin, ROWS)
-        soonest, *_ = await catalog.listed(admin)
+        soonest, *_ = await catalog.list_segments(admin)
         transaction = other.transaction()
         await transaction.start()
         await restore.restore_one(other, catalog.FOREVER_MS)

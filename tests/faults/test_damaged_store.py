@@ -132,7 +132,7 @@ async def test_a_damaged_page_of_segment_bytes(damaged: dict[str, Damaged]) -> N
 async def test_cancel_and_reschedule_report_messages_on_a_damaged_page(damaged: dict[str, Damaged]) -> None:
     """Messages of other segments are found. Messages of the damaged segments are reported as unreadable."""
     async with sql(damaged["cancel"].url) as admin:
-        entries = {one.id: await read_model.unpack(admin, one.id) for one in await catalog.listed(admin)}
+        entries = {one.id: await read_model.unpack(admin, one.id) for one in await catalog.list_segments(admin)}
         broken = [number for number, found in entries.items() if found is None]
         assert 1 <= len(broken) <= 2
         assert {len(found) for found in entries.values() if found is not None} == {OF_A_SEGMENT}
@@ -157,7 +157,7 @@ async def test_a_missing_file_of_segment_bytes_does_not_block_later_segments(dam
 async def test_a_damaged_partition(damaged: dict[str, Damaged]) -> None:
     """A segment that cannot be written there is marked, and blocks none of other days."""
     async with sql(damaged["partition"].url) as admin:
-        spoiled, sound = [one.id for one in await catalog.listed(admin)]
+        spoiled, sound = [one.id for one in await catalog.list_segments(admin)]
         broken = await restore.restore_one(admin, catalog.FOREVER_MS)
         assert isinstance(broken, Broken)
         assert broken.segment == spoiled
@@ -166,5 +166,5 @@ async def test_a_damaged_partition(damaged: dict[str, Damaged]) -> None:
         assert isinstance(found, Restored)
         assert found.segment == sound
         assert await restore.restore_one(admin, catalog.FOREVER_MS) is None
-        assert [one.id for one in await catalog.listed(admin) if one.broken] == [spoiled]
+        assert [one.id for one in await catalog.list_segments(admin) if one.broken] == [spoiled]
         assert await admin.fetchval("SELECT messages FROM segment") == 50

@@ -220,14 +220,14 @@ async def test_show_reads_the_beginning_of_a_large_body(
     async with opened(database) as place, owned(place) as [lane]:
         await place.park(lane, [parcel(place.now_upper_ms() + DAY_MS, b"x" * 3_000_000)], [])
     read: list[int] = []
-    show = detail.show
+    show = detail.find_message
 
     async def spy(*given: Any, **more: Any) -> Any:
         found = await show(*given, **more)
         read.append(len(found.entry.body))
         return found
 
-    monkeypatch.setattr(detail, "show", spy)
+    monkeypatch.setattr(detail, "find_message", spy)
     assert "body: 3000000 bytes, the first 400" in delayer("show", "id:1").stdout
     assert len(delayer("show", "id:1", "--body").stdout) == 3_000_000
     assert read == [1 << 20, 3_000_000]

@@ -46,7 +46,7 @@ async def _compact(admin: asyncpg.Connection) -> None:
 
 
 async def _restore(admin: asyncpg.Connection) -> None:
-    [segment] = await catalog.listed(admin)
+    [segment] = await catalog.list_segments(admin)
     assert await restore.restore(admin, segment.id)
 
 
@@ -85,12 +85,12 @@ async def test_concurrent_changes_leave_no_message_out_of_an_export(
         there = await fill(admin)
         async with exporting.snapshot(database) as reading:
             found: list[int] = []
-            portions = exporting.read(reading, Filter(), page_bytes=1_000)
+            portions = exporting.read_portions(reading, Filter(), page_bytes=1_000)
             found += [one.checksum for one in await anext(portions)]
             await meanwhile(admin)
             async for portion in portions:
                 found += [one.checksum for one in portion]
-            held = [one async for portion in held_messages.whole(reading) for one in portion]
+            held = [one async for portion in held_messages.read_all(reading) for one in portion]
         assert (len(found), len(held)) == (len(there), 0)
         assert len(set(found)) == len(there), "each once; their bodies differ"
 
@@ -108,7 +108,7 @@ async def test_partitions_stay_until_the_export_ends(database: str) -> None:
             with pytest.raises(asyncpg.LockNotAvailableError):
                 await partitions.drop_empty(admin, partitions.name_of(today + 1))
             assert await partitions.make(admin, today + 2, today) is not partitions.PartitionResult.DONE
-            found = [len(portion) async for portion in exporting.read(reading, Filter())]
+            found = [len(portion) async for portion in exporting.read_portions(reading, Filter())]
             assert sum(found) == 12
         assert await partitions.drop_empty(admin, partitions.name_of(today + 1))
 

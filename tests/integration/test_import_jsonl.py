@@ -132,7 +132,7 @@ async def content_unpacked(database: str) -> list[tuple[object, ...]]:
     from delayer.store.segments import catalog, restore
 
     async with sql(database) as admin:
-        for segment in await catalog.listed(admin):
+        for segment in await catalog.list_segments(admin):
             await restore.restore(admin, segment.id)
         return await content(admin)
 

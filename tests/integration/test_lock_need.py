@@ -85,7 +85,7 @@ async def test_the_partitions_of_a_history_count_before_they_exist(database: str
     async with sql(database) as connection:
         of_history = (await lock_need(connection, history_days=5)).of_history
         for today in range(20):
-            await history.keep_up(connection, today, days=5)
+            await history.run_upkeep(connection, today, days=5)
         there = "SELECT count(*) FROM pg_inherits WHERE inhparent = 'history'::regclass"
         assert await connection.fetchval(there) == of_history
     year = LockNeed(64, 122, 140, 4, history_days=365)

@@ -147,11 +147,11 @@ async def test_a_restore_creates_the_partitions_of_its_rows(database: str) -> No
     async with sql(database) as admin:
         days = {now // DAY_MS + ahead for ahead in (0, 1, 3)}
         await packed(database, [parcel(day * DAY_MS + DAY_MS - 1) for day in days])
-        for day in await partitions.existing(admin):
+        for day in await partitions.read_days(admin):
             await admin.execute(f"DROP TABLE {partitions.name_of(day)}")
         async with opened(database) as store, owned(store):
             assert isinstance(await store.restore(now + DAY_MS), Restored)
-        assert await partitions.existing(admin) >= days
+        assert await partitions.read_days(admin) >= days
         assert await admin.fetchval("SELECT count(*) FROM message_default") == 0
 
 

@@ -122,10 +122,10 @@ async def upkeep(url: str, store: Store, today: int) -> None:
     """Create and drop partitions. A failure there is only a warning, so check the catalog."""
     async with sql(url) as connection:
         await partitions.make(connection, today - 5, today - 10)
-        assert today - 5 in await partitions.existing(connection)
+        assert today - 5 in await partitions.read_days(connection)
         await store.maintain()
-        assert await partitions.existing(connection) >= set(range(today, today + 8))
-        assert today - 5 not in await partitions.existing(connection)
+        assert await partitions.read_days(connection) >= set(range(today, today + 8))
+        assert today - 5 not in await partitions.read_days(connection)
         await connection.execute(f"INSERT INTO message {_ROW}", today * DAY_MS + 401 * DAY_MS)
         assert await partitions.make(connection, today + 401, today) is partitions.PartitionResult.DONE
 
@@ -213,21 +213,23 @@ async def press(url: str) -> None:
             await store.hold(lane, [(parcel(store.now_upper_ms()), WHY) for _ in range(3)])
     finally:
         await store.close()
-    async with actions.acting(url, "test") as connection:
+    async with actions.change_connection(url, "test") as connection:
         waiting = [Token(number) for (number,) in await connection.fetch("SELECT id FROM message ORDER BY id")]
         segment = [Token(3)]  # see prepare()
         first, second, third = [number for (number,) in await connection.fetch("SELECT id FROM held ORDER BY id")]
         act = await audit_log.begin(connection, "ada", "cancel", {})
         move = partial(actions.reschedule, when=NewDue(None, DAY_MS))
-        assert await actions.named(connection, move, waiting, act) == {one.id: FoundIn.WAITING for one in waiting}
-        assert await actions.named(connection, actions.cancel, segment, act) == {3: FoundIn.SEGMENT}
+        assert await actions.apply_to_ids(connection, move, waiting, act) == {
+            one.id: FoundIn.WAITING for one in waiting
+        }
+        assert await actions.apply_to_ids(connection, actions.cancel, segment, act) == {3: FoundIn.SEGMENT}
         pages = actions.waiting_pages(connection, Filter())
-        done = await actions.every(connection, actions.cancel, pages, log_id=act, say=lambda _: None)
+        done = await actions.apply_to_matching(connection, actions.cancel, pages, log_id=act, say=lambda _: None)
         assert done[FoundIn.WAITING] == 4, "and those out of the segment"
-        assert await actions.named(connection, move, [Token(first)], act) == {first: FoundIn.HELD}
+        assert await actions.apply_to_ids(connection, move, [Token(first)], act) == {first: FoundIn.HELD}
         assert await actions.retry_held(connection, [second], {}, act) == {second: FoundIn.HELD}
         assert await actions.cancel(connection, [third], log_id=act) == {third: FoundIn.HELD}
-        (written,) = await audit_log.listed(connection, 10)
+        (written,) = await audit_log.list_entries(connection, 10)
         assert (written.who, written.messages) == ("ada", 3 + 1 + 4 + 1 + 1 + 1)
 
 

@@ -38,9 +38,9 @@ async def test_cancel_of_a_row_between_two_milliseconds(database: str) -> None:
 async def test_a_drain_leaves_messages_with_too_long_properties(database: str) -> None:
     async with store(database) as admin:
         await put(admin, [row(1, START_MS), row(2, START_MS)._replace(properties=b"\0" * 1_001)])
-        async with actions.recorded(database, "tester", "drain to native", {}) as (connection, act):
+        async with actions.audit_entry(database, "tester", "drain to native", {}) as (connection, act):
             places = [one.place for one in (await read_model.find(connection, Filter(), 10)).messages]
-            async with draining.taken(connection, places, act, 1_000) as taken:
+            async with draining.drain_rows(connection, places, act, 1_000) as taken:
                 assert ([one.id for one in taken.sound], taken.unsound) == ([1], 1)
         assert list(await waiting(admin)) == [2]
 
@@ -129,9 +129,11 @@ async def test_messages_released_during_a_cancel_do_not_count_as_cancelled(datab
             await admin.execute("DELETE FROM message WHERE id = ANY('{3,5,7}')")
             return await cancel(connection, ids, dues, act)
 
-        done = await actions.every(other, do, actions.waiting_pages(other, Filter()), log_id=act, say=lambda _: None)
+        done = await actions.apply_to_matching(
+            other, do, actions.waiting_pages(other, Filter()), log_id=act, say=lambda _: None
+        )
         assert done == {FoundIn.WAITING: 7, FoundIn.NOWHERE: 3}
-        assert actions.met(done) == 7 == await admin.fetchval("SELECT messages FROM audit_log")
+        assert actions.count_found(done) == 7 == await admin.fetchval("SELECT messages FROM audit_log")
 
 
 @pytest.mark.parametrize("change", ["cancel", "reschedule", "held retry", "held drop"])
@@ -157,7 +159,7 @@ async def test_the_figures_of_a_change_that_races_with_the_release_add_up(databa
 
 
 async def test_a_hung_command_keeps_its_locks_for_ten_seconds(database: str) -> None:
-    async with store(database), actions.acting(database, "cancel") as connection:
+    async with store(database), actions.change_connection(database, "cancel") as connection:
         assert await connection.fetchval("SHOW idle_in_transaction_session_timeout") == "10s"
 
 
@@ -232,9 +234,9 @@ async def test_messages_that_wait_for_an_operator_are_tried_after_a_reschedule(d
 
 
 async def fate(admin: asyncpg.Connection, number: int) -> str:
-    whole = await detail.show(admin, Token(number))
+    whole = await detail.find_message(admin, Token(number))
     assert not isinstance(whole, FoundIn)
-    return detail.fate(whole, "there", "somebody", str)
+    return detail.predict(whole, "there", "somebody", str)
 
 
 async def test_reschedule_out_of_a_segment(database: str) -> None:

@@ -52,7 +52,7 @@ async def test_messages_without_a_lane_of_ours_are_announced(database: str) -> N
             assert await release_all(lane) == []
         sleepers = [asyncio.create_task(lane.wait(50.0)) for lane in lanes]
         for turn, _ in enumerate(lanes):
-            place = await importing.anywhere(other, turn)
+            place = await importing.choose_placement(other, turn)
             async with other.transaction():
                 await postgres.park_plain(other, place, [parcel(store.now_upper_ms())])
         await asyncio.gather(*sleepers)

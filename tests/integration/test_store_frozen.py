@@ -17,7 +17,7 @@ import asyncpg
 
 from delayer.store.clock import StoreClock
 from delayer.store.lanes.locks import LaneLocks
-from delayer.store.rows.partitions import Days, keep_up
+from delayer.store.rows.partitions import Days, run_upkeep
 from tests.support.place import eventually
 from tests.support.store import blocked, opened, owned, parcel, release_all, sql, taken
 
@@ -135,11 +135,11 @@ class Asking(Days):
 async def test_a_silent_session_of_the_upkeep_ends(database: str) -> None:
     """The upkeep holds its lock between statements."""
     async with sql(database) as one, sql(database) as other:
-        await keep_up(one, StoreClock(), days := Asking(()))
+        await run_upkeep(one, StoreClock(), days := Asking(()))
         assert days.seen == "15s"
         assert await one.fetchval(TIMEOUT) == "0", "a park may come after an hour"
         await other.execute("SELECT pg_advisory_lock('message'::regclass::oid::int, 2)")
-        await keep_up(one, StoreClock(), days := Asking(()))
+        await run_upkeep(one, StoreClock(), days := Asking(()))
         assert days.seen is None
         assert await one.fetchval(TIMEOUT) == "0"
 

@@ -133,16 +133,16 @@ async def test_days_are_created_ahead_and_dropped_as_a_whole(database: str) -> N
     async with opened(database), sql(database) as admin:
         today = await admin.fetchval("SELECT statement_timestamp()") // DAY_MS
         for day in range(today - 6, today + 1):
-            await history.keep_up(admin, day, 3)
+            await history.run_upkeep(admin, day, 3)
         assert await partitions(admin) == days(today - 3, 6)
         # A row without a partition is in the default one, and goes with its days.
         await admin.execute(
             "INSERT INTO history SELECT at, 'released', 1, '', '', '', at, 0, 0, 0 FROM"
             " unnest(ARRAY[now() - interval '20 days', now()]) AS at"
         )
-        await history.keep_up(admin, today, 3)
+        await history.run_upkeep(admin, today, 3)
         assert await admin.fetchval("SELECT count(*) FROM history") == 1
-        await history.keep_up(admin, today, 0)
+        await history.run_upkeep(admin, today, 0)
         assert (await partitions(admin), await admin.fetchval("SELECT count(*) FROM history")) == ([], 0)
 
 
@@ -152,12 +152,12 @@ async def test_a_reader_delays_a_drop_but_not_releases(database: str) -> None:
         async with sql(database) as reader, reader.transaction():
             await reader.fetch("SELECT count(*) FROM history")
             with capture_logs() as logs:
-                await history.keep_up(admin, today + 50, 3)
+                await history.run_upkeep(admin, today + 50, 3)
             assert any(one["event"] == "history partition not changed" for one in logs)
             await store.park(lanes[0], [parcel(store.now_lower_ms() + 5)], [])
             async with asyncio.timeout(10):
                 await lanes[0].claimers[0].settle(await claim_when_due(lanes[0]), [])
-        await history.keep_up(admin, today + 50, 3)
+        await history.run_upkeep(admin, today + 50, 3)
         assert await partitions(admin) == days(today + 50, 3)
 
 
@@ -186,7 +186,7 @@ async def test_the_rights_of_the_page_are_enough(store: str) -> None:
             await daemon.maintain()
         async with sql(store) as admin:
             assert await admin.fetchval("SELECT count(*) FROM history") == 1
-            await history.keep_up(admin, 40_000, 2)
+            await history.run_upkeep(admin, 40_000, 2)
             assert await partitions(admin) == days(40_000, 3)
     finally:
         await daemon.close()

@@ -142,7 +142,7 @@ async def test_a_message_in_a_segment_keeps_its_key_and_its_burst(
         with monkeypatch.context() as without:
             without.setitem(sys.modules, "pyarrow", None)
             await store.park(lane, [parcel(due_ms, b"dropped", key=key, mode=KEEP) for key in (b"k", b"l")], [b"m"])
-            assert (await catalog.listed(admin))[0].messages == 2
+            assert (await catalog.list_segments(admin))[0].messages == 2
             mode = KeyMode(ceiling_ms=LATER_MS)
             await store.park(lane, [parcel(due_ms + LATER_MS, b"new", key=b"k", mode=mode)], [])
         assert await bodies(admin) == {b"k": b"new", b"l": b"old"}

@@ -17,7 +17,7 @@ from delayer.core.operations import Cancel, fold
 from delayer.core.units import DAY_MS
 from delayer.store import waiting as read_model
 from delayer.store.admin import actions, draining, importing
-from delayer.store.admin.detail import FoundIn, show
+from delayer.store.admin.detail import FoundIn, find_message
 from delayer.store.errors import WORTH_REPEATING
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.rows.places import Place
@@ -71,7 +71,7 @@ async def test_a_cancel_leaves_the_segment_packed(database: str, monkeypatch: py
             assert await store.park(lane, [], [b"3", b"17", b"other"]) == {b"3", b"17"}
             assert await store.park(lane, [], [b"3"]) == set()
         assert (await bodies(admin)).keys() == {b"%d" % n for n in range(20)} - {b"3", b"17"}
-        [segment] = await catalog.listed(admin)
+        [segment] = await catalog.list_segments(admin)
         assert segment.messages == 18
         counters = await conserved(admin)
         assert (counters["cancelled"], counters["restored"]) == (2, 2)
@@ -81,7 +81,7 @@ async def test_a_cancel_leaves_the_segment_packed(database: str, monkeypatch: py
         assert (first["size"], second["due_at"] - first["due_at"]) == (4 + 3, 14)
         assert first["late_ms"] == pytest.approx(-LATER_MS, abs=60_000)
         assert first["delay_ms"] == pytest.approx(LATER_MS, abs=60_000)
-        assert await show(admin, Place(0, ids[b"3"], 1).token) is FoundIn.NOWHERE
+        assert await find_message(admin, Place(0, ids[b"3"], 1).token) is FoundIn.NOWHERE
 
 
 async def test_a_replacement_takes_the_place_of_a_packed_message(database: str) -> None:
@@ -102,7 +102,7 @@ async def test_a_segment_without_messages_is_deleted(database: str) -> None:
         await park(store, lane, b"a", b"b")
         await compact(admin)
         await store.park(lane, [], [b"a", b"b"])
-        assert await catalog.listed(admin) == []
+        assert await catalog.list_segments(admin) == []
         assert await bodies(admin) == {}
 
 
@@ -125,12 +125,12 @@ async def test_commands_find_packed_messages_by_their_key(database: str) -> None
         [entry] = (await read_model.find(admin, Filter(key=b"b"), 10)).messages
         assert (entry.place.id, entry.key) == (ids[b"b"], b"b")
         assert entry.place.segment is not None
-        assert (await draining.standing(admin, 0)).keyed == 0
-        assert await importing.waiting_under(admin, [b"a", b"nobody"]) == {b"a"}
+        assert (await draining.count(admin, 0)).keyed == 0
+        assert await importing.find_used_keys(admin, [b"a", b"nobody"]) == {b"a"}
         assert await read_model.count(admin, Filter(key=b"b")) == (1, 0)
         log_id = await actions.audit_log.begin(admin, "test", "cancel", {})
         pages = actions.waiting_pages(admin, Filter(key=b"b"))
-        done = await actions.every(admin, actions.cancel, pages, log_id=log_id, say=lambda _: None)
+        done = await actions.apply_to_matching(admin, actions.cancel, pages, log_id=log_id, say=lambda _: None)
         assert done == {FoundIn.SEGMENT: 1}
         assert await bodies(admin) == {b"a": b"body", b"c": b"body"}
         assert await actions.cancel(admin, [ids[b"a"]]) == {ids[b"a"]: FoundIn.WAITING}

@@ -129,7 +129,7 @@ async def test_a_broken_segment_is_reported(database: str) -> None:
         found = await waiting.find(admin, Filter(), 10)
         assert (list(found.messages), len(found.broken), found.after) == ([], 1, None)
         assert (await waiting.count(admin, Filter(route=b"delayer.in"))).broken == 1
-        assert await detail.show(admin, Token(5)) is FoundIn.UNREADABLE
+        assert await detail.find_message(admin, Token(5)) is FoundIn.UNREADABLE
 
 
 async def test_a_page_keeps_no_more_messages_of_segments_than_it_shows(database: str) -> None:
@@ -166,20 +166,22 @@ async def test_show_finds_a_message_in_every_place(database: str) -> None:
         wheres = {b"a": FoundIn.SEGMENT, b"b": FoundIn.WAITING, b"c": FoundIn.HELD}
         for body, where in wheres.items():
             for token in (Token(ids[body]), Token(ids[body], dues[body])):
-                found = await detail.show(admin, token)
+                found = await detail.find_message(admin, token)
                 assert not isinstance(found, FoundIn)
                 assert (found.where, found.entry.body, found.entry.sound, found.owned) == (where, body, True, True)
                 assert found.entry.place.due_us == dues[body] * 1000
                 assert (found.held is not None) == (where is FoundIn.HELD)
-        assert await detail.show(admin, Token(ids[b"b"], now)) is FoundIn.NOWHERE
-        assert await detail.show(admin, Token(999)) is FoundIn.NOWHERE
+        assert await detail.find_message(admin, Token(ids[b"b"], now)) is FoundIn.NOWHERE
+        assert await detail.find_message(admin, Token(999)) is FoundIn.NOWHERE
         do = actions.cancel
         act = await audit_log.begin(admin, "me", "cancel", {})
-        assert await actions.named(admin, do, [Token(ids[b"a"], dues[b"a"])], act) == {ids[b"a"]: FoundIn.SEGMENT}
-        assert await detail.show(admin, Token(ids[b"a"])) is FoundIn.NOWHERE
-        assert await actions.named(admin, do, [Token(ids[b"b"], now)], act) == {ids[b"b"]: FoundIn.NOWHERE}
+        assert await actions.apply_to_ids(admin, do, [Token(ids[b"a"], dues[b"a"])], act) == {
+            ids[b"a"]: FoundIn.SEGMENT
+        }
+        assert await detail.find_message(admin, Token(ids[b"a"])) is FoundIn.NOWHERE
+        assert await actions.apply_to_ids(admin, do, [Token(ids[b"b"], now)], act) == {ids[b"b"]: FoundIn.NOWHERE}
         await admin.execute("UPDATE message SET checksum = checksum + 1")
-        damaged = await detail.show(admin, Token(ids[b"b"]))
+        damaged = await detail.find_message(admin, Token(ids[b"b"]))
         assert not isinstance(damaged, FoundIn)
         assert not damaged.entry.sound
 
@@ -190,14 +192,14 @@ async def test_only_the_beginning_of_a_large_body_is_read(database: str) -> None
         await place.park(lane, [parcel(place.now_upper_ms() + DAY_MS, body)], [])
         await place.hold(lane, [(parcel(place.now_upper_ms(), body), WHY)])
         for number in (1, 2):
-            whole = await detail.show(admin, Token(number), len(body))
-            part = await detail.show(admin, Token(number), len(body) - 1)
+            whole = await detail.find_message(admin, Token(number), len(body))
+            part = await detail.find_message(admin, Token(number), len(body) - 1)
             assert not isinstance(whole, FoundIn)
             assert not isinstance(part, FoundIn)
             assert (whole.entry.body, whole.entry.sound) == (body, True)
             assert (part.entry.body, part.entry.sound) == (body[:-1], None)
             assert part.entry._replace(body=body) == whole.entry
-            assert "checksum" not in detail.fate(part, "there", "somebody", str)
+            assert "checksum" not in detail.predict(part, "there", "somebody", str)
 
 
 @pytest.mark.parametrize("name", ["all", "route", "header"])
@@ -210,12 +212,12 @@ async def test_cancel_all_of_a_filter(database: str, name: str) -> None:
         act = await audit_log.begin(admin, "me", "cancel", wanted.as_dict())
         said: list[int] = []
         pages = actions.waiting_pages(admin, wanted)
-        done = await actions.every(admin, actions.cancel, pages, log_id=act, say=said.append)
+        done = await actions.apply_to_matching(admin, actions.cancel, pages, log_id=act, say=said.append)
         assert done.total() == len(meant)
         assert not meant or said[-1] == len(meant)
         assert (await everything(admin)).keys() == {one.id for one in some} - meant
         assert (await conserved(admin))["cancelled"] == len(meant)
-        [told] = await audit_log.listed(admin, 10)
+        [told] = await audit_log.list_entries(admin, 10)
         assert (told.id, told.who, told.verb, told.messages) == (act, "me", "cancel", len(meant))
 
 
@@ -230,7 +232,9 @@ async def test_reschedule_all_of_a_filter(database: str, when: NewDue) -> None:
         await compact(admin, START_MS + 4 * DAY_MS, rows=400)
         act = await audit_log.begin(admin, "me", "reschedule", {})
         pages = actions.waiting_pages(admin, wanted)
-        done = await actions.every(admin, partial(actions.reschedule, when=when), pages, log_id=act, say=lambda _: None)
+        done = await actions.apply_to_matching(
+            admin, partial(actions.reschedule, when=when), pages, log_id=act, say=lambda _: None
+        )
         assert done.total() == len(meant)
         assert set(done) <= {FoundIn.WAITING, FoundIn.SEGMENT}
         assert done[FoundIn.SEGMENT] > 0
@@ -239,7 +243,7 @@ async def test_reschedule_all_of_a_filter(database: str, when: NewDue) -> None:
             due_us = when.at_ms * 1000 if when.at_ms is not None else one.due_us + when.by_ms * 1000
             assert after[number] == (one._replace(due_us=due_us) if number in meant else one)
         await conserved(admin)
-        [told] = await audit_log.listed(admin, 10)
+        [told] = await audit_log.list_entries(admin, 10)
         assert told.messages == len(meant)
 
 
@@ -247,8 +251,12 @@ async def test_the_audit_trail_by_pages(database: str) -> None:
     async with store(database) as admin:
         for number in range(5):
             await audit_log.begin(admin, "a\0b", f"verb {number}", {"ids": ["x" * 3000]})
-        latest = await audit_log.listed(admin, 2)
+        latest = await audit_log.list_entries(admin, 2)
         assert [one.verb for one in latest] == ["verb 4", "verb 3"]
-        assert [one.verb for one in await audit_log.listed(admin, 9, latest[-1].id)] == ["verb 2", "verb 1", "verb 0"]
+        assert [one.verb for one in await audit_log.list_entries(admin, 9, latest[-1].id)] == [
+            "verb 2",
+            "verb 1",
+            "verb 0",
+        ]
         assert Counter(one.who for one in latest) == {"a\N{REPLACEMENT CHARACTER}b": 2}
         assert max(len(one.asked) for one in latest) < 2_100

@@ -50,10 +50,10 @@ async def test_maintenance_creates_a_week_ahead_and_drops_past_days(database: st
         await store.park(lane, [parcel((today - 3) * DAY_MS, b"old")], [])
         await store.maintain()
         kept = {today - 3, *range(today, today + 8)}
-        assert await partitions.existing(admin) == kept
+        assert await partitions.read_days(admin) == kept
         assert bodies(await release_all(lane)) == [b"old"]
         await store.maintain()
-        assert await partitions.existing(admin) == kept - {today - 3}
+        assert await partitions.read_days(admin) == kept - {today - 3}
 
 
 async def test_a_new_partition_takes_its_rows_from_the_default_one(database: str) -> None:
@@ -111,9 +111,9 @@ async def test_one_park_creates_some_partitions_and_the_next_parks_the_rest(data
             "days": 4,
             "reason": "no time for more; the next parks go on",
         }
-        assert await partitions.existing(admin) == set(wanted[:-4])
+        assert await partitions.read_days(admin) == set(wanted[:-4])
         await days.ensure(admin, wanted, today, 0.0, 600.0)
-        assert await partitions.existing(admin) == set(wanted)
+        assert await partitions.read_days(admin) == set(wanted)
 
 
 async def test_drops_skip_locked_partitions(database: str) -> None:
@@ -138,7 +138,7 @@ async def test_a_slow_default_partition_is_left_alone_without_a_lock(database: s
             await reader.fetch("SELECT FROM message_default LIMIT 1")  # a lock would wait, and give another reason
             with capture_logs() as logged:
                 assert await partitions.make(admin, today + 1, today, 0.001) is PartitionResult.SLOW
-            assert await partitions.existing(admin) == set()
+            assert await partitions.read_days(admin) == set()
         [entry] = logged
         assert (entry["reason"], entry["partition"]) == (
             "the default partition takes too long to read",
@@ -161,7 +161,7 @@ async def test_moving_rows_under_the_lock_is_bounded(database: str) -> None:
         with capture_logs() as logged:
             assert await partitions.make(admin, today + 500, today) is PartitionResult.NOT_NOW
         assert logged[0]["reason"] == "moving that day's 9 rows takes longer than 2 s"
-        assert await partitions.existing(admin) == set()
+        assert await partitions.read_days(admin) == set()
         assert await admin.fetchval("SELECT count(*) FROM ONLY message_default") == 9
         assert await admin.fetchval("SHOW statement_timeout") == "30s"
 
@@ -176,7 +176,7 @@ async def test_upkeep_remembers_failures(database: str) -> None:
                     await partitions.make_ahead(admin, today, days, float(second))
         assert len(logged) == 2, "after 0 and 60 seconds"
         await partitions.make_ahead(admin, today, days, 120.0)
-        assert await partitions.existing(admin) == set(range(today, today + 8))
+        assert await partitions.read_days(admin) == set(range(today, today + 8))
 
 
 async def test_daemons_that_need_the_same_days_create_each_once(database: str) -> None:
@@ -190,5 +190,5 @@ async def test_daemons_that_need_the_same_days_create_each_once(database: str) -
         async with sql(database) as admin:
             # On a busy machine a park may stop waiting for a day: its row is in the default partition then.
             elsewhere = {row["day"] for row in await admin.fetch(BY_DAY.format("message_default"))}
-            assert len(set(await partitions.existing(admin)) | elsewhere) == 10
+            assert len(set(await partitions.read_days(admin)) | elsewhere) == 10
             assert [row["n"] for row in await admin.fetch(BY_DAY.format("message"))] == [3] * 10

@@ -17,7 +17,7 @@ from delayer.store.admin.stats import overview
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.rows import partitions
 from delayer.store.rows.places import find_rows
-from delayer.store.session import looking
+from delayer.store.session import read_connection
 from tests.support.fakes import WHY
 from tests.support.servers import Postgres
 from tests.support.store import ROOM, Store, opened, owned, parcel, sql
@@ -179,7 +179,7 @@ async def looked(url: str) -> None:
 
 
 async def sampled(url: str) -> None:
-    async with looking(url, "count") as connection:
+    async with read_connection(url, "count") as connection:
         assert sum((await stats.take_census(connection, most_pages=50)).counts.values()) > FEW
 
 
@@ -211,7 +211,7 @@ async def test_an_id_without_its_instant_costs_a_few_blocks_of_each_partition(st
             "SELECT id FROM message WHERE body = decode(md5('777'), 'hex') AND key IS NULL LIMIT 1"
         )
     before = await blocks(url)
-    async with looking(url, "show") as connection:
+    async with read_connection(url, "show") as connection:
         found = await find_rows(connection, [far], {})
     assert list(found.ids) == [far]
     read = await blocks(url) - before

@@ -67,18 +67,18 @@ async def test_the_header_of_a_segment(database: str) -> None:
     async with store(database) as admin:
         await put(admin, [row(7, START_MS + 5, body=b"abc"), row(3, START_MS + 9, body=b"de"), row(5, START_MS + 7)])
         [made] = await compact(admin)
-        [listed] = await catalog.listed(admin)
+        [listed] = await catalog.list_segments(admin)
         raw = 3 + 2 + 4 + 3 * 3
         assert (made.segment, made.messages, made.raw_bytes, made.more) == (listed.id, 3, raw, False)
         assert listed[1:7] == (1, START_MS + 5, START_MS + 9, 3, raw, made.packed_bytes)
         assert listed.broken is None
         assert await admin.fetchrow("SELECT ids, format FROM segment") == ([7, 5, 3], 1)
         assert await catalog.count(admin) == (1, 3, 0, 0, START_MS + 5)
-        assert await catalog.listed(admin, START_MS + 5) == []
+        assert await catalog.list_segments(admin, START_MS + 5) == []
         assert await restore.restore_one(admin, START_MS + 4) is None
         assert await restore.restore_one(admin, START_MS + 5) == Restored(listed.id, 3, START_MS + 5)
         assert await catalog.count(admin) == (0, 0, 0, 0, None)
-        assert await catalog.read(admin, listed.id) is None
+        assert await catalog.read_segment(admin, listed.id) is None
         assert await restore.restore(admin, listed.id) is None
 
 
@@ -307,7 +307,7 @@ async def test_a_segment_that_does_not_read_back_is_not_committed(
         with pytest.raises((SegmentBroken, RuntimeError), match=error):
             await compact(admin)
         assert await waiting(admin) == before
-        assert await catalog.listed(admin) == []
+        assert await catalog.list_segments(admin) == []
         assert (await conserved(admin))["compacted"] == 0
 
 
@@ -329,7 +329,7 @@ async def test_any_flipped_bit_is_found(database: str) -> None:
         assert {one.segment for one in back if isinstance(one, Restored)} == inside.keys() - broken
         assert all(one.messages == inside[one.segment] for one in back)
         assert all("the bytes changed" in one.reason for one in back if isinstance(one, Broken))
-        left = await catalog.listed(admin)
+        left = await catalog.list_segments(admin)
         assert {one.id for one in left} == broken
         assert all(one.broken and "the bytes changed" in one.broken for one in left)
         count = sum(inside[number] for number in broken)
@@ -379,7 +379,7 @@ async def test_messages_that_are_there_already_are_not_written_twice(database: s
         await put(admin, [rows(10, START_MS, lane=1)[4]])
         back = await restore_all(admin)
         assert [(one.segment, type(one)) for one in back] == [(first.segment, Broken), (second.segment, Restored)]
-        [left] = await catalog.listed(admin)
+        [left] = await catalog.list_segments(admin)
         assert left.broken is not None
         assert "cannot be written: duplicate key value" in left.broken
         assert len(await waiting(admin)) == 11

@@ -49,7 +49,7 @@ STEERED = ("enable_seqscan", "enable_bitmapscan", "enable_hashjoin", "enable_mer
 @asynccontextmanager
 async def sessions(store: Store, lane: PostgresLane) -> AsyncIterator[dict[str, asyncpg.Connection]]:
     """The connection of the lane, and the only one of a pool with one parker."""
-    async with lane.claimers[0].locked_connection("test") as of_lane, pool.borrowed(store.pool) as of_pool:
+    async with lane.claimers[0].locked_connection("test") as of_lane, pool.borrow(store.pool) as of_pool:
         yield {"lane": of_lane, "pool": of_pool}
 
 

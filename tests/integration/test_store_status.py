@@ -9,7 +9,7 @@ from delayer.core.message import Target
 from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
 from delayer.store.admin import stats
 from delayer.store.admin.stats import RESTORED_MS, overview, restored_ms
-from delayer.store.session import looking
+from delayer.store.session import read_connection
 from tests.support.fakes import WHY
 from tests.support.place import compact_all
 from tests.support.store import MANY, ROOM, opened, owned, parcel, release_all, sql
@@ -88,7 +88,7 @@ def test_how_late_is_late_follows_from_when_daemons_restore() -> None:
 
 
 async def counted(database: str, **more: int) -> stats.Census:
-    async with looking(database, "count") as connection:
+    async with read_connection(database, "count") as connection:
         return await stats.take_census(connection, **more)
 
 

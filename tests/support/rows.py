@@ -95,8 +95,8 @@ async def packed(admin: asyncpg.Connection) -> dict[int, Row]:
     """The live messages in segments, by id; each in one only, which its key names."""
     found: dict[int, Row] = {}
     keys = {}
-    for segment in await catalog.listed(admin):
-        inside = await catalog.read(admin, segment.id)
+    for segment in await catalog.list_segments(admin):
+        inside = await catalog.read_segment(admin, segment.id)
         assert inside is not None
         table, _ = inside
         columns = [column.cast(pa.timestamp("us", "UTC")).cast("int64") if name.endswith("_at") else column

@@ -32,21 +32,21 @@ from delayer.store.errors import WORTH_REPEATING, check_arrow
 from delayer.store.lanes.notify import notify, soonest
 from delayer.store.rows import history
 from delayer.store.rows.keys import DELETE_HELD, forget, lock_keys, lock_pointers
-from delayer.store.rows.partitions import PARK_SECONDS, Days, existing
+from delayer.store.rows.partitions import PARK_SECONDS, Days, read_days
 from delayer.store.rows.places import NO_DUES, Dues, Places, find_rows
 from delayer.store.segments import catalog
-from delayer.store.session import looking
+from delayer.store.session import read_connection
 from delayer.store.statements import Changes
 
 LOOKS: Final = 10
 """Maximum number of passes to find messages that slip away. Two are rare."""
 
 
-def met(found: Mapping[int, FoundIn] | Counter[FoundIn]) -> int:
+def count_found(found: Mapping[int, FoundIn] | Counter[FoundIn]) -> int:
     """The number of messages found, and so cancelled or moved.
 
-    >>> met({1: FoundIn.HELD, 2: FoundIn.NOWHERE}), met(Counter({FoundIn.WAITING: 4, FoundIn.UNREADABLE: 2}))
-    (1, 4)
+    >>> count_found(Counter({FoundIn.WAITING: 4, FoundIn.UNREADABLE: 2}))
+    4
     """
     places = found if isinstance(found, Counter) else Counter(found.values())
     return places.total() - sum(places[where] for where in ABSENT)
@@ -58,17 +58,17 @@ PAST: Final = {
 """The first words of the answer to a change, by verb."""
 
 
-def unmet(found: Counter[FoundIn], counted: int | None = None) -> tuple[int, list[str]]:
+def describe_unchanged(found: Counter[FoundIn], counted: int | None = None) -> tuple[int, list[str]]:
     """The number of messages that matched, and those that were not changed, in sentences. ``counted``: how many matched
     before the change. Then others may have gone since, and more may have come. Pure.
 
-    >>> unmet(Counter({FoundIn.WAITING: 2, FoundIn.NOWHERE: 1}), 10)
+    >>> describe_unchanged(Counter({FoundIn.WAITING: 2, FoundIn.NOWHERE: 1}), 10)
     (10, ['8 were delivered or moved in the meantime.'])
     """
     left = found[FoundIn.UNREADABLE]
     matched = max(counted or 0, found.total())
     said = (
-        (matched - met(found) - left, "were delivered or moved in the meantime"),
+        (matched - count_found(found) - left, "were delivered or moved in the meantime"),
         (left, "were delivered, or are in a segment that does not read back"),
         (0 if counted is None else matched - counted, "of these came after the count"),
     )
@@ -99,13 +99,13 @@ async def _until_quiet(
         missing = [number for number, where in found.items() if where in ABSENT]
         if not missing:
             break
-        before = await catalog.state(connection)
-        met, quiet = await patiently(partial(_do, connection, missing, log_id, work))
+        before = await catalog.read_list_state(connection)
+        met, quiet = await retry_conflicts(partial(_do, connection, missing, log_id, work))
         found |= met
         left = [number for number in missing if number not in met]
         if left and before.segments:
             found |= await _in_segments(connection, left, dues, log_id, work)
-        if quiet and await catalog.state(connection) == before:
+        if quiet and await catalog.read_list_state(connection) == before:
             break
     return found
 
@@ -126,15 +126,15 @@ async def _in_segments(
 ) -> dict[int, FoundIn]:
     """Apply ``work`` to those of ``ids`` in segments, one segment after another."""
     found: dict[int, FoundIn] = {}
-    for segment, inside in (await catalog.holding(connection, ids, dues)).items():
+    for segment, inside in (await catalog.find_segments(connection, ids, dues)).items():
         check_arrow()
         from delayer.store.segments.restore import restore  # noqa: PLC0415 - pyarrow
 
         await make_missing(connection, await catalog.due_days(connection, segment), PARK_SECONDS)
-        if isinstance(await patiently(partial(restore, connection, segment)), Broken):
+        if isinstance(await retry_conflicts(partial(restore, connection, segment)), Broken):
             found |= dict.fromkeys(inside, FoundIn.UNREADABLE)
             continue
-        met, _ = await patiently(partial(_do, connection, inside, log_id, work))
+        met, _ = await retry_conflicts(partial(_do, connection, inside, log_id, work))
         found |= {number: FoundIn.SEGMENT if where is FoundIn.WAITING else where for number, where in met.items()}
     return found
 
@@ -144,7 +144,7 @@ async def make_missing(
 ) -> None:
     """Call :meth:`Days.ensure` for a process that has not parked before. Raises the driver's errors."""
     today = await connection.fetchval("SELECT statement_timestamp()") // DAY_MS
-    days = days or Days(await existing(connection))
+    days = days or Days(await read_days(connection))
     await days.ensure(connection, wanted, today, time.monotonic(), seconds, most=len(wanted), pause=pause)
 
 
@@ -170,7 +170,7 @@ async def _cancel_rows(
     await lock_keys_of(connection, places, keys)
     waiting = await connection.fetch(statements.read("delete_rows"), *places)
     were_held = await connection.fetch(DELETE_HELD, [number for number, _ in held])
-    if await history.kept(connection):
+    if await history.is_kept(connection):
         now_ms = await connection.fetchval("SELECT statement_timestamp()")
         await history.write(connection, [history.of_row(row, now_ms) for row in (*waiting, *were_held)])
     gone = [(*row[:3], FoundIn.WAITING) for row in waiting] + [(*row[:3], FoundIn.HELD) for row in were_held]
@@ -248,21 +248,21 @@ Do = Callable[[Connection, Collection[int], Dues, int], Awaitable[dict[int, Foun
 """Cancel, move or retry messages by id."""
 
 
-def acting(url: str, doing: str) -> AbstractAsyncContextManager[Connection]:
+def change_connection(url: str, doing: str) -> AbstractAsyncContextManager[Connection]:
     """A connection for changes of the store. Raises StoreLost, BadStoreUrl, SchemaOutdated. A command stopped in the
     middle of a transaction (Ctrl-Z) keeps its locks for at most ten seconds."""
     settings = {**pool.INDEX_ONLY, "idle_in_transaction_session_timeout": "10s"}
-    return looking(url, doing, "delayer act", settings)
+    return read_connection(url, doing, "delayer act", settings)
 
 
 @asynccontextmanager
-async def recorded(url: str, who: str, verb: str, asked: Mapping[str, Any]) -> AsyncIterator[tuple[Connection, int]]:
-    """Like :func:`acting`, with a new audit log entry and its id."""
-    async with acting(url, verb) as connection:
+async def audit_entry(url: str, who: str, verb: str, asked: Mapping[str, Any]) -> AsyncIterator[tuple[Connection, int]]:
+    """Like :func:`change_connection`, with a new audit log entry and its id."""
+    async with change_connection(url, verb) as connection:
         yield connection, await audit_log.begin(connection, who, verb, asked)
 
 
-async def named(connection: Connection, do: Do, tokens: Sequence[Token], log_id: int) -> dict[int, FoundIn]:
+async def apply_to_ids(connection: Connection, do: Do, tokens: Sequence[Token], log_id: int) -> dict[int, FoundIn]:
     """Apply ``do`` to the messages of these names. Raises the driver's errors."""
     found: dict[int, FoundIn] = {}
     for start in range(0, len(tokens), PORTION):
@@ -274,14 +274,14 @@ async def named(connection: Connection, do: Do, tokens: Sequence[Token], log_id:
 
 
 async def whereabouts(connection: Connection, tokens: Sequence[Token]) -> dict[int, FoundIn]:
-    """Where :func:`named` would find the messages now. Raises the driver's errors."""
+    """Where :func:`apply_to_ids` would find the messages now. Raises the driver's errors."""
     ids = [token.id for token in tokens]
     found = dict.fromkeys(ids, FoundIn.NOWHERE)
-    there, broken = await waiting.named(connection, tokens)
+    there, broken = await waiting.find_by_id(connection, tokens)
     for inside in broken.values():
         found |= dict.fromkeys(inside, FoundIn.UNREADABLE)
     found |= {one.place.id: FoundIn.WAITING if one.place.segment is None else FoundIn.SEGMENT for one in there}
-    return found | {one.entry.place.id: FoundIn.HELD for one in await held_messages.named(connection, ids)}
+    return found | {one.entry.place.id: FoundIn.HELD for one in await held_messages.find_by_id(connection, ids)}
 
 
 async def waiting_pages(connection: Connection, wanted: Filter) -> AsyncIterator[Dues]:
@@ -290,7 +290,7 @@ async def waiting_pages(connection: Connection, wanted: Filter) -> AsyncIterator
         yield {one.place.id: one.place.due_ms for one in page.messages}
 
 
-async def every(
+async def apply_to_matching(
     connection: Connection, do: Do, pages: AsyncIterable[Dues], *, log_id: int, say: Callable[[int], None]
 ) -> Counter[FoundIn]:
     """Apply ``do`` to the messages of all ``pages``; ``say`` gets running totals. Raises the driver's errors."""
@@ -301,13 +301,13 @@ async def every(
         dues = {number: due_ms for number, due_ms in page.items() if number not in seen}
         if dues:
             done.update((await do(connection, list(dues), dues, log_id)).values())
-            say(met(done))
+            say(count_found(done))
         if do is not cancel:
             seen.update(dues)
     return done
 
 
-async def patiently(work: Callable[[], Awaitable[T]], attempts: int = 20) -> T:
+async def retry_conflicts(work: Callable[[], Awaitable[T]], attempts: int = 20) -> T:
     """Retry a portion that lost against another transaction: a release, or a park that replaces several keys."""
     for _ in range(attempts - 1):
         with suppress(*WORTH_REPEATING):
@@ -358,4 +358,4 @@ async def retry_held(connection: Connection, ids: Collection[int], _: Dues, log_
             await notify(connection, {}, soonest((lane, retry_ms) for _, lane, retry_ms in rows))
         return dict.fromkeys(ids, FoundIn.NOWHERE) | {number: FoundIn.HELD for number, *_ in rows}
 
-    return await patiently(retry)
+    return await retry_conflicts(retry)

@@ -41,7 +41,7 @@ async def add(connection: Connection, log_id: int, messages: int) -> None:
         await connection.execute("UPDATE audit_log SET messages = messages + $2 WHERE id = $1", log_id, messages)
 
 
-async def listed(connection: Connection, limit: int, before: int | None = None) -> Sequence[AuditEntry]:
+async def list_entries(connection: Connection, limit: int, before: int | None = None) -> Sequence[AuditEntry]:
     """The latest entries before the entry ``before``, newest first. Raises the driver's errors."""
     rows = await connection.fetch(
         "SELECT id, at, who, verb, messages, asked FROM audit_log WHERE $2::bigint IS NULL OR id < $2"

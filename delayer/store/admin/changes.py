@@ -13,7 +13,7 @@ from delayer.core.filters import Filter, Token, naming_advice
 from delayer.store import held_messages, waiting
 from delayer.store.admin import actions
 from delayer.store.admin.actions import PAST, NewDue
-from delayer.store.admin.detail import ABSENT, FoundIn, absent
+from delayer.store.admin.detail import ABSENT, FoundIn, describe_absence
 
 MATCHED: Final = "Matched"
 """The first word of the answer to a count."""
@@ -61,7 +61,7 @@ class StoredChange:
     when: NewDue | None = None
 
     async def count(self) -> ChangeResult:
-        async with actions.acting(self.url, f"count for {self.verb}") as connection:
+        async with actions.change_connection(self.url, f"count for {self.verb}") as connection:
             if self.names is not None:
                 return self._result(MATCHED, await actions.whereabouts(connection, await self._tokens(connection)))
             if self.verb in OF_HELD:
@@ -77,18 +77,18 @@ class StoredChange:
         """Change the messages and record it in the audit log. Reapplies a filter, and accounts for the messages
         ``counted`` before. ``say`` gets the running total."""
         past, verb = PAST[self.verb], f"held {self.verb}" if self.verb in OF_HELD else self.verb
-        async with actions.recorded(self.url, who, verb, self._asked) as (connection, log_id):
+        async with actions.audit_entry(self.url, who, verb, self._asked) as (connection, log_id):
             do: actions.Do = actions.retry_held if self.verb == "retry" else actions.cancel
             if self.when is not None:
                 do = partial(actions.reschedule, when=self.when)
             if self.names is not None:
                 tokens = await self._tokens(connection)
-                return self._result(past, await actions.named(connection, do, tokens, log_id))
+                return self._result(past, await actions.apply_to_ids(connection, do, tokens, log_id))
             pages = held_messages.pages if self.verb in OF_HELD else actions.waiting_pages
             messages = pages(connection, self.wanted)
-            found = await actions.every(connection, do, messages, log_id=log_id, say=say)
-        changed = actions.met(found)
-        matched, lines = actions.unmet(found, counted and counted.messages)
+            found = await actions.apply_to_matching(connection, do, messages, log_id=log_id, say=say)
+        changed = actions.count_found(found)
+        matched, lines = actions.describe_unchanged(found, counted and counted.messages)
         return ChangeResult(past, changed, None if changed == matched else matched, lines)
 
     async def _tokens(self, connection: Connection) -> list[Token]:
@@ -96,7 +96,7 @@ class StoredChange:
         tokens = [token for token in (self.names or {}).values() if token is not None]
         if self.verb not in OF_HELD:
             return tokens
-        dues = held_messages.dues_of(await held_messages.named(connection, [token.id for token in tokens]))
+        dues = held_messages.dues_of(await held_messages.find_by_id(connection, [token.id for token in tokens]))
         return [Token(number, due_ms) for number, due_ms in dues.items()]
 
     @property
@@ -125,4 +125,4 @@ class StoredChange:
     def _missing(self, name: str, where: FoundIn) -> str:
         if self.verb in OF_HELD:
             return f"{name} is not held.{naming_advice(name)}"
-        return absent((self.names or {})[name] or name, where)
+        return describe_absence((self.names or {})[name] or name, where)

@@ -27,7 +27,7 @@ class FoundIn(Enum):
 ABSENT: Final = (FoundIn.NOWHERE, FoundIn.UNREADABLE)
 
 
-def absent(name: Token | str, found: FoundIn) -> str:
+def describe_absence(name: Token | str, found: FoundIn) -> str:
     """Why the message of this name is not here, in a sentence. Pure."""
     if found is FoundIn.UNREADABLE:
         return f"{name} may be in a segment that does not read back: see docs/backlog.md."
@@ -65,13 +65,13 @@ SELECT owner, EXISTS (
 WHOLE: Final = (1 << 31) - 1
 
 
-async def show(connection: Connection, token: Token, most: int = WHOLE) -> FullMessage | FoundIn:
+async def find_message(connection: Connection, token: Token, most: int = WHOLE) -> FullMessage | FoundIn:
     """Find the message of this name, on one snapshot. NOWHERE if there is none, UNREADABLE if its segment is. Truncates
     the body to ``most`` bytes. Raises the driver's errors."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
-        if held := await held_messages.named(connection, [token.id], most):
+        if held := await held_messages.find_by_id(connection, [token.id], most):
             return await _with_owner(connection, FoundIn.HELD, *held[0])
-        found, broken = await waiting.named(connection, [token], most)
+        found, broken = await waiting.find_by_id(connection, [token], most)
         if found:
             where = FoundIn.WAITING if found[0].place.segment is None else FoundIn.SEGMENT
             return await _with_owner(connection, where, found[0])
@@ -85,7 +85,7 @@ async def _with_owner(
     return FullMessage(where, entry, held, name, owned)
 
 
-def fate(found: FullMessage, to: str, owner: str, instant: Callable[[int], str]) -> str:
+def predict(found: FullMessage, to: str, owner: str, instant: Callable[[int], str]) -> str:
     """Predict what happens to a message, as a sentence without its capital and full stop. Pure. ``to``: its
     destination, ``owner``: the owner of its lane, as the caller shows them. ``instant`` formats epoch milliseconds."""
     if found.entry.sound is False:

@@ -14,7 +14,7 @@ from delayer.core.message import Due
 from delayer.format.rows import read_row
 from delayer.store import pool, statements
 from delayer.store.admin import actions, audit_log
-from delayer.store.admin.stats import counters, waiting
+from delayer.store.admin.stats import counters, waiting_of
 from delayer.store.rows import keys
 from delayer.store.rows.places import Place, Places
 from delayer.store.segments import catalog
@@ -58,7 +58,7 @@ CROSS JOIN LATERAL (
 """
 
 
-async def standing(connection: Connection, soon_ms: int, *, keys_too: bool = False) -> DrainBacklog:
+async def count(connection: Connection, soon_ms: int, *, keys_too: bool = False) -> DrainBacklog:
     """Count the backlog on one snapshot. A drain leaves rows due before ``soon_ms`` (epoch ms), and rows with a key
     unless ``keys_too``. Raises the driver's errors."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
@@ -67,7 +67,7 @@ async def standing(connection: Connection, soon_ms: int, *, keys_too: bool = Fal
         soon = await connection.fetchval(_SOON, soon_ms, SOON_MOST, keys_too)
         packed = await catalog.count(connection)
     return DrainBacklog(
-        waiting(kinds), keyed, soon, kinds["held"], packed.messages - packed.broken_messages, packed.broken_messages
+        waiting_of(kinds), keyed, soon, kinds["held"], packed.messages - packed.broken_messages, packed.broken_messages
     )
 
 
@@ -80,7 +80,7 @@ class LockedRows(NamedTuple):
 
 
 @asynccontextmanager
-async def taken(
+async def drain_rows(
     connection: Connection, places: Sequence[Place], log_id: int, max_properties: int, *, keys_too: bool = False
 ) -> AsyncIterator[LockedRows]:
     """Yield the messages still at these places; those with a key only if ``keys_too``. If the block succeeds, sound

@@ -11,7 +11,7 @@ from asyncpg import Connection
 
 from delayer.core.filters import Filter
 from delayer.store import waiting
-from delayer.store.session import LONG_SECONDS, looking
+from delayer.store.session import LONG_SECONDS, read_connection
 from delayer.store.waiting import Entry
 
 PAGE: Final = 1_000
@@ -43,14 +43,14 @@ class BrokenSegments(Exception):
 @asynccontextmanager
 async def snapshot(url: str) -> AsyncIterator[Connection]:
     """A connection that reads one snapshot, however slowly. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
-    async with looking(url, "export") as connection:
+    async with read_connection(url, "export") as connection:
         await connection.execute(_NO_TIMEOUTS)
         async with connection.transaction(isolation="repeatable_read", readonly=True):
             await connection.execute(_KEEP_PARTITIONS)
             yield connection
 
 
-async def read(
+async def read_portions(
     connection: Connection, wanted: Filter, page_bytes: int = PAGE_BYTES, *, bodies: bool = True
 ) -> AsyncIterator[Sequence[Entry]]:
     """Waiting messages of the snapshot, in portions, with empty bodies unless ``bodies``. Raises the driver's errors;
@@ -99,7 +99,7 @@ async def digests(connection: Connection) -> tuple[dict[tuple[int, bytes], Diges
     await connection.execute("SET LOCAL enable_seqscan = off")
     found = {(day, route): Digest(messages, int(total)) for day, route, messages, total in rows}
     broken = []
-    async for segment, messages in waiting.segments(connection):
+    async for segment, messages in waiting.unpack_all(connection):
         if messages is None:
             broken.append(segment)
         for one in messages or ():

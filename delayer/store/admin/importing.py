@@ -27,11 +27,11 @@ from delayer.core.operations import fold
 from delayer.core.units import DAY_MS
 from delayer.store import pool, postgres, schema
 from delayer.store.admin import audit_log
-from delayer.store.admin.actions import make_missing, patiently
-from delayer.store.errors import translated
+from delayer.store.admin.actions import make_missing, retry_conflicts
+from delayer.store.errors import translate_errors
 from delayer.store.postgres import Placement
 from delayer.store.rows import history, keys, partitions
-from delayer.store.rows.partitions import Days, existing
+from delayer.store.rows.partitions import Days, read_days
 from delayer.store.session import LONG_SECONDS
 
 _LOCK: Final = "pg_try_advisory_lock('import_run'::regclass::oid::int, 1)"
@@ -60,7 +60,7 @@ class ImportBusy(Exception):
 
 class ImportStore:
     """The state of imports over one connection, which holds the lock of imports. Created by :meth:`open`. Each method
-    may raise StoreLost, without committing. If the connection broke at the commit, :meth:`unfinished` shows the
+    may raise StoreLost, without committing. If the connection broke at the commit, :meth:`find_unfinished` shows the
     outcome."""
 
     def __init__(self, connection: Connection, days: Days) -> None:
@@ -74,31 +74,31 @@ class ImportStore:
         """Raises StoreLost, BadStoreUrl, SchemaOutdated, ImportBusy."""
         connection = await pool.connect(url, "delayer import")
         try:
-            with translated("import"):
+            with translate_errors("import"):
                 await schema.check(connection)
                 if not await connection.fetchval(f"SELECT {_LOCK}"):
                     raise ImportBusy("another `delayer import` is running in this store")
-                days = Days(await existing(connection))
+                days = Days(await read_days(connection))
             yield cls(connection, days)
         finally:
             await pool.close(connection)
 
     async def now_ms(self) -> int:
         """The store's clock."""
-        with translated("import"):
+        with translate_errors("import"):
             now: int = await self._connection.fetchval("SELECT clock_timestamp()")
         return now
 
-    async def unfinished(self) -> Run | None:
+    async def find_unfinished(self) -> Run | None:
         """The unfinished run, if any."""
-        with translated("import"):
+        with translate_errors("import"):
             row = await self._connection.fetchrow(f"SELECT {_COLUMNS} FROM import_run WHERE ended_at IS NULL")
         return None if row is None else _run(row)
 
     async def begin(self, source: str, parameters: Mapping[str, object], who: str) -> Run:
         """Record the start of a run, with a new token. No run may be unfinished."""
         text = json.dumps({**parameters, _TOKEN: uuid.uuid4().hex[:12]}, sort_keys=True, ensure_ascii=True)
-        with translated("import"):
+        with translate_errors("import"):
             row = await self._connection.fetchrow(
                 "INSERT INTO import_run (who, source, parameters, phase) VALUES ($1, $2, $3, 'staging')"
                 f" RETURNING {_COLUMNS}",
@@ -108,9 +108,9 @@ class ImportStore:
             )
         return _run(row)
 
-    async def staged(self, run: Run, messages: int | None) -> Run:
+    async def finish_staging(self, run: Run, messages: int | None) -> Run:
         """Record the end of staging. ``messages``: how many are to come; None if the source cannot know."""
-        with translated("import"):
+        with translate_errors("import"):
             await self._connection.execute(
                 "UPDATE import_run SET phase = 'running', staged = $2 WHERE id = $1", run.id, messages
             )
@@ -119,16 +119,16 @@ class ImportStore:
     async def commit(self, run: Run, batch: ImportBatch) -> tuple[Run, Sequence[ImportItem]]:
         """Park and hold the whole batch, with its progress, or nothing. Returns the messages added."""
         days = {item.parcel.due_ms // DAY_MS for item in batch.items if item.hold is None}
-        with translated("make partitions"):
+        with translate_errors("make partitions"):
             await make_missing(self._connection, days, partitions.MAINTAIN_SECONDS, self._days)
-        with translated("import"):
-            (parked, held, superseded), items = await patiently(partial(self._transact, run, batch))
+        with translate_errors("import"):
+            (parked, held, superseded), items = await retry_conflicts(partial(self._transact, run, batch))
         reach("import.committed")
         return replace(run, parked=parked, held=held, superseded=superseded, progress=batch.progress), items
 
     async def finish(self, run: Run, phase: Phase) -> Run:
         """Record that the run is done or aborted."""
-        with translated("import"):
+        with translate_errors("import"):
             async with pool.transaction(self._connection):
                 await self._connection.execute("TRUNCATE import_item")  # No other run is open.
                 await self._connection.execute(
@@ -140,7 +140,7 @@ class ImportStore:
         """Commit one transaction. Returns how many messages the run has parked, held and superseded so far, and those
         added. Raises StoreLost, the driver's errors."""
         self._turn += 1
-        place = await anywhere(self._connection, self._turn)
+        place = await choose_placement(self._connection, self._turn)
         async with pool.transaction(self._connection):
             now_ms = await self._connection.fetchval("SELECT statement_timestamp()")
             items, superseded = await self._not_waiting(batch.items)
@@ -168,7 +168,7 @@ class ImportStore:
         if not keyed:
             return list(items), []
         await keys.lock_keys(self._connection, keyed)
-        taken = await waiting_under(self._connection, keyed)
+        taken = await find_used_keys(self._connection, keyed)
         kept: list[ImportItem] = []
         superseded: list[bytes] = []
         for item in items:
@@ -181,9 +181,9 @@ class ImportStore:
             kept.append(item)
         return kept, superseded
 
-    async def brought(self, source: str, sha256: str) -> list[tuple[int, int]]:
+    async def find_finished(self, source: str, sha256: str) -> list[tuple[int, int]]:
         """Finished imports of the same bytes: the number of each, and how many messages it added."""
-        with translated("import"):
+        with translate_errors("import"):
             rows = await self._connection.fetch(
                 "SELECT id, parked + held AS messages FROM import_run WHERE ended_at IS NOT NULL AND source = $1"
                 " AND parked + held > 0 AND strpos(parameters, $2) > 0 ORDER BY id",
@@ -194,7 +194,7 @@ class ImportStore:
 
     async def write_items(self, run: Run, items: Iterable[tuple[int, int, int]]) -> int:
         """Store the records to read, (due instant, offset, length), replacing earlier ones. Returns their number."""
-        with translated("import"):
+        with translate_errors("import"):
             async with pool.transaction(self._connection):
                 await self._connection.execute("TRUNCATE import_item; SET LOCAL statement_timeout = 0")
                 status: str = await self._connection.copy_records_to_table(
@@ -207,7 +207,7 @@ class ImportStore:
 
     async def read_items(self, run: Run, after: tuple[int, int], limit: int) -> list[tuple[int, int, int]]:
         """The next records after ``after`` (due instant, position), soonest due first."""
-        with translated("import"):
+        with translate_errors("import"):
             rows = await self._connection.fetch(
                 "SELECT due_ms, position, size FROM import_item WHERE run = $1 AND (due_ms, position) > ($2, $3)"
                 " ORDER BY due_ms, position LIMIT $4",
@@ -233,12 +233,12 @@ def _run(row: asyncpg.Record) -> Run:
     return Run(**values, began_ms=began_ms)
 
 
-async def waiting_under(connection: Connection, keys: Collection[bytes]) -> set[bytes]:
+async def find_used_keys(connection: Connection, keys: Collection[bytes]) -> set[bytes]:
     """Return those of ``keys`` that belong to a waiting or held message. Raises the driver's errors."""
     return {key for (key,) in await connection.fetch(_WAITING, list(keys))}
 
 
-async def anywhere(connection: Connection, turn: int) -> Placement:
+async def choose_placement(connection: Connection, turn: int) -> Placement:
     """Pick the next lane without a route, and those with one, for a process without lanes. Raises StoreLost, driver's
     errors."""
     rows = await connection.fetch("SELECT number, route FROM lane ORDER BY number")
@@ -248,5 +248,5 @@ async def anywhere(connection: Connection, turn: int) -> Placement:
     return Placement(
         numbers[turn % len(numbers)],
         {route: number for number, route in rows if route is not None},
-        history=await history.kept(connection),
+        history=await history.is_kept(connection),
     )

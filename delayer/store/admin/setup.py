@@ -13,12 +13,12 @@ from delayer.store.errors import WORTH_REPEATING
 from delayer.store.identity import StoreIdentity, give_new_broker, read_identity
 from delayer.store.lanes.locks import ADD
 from delayer.store.schema import check, current_of
-from delayer.store.session import opened
+from delayer.store.session import connect_for
 
 
 async def schema_of(url: str) -> str | None:
     """The schema's revision; None if the store does not have our schema. Raises StoreLost, BadStoreUrl."""
-    async with opened(url, "delayer schema", "read the schema's version") as connection:
+    async with connect_for(url, "delayer schema", "read the schema's version") as connection:
         return await current_of(connection)
 
 
@@ -27,7 +27,7 @@ _ORDINARY: Final = "SELECT count(*) FROM lane WHERE route IS NULL"
 
 async def raise_lanes(url: str, wanted: int) -> int:
     """Create lanes until ``wanted`` have no route. Returns the total. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
-    async with opened(url, "delayer schema", "make lanes") as connection, pool.transaction(connection):
+    async with connect_for(url, "delayer schema", "make lanes") as connection, pool.transaction(connection):
         await check(connection)
         await connection.execute("LOCK TABLE lane IN SHARE ROW EXCLUSIVE MODE")
         count: int = await connection.fetchval(_ORDINARY)
@@ -55,7 +55,7 @@ async def skip_ids(url: str, by: int) -> int:
     """Skip ``by`` ids. Returns the minimum for the next message's id. Safe while daemons run, and to repeat. Raises
     StoreLost, BadStoreUrl, SchemaOutdated."""
     try:
-        async with opened(url, "delayer skip-ids", "skip ids") as connection, pool.transaction(connection):
+        async with connect_for(url, "delayer skip-ids", "skip ids") as connection, pool.transaction(connection):
             await check(connection)
             await connection.execute(f"SET LOCAL lock_timeout = {LOCK_SECONDS * 1000:.0f}")
             await connection.execute(_ALONE)
@@ -69,7 +69,7 @@ async def skip_ids(url: str, by: int) -> int:
 
 async def identity(url: str) -> StoreIdentity:
     """The store's id, and whether it has a broker. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
-    async with opened(url, "delayer check", "read the store's id") as connection:
+    async with connect_for(url, "delayer check", "read the store's id") as connection:
         await check(connection)
         return await read_identity(connection)
 
@@ -77,7 +77,7 @@ async def identity(url: str) -> StoreIdentity:
 async def accept_broker(url: str, declare: Callable[[StoreIdentity], Awaitable[None]]) -> None:
     """Let the store belong to the broker on which ``declare`` declares its exchange. Raises what ``declare`` raises,
     and StoreLost, BadStoreUrl, SchemaOutdated."""
-    async with opened(url, "delayer topology", "note the broker") as connection:
+    async with connect_for(url, "delayer topology", "note the broker") as connection:
         await check(connection)
         if daemons := (await read_identity(connection)).daemons:
             raise StoreLost(

@@ -20,7 +20,7 @@ from delayer.core.units import DAY_MS, HOUR_MS
 from delayer.store import pool, schema, statements
 from delayer.store.segments import catalog
 from delayer.store.segments.catalog import OverdueSegments, SegmentTotals
-from delayer.store.session import opened
+from delayer.store.session import connect_for
 
 LANE_KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
 RESTORED_MS = HOUR_MS
@@ -60,7 +60,7 @@ class LaneOverview:
 
     @property
     def waiting(self) -> int:
-        return waiting(self.counters)
+        return waiting_of(self.counters)
 
     def overdue_ms(self, now_ms: int) -> int:
         """How long its first message has been due; 0 if none is."""
@@ -100,7 +100,7 @@ class StoreOverview:
         return min((lane.next_due_ms for lane in self.lanes if lane.next_due_ms is not None), default=None)
 
 
-def waiting(counters: Mapping[str, int]) -> int:
+def waiting_of(counters: Mapping[str, int]) -> int:
     """The rows of ``message`` in a lane: parked + restored = released + cancelled + compacted + held + waiting."""
     out = sum(counters[kind] for kind in ("released", "cancelled", "compacted", "held"))
     return counters["parked"] + counters["restored"] - out
@@ -114,7 +114,7 @@ def restored_ms(restore_ahead_ms: int) -> int:
 async def overview(url: str, restore_ahead_ms: int = DAY_MS) -> StoreOverview:
     """Query the store at ``url``. An outdated schema is part of the answer. Raises StoreLost, BadStoreUrl."""
     async with (
-        opened(url, "delayer status", "status") as connection,
+        connect_for(url, "delayer status", "status") as connection,
         # One snapshot, so that the figures agree while daemons work.
         connection.transaction(isolation="repeatable_read", readonly=True),
     ):
@@ -132,7 +132,7 @@ async def _lanes(connection: Connection, now_ms: int) -> list[LaneOverview]:
         row["number"]: dict.fromkeys(LANE_KINDS, 0) | dict(zip(row["kinds"], row["numbers"], strict=True))
         for row in rows
     }
-    firsts = await _first_rows(connection, [number for number, of in counters.items() if waiting(of)], now_ms)
+    firsts = await _first_rows(connection, [number for number, of in counters.items() if waiting_of(of)], now_ms)
     return [
         LaneOverview(
             number=row["number"],
@@ -281,9 +281,9 @@ async def take_census(connection: Connection, most_pages: int = PAGES) -> Census
             tally.add(rows, 1.0)
         else:
             read = sum(row["n"] for row in rows if row["to_key"] is None)
-            tally.add(rows, waiting(await counters(connection)) / max(read, 1))
+            tally.add(rows, waiting_of(await counters(connection)) / max(read, 1))
             tally.add_near(await connection.fetch(NEAR_ROWS, horizon.bounds(now_ms), now_ms + HOUR_MS, NEAR))
-        for one in await catalog.listed(connection):
+        for one in await catalog.list_segments(connection):
             for bucket, count in horizon.spread(one.first_due_ms, one.last_due_ms, one.messages, now_ms).items():
                 tally.counts[COMPACTED, bucket] += count
         groups = await connection.fetch(_HELD)

@@ -70,25 +70,25 @@ class ReleaseCursor:
             self.place, self._passed_over_ms = (pool.BEGINNING_MS, 0), pool.BEGINNING_MS
             self.more = True
 
-    def claiming(self) -> None:
+    def prepare_claim(self) -> None:
         self.forget_after_step()
         self.noted = NEVER_MS
 
-    def held_turn(self) -> bool | None:
+    def take_held_turn(self) -> bool | None:
         """Take the next turn and return whether it belongs to held rows; None if no retry is due."""
         if self.next_retry_ms() > self._clock.now_upper_ms():
             return None
         self._held_turn = not self._held_turn
         return self._held_turn
 
-    def claimed(self, last: RowPlace, *, next_ms: int | None, more: bool) -> None:
+    def note_claim(self, last: RowPlace, *, next_ms: int | None, more: bool) -> None:
         """Record a claim of waiting rows up to ``last``. ``next_ms``: due instant of the first row after it, or the
         horizon; None if not queried. ``more``: whether that row is, or may be, due within the window."""
         self.place = min(last, (self.noted, 0))
         self.more = more
         self._next = NEVER_MS if next_ms is None else next_ms
 
-    def rolled_back(self, start: RowPlace | None) -> None:
+    def note_rollback(self, start: RowPlace | None) -> None:
         """Go back to ``start`` after a rollback; None if the claim failed before it began."""
         if start is not None:
             self.place = min(self.place, start)
@@ -125,11 +125,11 @@ class ReleaseCursor:
             self.retry_ms = retry_ms
             self.woken.set()
 
-    def notified(self, kind: str, at_ms: int) -> None:
+    def note_notification(self, kind: str, at_ms: int) -> None:
         """Note a row that another process put into the lane."""
         (self.note_parked if kind == WAITING else self.note_held)(at_ms)
 
-    def scanned(self, watermark: int, first_ms: int | None, retry_ms: int | None) -> None:
+    def note_scan(self, watermark: int, first_ms: int | None, retry_ms: int | None) -> None:
         """Note what a scan found: the first waiting row and the first retry. ``watermark``: the lane's at the start of
         the scan; no claim has rows before it."""
         place_ms = self.place[0]

@@ -26,10 +26,10 @@ from delayer.core.message import WINDOW_MS, Due
 from delayer.format.rows import read_held_row, read_row
 from delayer.store import pool, statements
 from delayer.store.clock import StoreClock
-from delayer.store.errors import DRIVER_ERRORS, REJECTED, describe, lost
+from delayer.store.errors import DRIVER_ERRORS, REJECTED, describe, to_store_lost
 from delayer.store.lanes.cursor import NEVER_MS, ReleaseCursor, RowPlace
 from delayer.store.lanes.session import KEEPALIVE_SECONDS, LaneSession
-from delayer.store.lanes.settling import NO_LIMIT, Settlement, SkippedRows, settled
+from delayer.store.lanes.settling import NO_LIMIT, Settlement, SkippedRows, outcomes_of
 
 log = structlog.get_logger()
 
@@ -109,7 +109,7 @@ class PostgresClaimer:
             raise RuntimeError(f"lane {self._lane.number}: a transaction is open that no claim began")
         await connection.execute("BEGIN")
         kinds: list[Take] = [self._claim_waiting]
-        if (held_first := self._lane.cursor.held_turn()) is not None:
+        if (held_first := self._lane.cursor.take_held_turn()) is not None:
             kinds.insert(not held_first, self._claim_held)
         if large := self._large:
             kinds, limit, max_bytes = [large], 1, ANY_SIZE
@@ -139,10 +139,10 @@ class PostgresClaimer:
     async def _claim_waiting(self, connection: Connection, limit: int, max_bytes: int) -> Claim:
         """Take waiting rows due within the window."""
         lane, cursor, clock = self._lane, self._lane.cursor, self._clock
-        cursor.claiming()
+        cursor.prepare_claim()
         horizon_ms, start = clock.now_upper_ms() + HORIZON_MS, cursor.place
         before = clock.now_lower_ms()  # Read before the statements are sent, so not later than the instants they use.
-        claimed, limit = lane.claimed_after(start), min(limit, lane.skipped.limit)
+        claimed, limit = lane.ids_left_out(start), min(limit, lane.skipped.limit)
         where, skipped = (lane.number, *start, horizon_ms, claimed), lane.skipped
         first = await skipped.find_first(connection, where) if skipped.limit == 1 else None
         try:
@@ -164,7 +164,7 @@ class PostgresClaimer:
             if not rows:
                 self._large = self._claim_waiting if next_ms <= before + lane.window_ms else self._large
                 last = max(start, (min(before, next_ms), 0))
-        cursor.claimed(last, more=full or next_ms is None or next_ms <= before + lane.window_ms, next_ms=next_ms)
+        cursor.note_claim(last, more=full or next_ms is None or next_ms <= before + lane.window_ms, next_ms=next_ms)
         return Claim(start, last, rows)
 
     async def settle(
@@ -209,7 +209,7 @@ class PostgresClaimer:
         counted, retry_ms = {"released": len(released)}, NEVER_MS
         if held or lane.history or any(due.attempts or due.parcel.key is not None for due in released):
             settlement = Settlement(connection, lane.number, lane.skipped, clock.now_upper_ms(), lane.history)
-            await settlement.write(settled(released, held, written_ms(), clock.now_lower_ms()))
+            await settlement.write(outcomes_of(released, held, written_ms(), clock.now_lower_ms()))
             counted, retry_ms = settlement.counted, settlement.retry_ms
         if changed := [(kind, n) for kind, n in sorted(counted.items()) if n]:
             kinds, numbers = zip(*changed, strict=True)
@@ -257,7 +257,7 @@ class PostgresClaimer:
                 doing = f"lane {self._lane.number}: {doing}"
                 if not self._lane.owned:
                     raise LaneLost(f"{doing}: {describe(error)}") from error
-                raise lost(doing, error) from error
+                raise to_store_lost(doing, error) from error
             except BaseException:
                 # Cancelled between or inside statements, or a bug.
                 self._forget()
@@ -276,7 +276,7 @@ class PostgresClaimer:
     def _forget(self) -> None:
         """Forget the open claim, which is or will be rolled back."""
         claim = self.end()
-        self._lane.cursor.rolled_back(None if claim is None else claim.start)
+        self._lane.cursor.note_rollback(None if claim is None else claim.start)
 
     async def _roll_back(self) -> None:
         connection = self.session.connection
@@ -342,7 +342,7 @@ class PostgresLane:
         if not self.owned:
             raise LaneLost(f"lane {self.number}: {doing}: one of its connections is gone")
 
-    def claimed_after(self, place: RowPlace) -> list[int]:
+    def ids_left_out(self, place: RowPlace) -> list[int]:
         """The messages after ``place`` that a claim leaves out: skipped ones, and those locked by an open claim."""
         open_claims = [claimer.opened for claimer in self.claimers if claimer.opened is not None]
         return self.skipped.ids + [
@@ -462,10 +462,10 @@ class PostgresLane:
         them, because it reads dead entries too, at about 4 us each. Raises StoreLost, the driver's errors."""
         watermark, horizon_ms = self.watermark, self.clock.now_upper_ms() + HORIZON_MS
         where = self.number, pool.BEGINNING_MS, 0, horizon_ms, self.skipped.ids
-        async with pool.borrowed(self.pool) as connection:
+        async with pool.borrow(self.pool) as connection:
             first_ms = await connection.fetchval(statements.NEXT_DUE, *where)
             retry_ms = await connection.fetchval(statements.NEXT_RETRY, self.number)
-        self.cursor.scanned(watermark, first_ms, retry_ms)
+        self.cursor.note_scan(watermark, first_ms, retry_ms)
 
     async def _closed_within(self, seconds: float) -> bool:
         with suppress(TimeoutError):

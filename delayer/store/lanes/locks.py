@@ -21,7 +21,7 @@ from asyncpg import Connection
 from delayer.core.message import LaneRow, LaneTable
 from delayer.store import pool, statements
 from delayer.store.clock import StoreClock
-from delayer.store.errors import DRIVER_ERRORS, describe, translated
+from delayer.store.errors import DRIVER_ERRORS, describe, translate_errors
 from delayer.store.lanes.cursor import ReleaseCursor
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.notify import listen
@@ -105,7 +105,7 @@ class LaneLocks:
             self._presence, self._pid = await self._connect("delayer presence", self._presence_settings), 0
         try:
             async with self._turn:
-                with translated("look at lanes"):
+                with translate_errors("look at lanes"):
                     if not self._pid:
                         self._pid = await self._presence.fetchval(_PRESENCE, column=1)
                     await self._presence.execute(_END_FROZEN, self.idle, frozen_seconds, timeout=LOOK_TIMEOUT)
@@ -139,14 +139,14 @@ class LaneLocks:
 
         try:
             lock = await self._open_session(application_of(number), sessions)
-            with translated(f"take lane {number}"):
+            with translate_errors(f"take lane {number}"):
                 async with sessions[0].turn:  # Else its keeper would interrupt another statement.
                     if not await lock.fetchval(_LOCK, number):
                         lane = None
                     else:
                         cursor = ReleaseCursor(self.clock)
                         # Listen before reading, so that each row added by others from now on is notified or seen.
-                        await listen(lock, number, cursor.notified)
+                        await listen(lock, number, cursor.note_notification)
                         await self._open_session(application_of(number), sessions)
                         [lane] = await self._begin(lock, {number: cursor}, lambda _: (sessions, close))
             if lane is None:
@@ -173,11 +173,11 @@ class LaneLocks:
 
         try:
             async with self._turn:
-                with translated("take lanes of limited routes"):
+                with translate_errors("take lanes of limited routes"):
                     rows = await presence.fetch(_LOCK_EACH, numbers)
                     cursors = {number: ReleaseCursor(self.clock, lead_ms=0) for number, locked in rows if locked}
                     for number, cursor in cursors.items():
-                        forget[number] = await listen(presence, number, cursor.notified)
+                        forget[number] = await listen(presence, number, cursor.note_notification)
                     return await self._begin(presence, cursors, placed)
         except BaseException:
             self.leave()  # Its locks would keep all processes from these lanes.
@@ -223,7 +223,7 @@ class LaneLocks:
 
     async def _connect(self, application: str, more: Mapping[str, str]) -> Connection:
         """Raises StoreLost."""
-        with pool.reopening():
+        with pool.translate_reconnect_errors():
             connection = await pool.connect(self.url(), application, more)
             await self.server.check(connection)
             return connection
@@ -246,7 +246,7 @@ class LaneLocks:
 
     async def add_routes(self, routes: Collection[bytes]) -> None:
         """Create lanes for limited routes that have none. Raises StoreLost."""
-        with translated("make lanes of routes"):
-            async with pool.borrowed(self.pool) as connection:
+        with translate_errors("make lanes of routes"):
+            async with pool.borrow(self.pool) as connection:
                 for route in sorted(routes):
                     await connection.execute(ADD, route)

@@ -50,14 +50,14 @@ async def listen(connection: Connection, lane: int, told: Callable[[str, int], N
     or HELD) and the instant (epoch ms) from which the row can be claimed. Returns the function that stops listening."""
 
     def on_notification(_connection: object, _pid: int, _channel: str, payload: str) -> None:
-        if (one := parsed(payload)) is not None:
+        if (one := parse_payload(payload)) is not None:
             told(*one)
 
     await connection.add_listener(channel(lane), on_notification)
     return partial(connection.remove_listener, channel(lane), on_notification)
 
 
-def parsed(payload: str) -> tuple[str, int] | None:
+def parse_payload(payload: str) -> tuple[str, int] | None:
     """The kind and instant of a payload; None if it is not ours, because any session may notify."""
     kind, _, at = payload.partition(" ")
     if kind not in (WAITING, HELD):

@@ -93,14 +93,14 @@ class LaneOwnership:
             self.drop(self._held(), "no broker")
             locks.leave()
             return
-        table = await self.routed(locks, self.routes)
+        table = await self.ensure_lanes(locks, self.routes)
         self.live, self.intake = table.live, table.intake
         self.ordinary = [row.number for row in table.lanes if row.route is None]
         if not self.ordinary:
             raise StoreLost("the store has no lanes", "run `delayer db upgrade`")
         await self._take_share(locks, table, stopping)
 
-    async def routed(self, locks: LaneLocks, routes: Collection[bytes]) -> LaneTable:
+    async def ensure_lanes(self, locks: LaneLocks, routes: Collection[bytes]) -> LaneTable:
         """Query the lanes and create missing ones for limited ``routes``. Raises StoreLost."""
         table = await locks.look()
         if missing := set(routes) - set(table.routes):
@@ -147,7 +147,7 @@ class LaneOwnership:
         """Raises StoreLost."""
         free = {row.number for row in table.lanes if not row.owned}
         part = share(len(self.ordinary), table.live, table.rank)
-        self._tell_spare(spare=part == 0, live=table.live)
+        self._log_spare(spare=part == 0, live=table.live)
         for number in self._missing(self.ordinary, part, table):
             if len([lane for lane in self._held() if lane.route is None]) >= part or stopping.is_set():
                 break
@@ -186,7 +186,7 @@ class LaneOwnership:
         self.own = [lane for lane in self._held() if lane.route is None]
         (self.usable.set if self.own else self.usable.clear)()
 
-    def _tell_spare(self, *, spare: bool, live: int) -> None:
+    def _log_spare(self, *, spare: bool, live: int) -> None:
         if spare and not self.spare.is_set():
             log.warning("no lane", processes=live, lanes=len(self.ordinary), next_step=MORE_LANES)
         (self.spare.set if spare else self.spare.clear)()

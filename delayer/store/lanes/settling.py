@@ -97,7 +97,7 @@ class Settled(NamedTuple):
     at_ms: float
 
 
-def settled(
+def outcomes_of(
     released: Sequence[Due], held: Sequence[tuple[Due, Hold]], released_ms: Sequence[float], now_ms: int
 ) -> list[Settled]:
     """The outcomes of a claim. ``released_ms``: when each of ``released`` was written to the broker; empty: now."""
@@ -120,7 +120,7 @@ class Settlement:
 
     async def write(self, rows: Sequence[Settled]) -> None:
         """Write ``rows``, or each half separately if the database rejects one. Raises the driver's other errors."""
-        if (error := await self._tried(rows, history=self.history)) is None:
+        if (error := await self._try(rows, history=self.history)) is None:
             return
         if len(rows) > 1:
             middle = len(rows) // 2
@@ -139,7 +139,7 @@ class Settlement:
             hold = replace(hold, text=text)
         elif due.attempts:
             hold = Hold(HoldKind.UNFIT, f"delivered, but {text}", may_be_delivered=True)
-        if await self._tried([Settled(due, hold, at_ms)], history=False) is None:
+        if await self._try([Settled(due, hold, at_ms)], history=False) is None:
             return
         if hold is None:
             self.counted["released"] += 1  # Only its key is left behind, without a message.
@@ -149,7 +149,7 @@ class Settlement:
             await self.connection.copy_records_to_table("message", records=records, columns=COLUMNS_WITH_ID)
         self.skipped.add(due.id, due.due_ms, reason)
 
-    async def _tried(self, rows: Sequence[Settled], *, history: bool) -> asyncpg.PostgresError | None:
+    async def _try(self, rows: Sequence[Settled], *, history: bool) -> asyncpg.PostgresError | None:
         """Write ``rows``. If the database rejects their data, writes none and returns the error."""
         await self.connection.execute("SAVEPOINT settled")
         try:

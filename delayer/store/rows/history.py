@@ -3,7 +3,7 @@
 It is off by default. Its table is partitioned by the day of the change. Daemons create the next days' partitions and
 drop those older than ``store.history_days``. Rows of a day without a partition go to the default one, so a missing
 partition fails no transaction. History is on while the table has the partition of any day, so commands that cancel
-follow the daemons (:func:`kept`). Messages that never waited in the store, and drained ones, are not in it.
+follow the daemons (:func:`is_kept`). Messages that never waited in the store, and drained ones, are not in it.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ async def write(connection: Connection, entries: Sequence[HistoryEntry]) -> None
         await connection.copy_records_to_table("history", records=entries, columns=HistoryEntry._fields)
 
 
-async def kept(connection: Connection) -> bool:
+async def is_kept(connection: Connection) -> bool:
     """Whether the store keeps a history. Raises the driver's errors."""
     return bool(await connection.fetchval(_KEPT))
 
 
-async def keep_up(connection: Connection, today: int, days: int) -> None:
+async def run_upkeep(connection: Connection, today: int, days: int) -> None:
     """Create partitions from ``today`` on (days since 1970), and drop those older than ``days``, or all if 0. Raises
     the driver's errors if they end the connection."""
     existing = {name for (name,) in await connection.fetch(_PARTITIONS)} - {"history_default"}

@@ -95,7 +95,7 @@ async def lock_keys(connection: Connection, keys: Collection[bytes]) -> None:
     )
 
 
-async def of_groups(connection: Connection, groups: Sequence[KeyGroup]) -> set[bytes]:
+async def find_keys(connection: Connection, groups: Sequence[KeyGroup]) -> set[bytes]:
     """The keys in use that begin like one of ``groups``. Runs before step 1 and misses keys that another transaction is
     parking, which cannot happen in one lane of one process."""
     found: set[bytes] = set()

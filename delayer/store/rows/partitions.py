@@ -98,7 +98,7 @@ def bounds_of(day: int) -> tuple[str, str]:
     return f"{first} 00:00:00+00", f"{first + timedelta(days=1)} 00:00:00+00"
 
 
-async def existing(connection: Connection) -> set[int]:
+async def read_days(connection: Connection) -> set[int]:
     """The days with a partition."""
     return {day for (name,) in await connection.fetch(_KNOWN) if (day := day_of(name)) is not None}
 
@@ -120,7 +120,7 @@ async def make(connection: Connection, day: int, today: int, read_seconds: float
             # Daemons that need the same day take turns. Waiting here delays no other work.
             await connection.execute("SET LOCAL lock_timeout = '1s'")
             await connection.execute("SELECT pg_advisory_xact_lock('message'::regclass::oid::int, 1)")
-            if day in await existing(connection):
+            if day in await read_days(connection):
                 return PartitionResult.DONE
             # The day may have begun while the caller made several partitions.
             await _attach(connection, day, max(today, await connection.fetchval(_TODAY)), read_seconds)
@@ -142,7 +142,7 @@ async def make(connection: Connection, day: int, today: int, read_seconds: float
 async def make_ahead(connection: Connection, today: int, days: Days, at: float) -> None:
     """Create the partitions of the coming days, as many as the locks and MAINTAIN_SECONDS allow. ``days`` learns the
     existing ones and remembers failures ``at`` (monotonic seconds)."""
-    days.learn(await existing(connection))
+    days.learn(await read_days(connection))
     await days.ensure(connection, range(today, today + DAYS_AHEAD + 1), today, at, MAINTAIN_SECONDS)
 
 
@@ -154,7 +154,7 @@ async def _attach(connection: Connection, day: int, today: int, read_seconds: fl
     name, (low, high) = name_of(day), bounds_of(day)
     range_ = f"due_at >= '{low}' AND due_at < '{high}'"
     await connection.execute("SET LOCAL lock_timeout = '500ms'")
-    await bound(connection, read_seconds)
+    await limit_statements(connection, read_seconds)
     waiting = await _read(connection, range_)
     _check_rows(waiting, day, today)
     # From here on the traffic waits behind us while we wait for the releases in flight.
@@ -165,9 +165,9 @@ async def _attach(connection: Connection, day: int, today: int, read_seconds: fl
     await connection.execute("LOCK TABLE message_default IN ACCESS EXCLUSIVE MODE")
     until = time.monotonic() + HELD_SECONDS
     try:
-        await bound(connection, HELD_SECONDS)
+        await limit_statements(connection, HELD_SECONDS)
         _check_rows(await _move(connection, name, range_), day, today)
-        await bound(connection, until - time.monotonic())
+        await limit_statements(connection, until - time.monotonic())
         await connection.execute(f"ALTER TABLE message ATTACH PARTITION {name} FOR VALUES FROM ('{low}') TO ('{high}')")
     except asyncpg.QueryCanceledError as error:
         if not waiting:
@@ -182,7 +182,7 @@ async def hand_over(connection: Connection, name: str, table: str) -> None:
         await connection.execute(f"ALTER TABLE {name} OWNER TO {owner}")
 
 
-async def bound(connection: Connection, seconds: float) -> None:
+async def limit_statements(connection: Connection, seconds: float) -> None:
     """Limit each further statement of the transaction to ``seconds``; at least 1 ms, because 0 means forever."""
     await connection.execute(f"SET LOCAL statement_timeout = {max(1, round(seconds * 1000))}")
 
@@ -265,7 +265,7 @@ class Days:
 
 async def drop_passed(connection: Connection, today: int) -> list[str]:
     """Drop empty partitions of days before yesterday, up to the first locked one. Returns their names."""
-    passed = [name_of(day) for day in sorted(await existing(connection)) if day < today - 1]
+    passed = [name_of(day) for day in sorted(await read_days(connection)) if day < today - 1]
     dropped = []
     for position, name in enumerate(passed, 1):
         try:
@@ -301,7 +301,7 @@ async def drop_empty(
             await connection.execute(f"SET LOCAL lock_timeout = '{lock_ms}ms'")
             await connection.execute("LOCK TABLE ONLY message IN ACCESS EXCLUSIVE MODE")
             await connection.execute(f"LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE")
-            await bound(connection, longest_lock)  # VACUUM may have left many empty pages to check.
+            await limit_statements(connection, longest_lock)  # VACUUM may have left many empty pages to check.
             if await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})"):
                 return False
             await connection.execute(f"DROP TABLE {name}")
@@ -311,7 +311,7 @@ async def drop_empty(
     return True
 
 
-async def keep_up(connection: Connection, clock: StoreClock, days: Days) -> None:
+async def run_upkeep(connection: Connection, clock: StoreClock, days: Days) -> None:
     """Run one round, unless another daemon is. Raises the driver's errors."""
     await pool.sample(connection, clock)
     try:
@@ -321,7 +321,7 @@ async def keep_up(connection: Connection, clock: StoreClock, days: Days) -> None
             today = clock.now_upper_ms() // DAY_MS
             await make_ahead(connection, today, days, clock.monotonic())
             await drop_passed(connection, today)
-            days.learn(await existing(connection))
+            days.learn(await read_days(connection))
             await connection.execute(f"SELECT pg_advisory_unlock{_LOCK}")
         await connection.execute("RESET idle_session_timeout")
     except BaseException:

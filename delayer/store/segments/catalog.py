@@ -53,7 +53,7 @@ async def count(connection: Connection) -> SegmentTotals:
     return SegmentTotals(*await connection.fetchrow(statements.read("count_segments")))
 
 
-async def listed(connection: Connection, before_ms: int = FOREVER_MS) -> list[SegmentEntry]:
+async def list_segments(connection: Connection, before_ms: int = FOREVER_MS) -> list[SegmentEntry]:
     """List the segments whose first message is due before ``before_ms``, soonest first. Raises the driver's errors."""
     return [SegmentEntry(*row) for row in await connection.fetch(statements.read("list_segments"), before_ms)]
 
@@ -65,8 +65,10 @@ async def count_late(connection: Connection, before_ms: int) -> OverdueSegments:
 
 async def next_due(connection: Connection) -> Record | None:
     """The due instants of the first and last message of the soonest readable segment; None without one. Raises the
-    driver's errors."""
-    return await connection.fetchrow(statements.read("next_segment"))
+    driver's errors, and StoreLost without pyarrow, so an operator can install it long before the segment is due."""
+    if found := await connection.fetchrow(statements.read("next_segment")):
+        check_arrow()
+    return found
 
 
 async def due_days(connection: Connection, segment: int) -> range:
@@ -75,7 +77,7 @@ async def due_days(connection: Connection, segment: int) -> range:
     return range(0) if row is None else range(row["first_due"] // DAY_MS, row["last_due"] // DAY_MS + 1)
 
 
-async def read(connection: Connection, segment: int) -> tuple[Any, int] | None:
+async def read_segment(connection: Connection, segment: int) -> tuple[Any, int] | None:
     """Read the messages of a segment (see :func:`live`) for lists, and its lane; None if it is gone. Raises
     SegmentBroken, StoreLost without pyarrow, and the driver's errors."""
     check_arrow()
@@ -97,7 +99,7 @@ GROUP BY s.id ORDER BY s.id
 """
 
 
-async def holding(connection: Connection, ids: Collection[int], dues: Mapping[int, int]) -> dict[int, list[int]]:
+async def find_segments(connection: Connection, ids: Collection[int], dues: Mapping[int, int]) -> dict[int, list[int]]:
     """The segments that contain messages ``ids``, each with the ids in it. Reads the ids of every segment, about 40 KB
     each, or only of those around ``dues`` (epoch ms by id) if it has all ids. Raises the driver's errors."""
     if not ids:
@@ -122,7 +124,7 @@ class SegmentListState(NamedTuple):
     restored: int
 
 
-async def state(connection: Connection) -> SegmentListState:
+async def read_list_state(connection: Connection) -> SegmentListState:
     """Raises the driver's errors."""
     return SegmentListState(*await connection.fetchrow(_STATE))
 

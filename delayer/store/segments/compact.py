@@ -23,9 +23,9 @@ from delayer.core.segment import FORMAT, SegmentBroken
 from delayer.core.units import DAY_MS, HOUR_MS
 from delayer.store import pool, statements
 from delayer.store.admin.traffic import Traffic
-from delayer.store.errors import describe, translated
+from delayer.store.errors import describe, translate_errors
 from delayer.store.rows import keys, partitions
-from delayer.store.rows.partitions import DAYS_AHEAD, existing, name_of
+from delayer.store.rows.partitions import DAYS_AHEAD, name_of, read_days
 
 ROWS: Final = 10_000
 """Maximum number of messages in a segment."""
@@ -252,7 +252,7 @@ async def shrink(
     partitions. ``lock_ms``: lock timeout of each VACUUM. Raises StoreLost."""
     connection = await pool.connect(url, "delayer shrink", plain=True)
     try:
-        with translated("shrink"):
+        with translate_errors("shrink"):
             return await _shrink(connection, touched, today, say, lock_ms)
     finally:
         await pool.close(connection)
@@ -262,7 +262,7 @@ async def _shrink(
     connection: Connection, touched: Collection[int], today: int, say: Callable[[int, int], None], lock_ms: int
 ) -> ShrinkResult:
     before = await size(connection)
-    names = {day: name_of(day) for day in await existing(connection)}
+    names = {day: name_of(day) for day in await read_days(connection)}
     far = {name for day, name in names.items() if day > today + DAYS_AHEAD}
     empty = {name for name in far if await _empty(connection, name)}
     later = {"message_default", *(name for day, name in names.items() if day > today)}

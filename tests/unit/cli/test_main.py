@@ -26,7 +26,7 @@ from delayer.config.errors import ConfigError, Expected, Problem
 from delayer.config.model import Settings
 from delayer.config.texts import Scalar, instant_ms
 from delayer.core.errors import StoreLost, certificate_advice
-from delayer.store.errors import BadStoreUrl, SchemaOutdated, lost
+from delayer.store.errors import BadStoreUrl, SchemaOutdated, to_store_lost
 from tests.support.logged import logging_as_it_was
 
 NOWHERE = ["--broker-url", "amqp://user:hunter2@127.0.0.1:1", "--store-url", "postgresql://user:hunter2@127.0.0.1:1/d"]
@@ -220,9 +220,13 @@ def test_stdout_has_only_json() -> None:
         (BrokerRefused("h:1: login"), ExitCode.OUT_OF_REACH, "permissions"),
         (TopologyMismatch([TopologyFinding("queue", "q", "x", "y")]), ExitCode.FOUND, "delayer check"),
         (StoreLost("connect: refused"), ExitCode.OUT_OF_REACH, "check store.url"),
-        (lost("connect", asyncpg.InvalidPasswordError("no")), ExitCode.OUT_OF_REACH, "check user and password"),
-        (lost("upgrade", asyncpg.InsufficientPrivilegeError("no")), ExitCode.OUT_OF_REACH, "docs/security.md"),
-        (lost("connect", asyncpg.InvalidCatalogNameError("no")), ExitCode.OUT_OF_REACH, "createdb -O"),
+        (
+            to_store_lost("connect", asyncpg.InvalidPasswordError("no")),
+            ExitCode.OUT_OF_REACH,
+            "check user and password",
+        ),
+        (to_store_lost("upgrade", asyncpg.InsufficientPrivilegeError("no")), ExitCode.OUT_OF_REACH, "docs/security.md"),
+        (to_store_lost("connect", asyncpg.InvalidCatalogNameError("no")), ExitCode.OUT_OF_REACH, "createdb -O"),
         (SchemaOutdated(None, "0001"), ExitCode.FOUND, "delayer db upgrade"),
         (SchemaOutdated("0002", "0001", newer=True), ExitCode.FOUND, "use that version of delayer, or a newer one"),
         (BadStoreUrl("store.url cannot be read"), ExitCode.USAGE, "store.url"),
@@ -412,4 +416,4 @@ def test_a_refused_certificate_has_its_next_step(said: str, next_step: str) -> N
 def test_certificate_errors_name_the_setting_of_the_peer() -> None:
     said = SAID.format("self-signed certificate")
     assert "broker.ca_file" in failure(BrokerUnreachable(f"h:1 vhost '/': {said}")).message
-    assert "sslrootcert" in failure(lost("connect", ssl.SSLCertVerificationError(1, said))).message
+    assert "sslrootcert" in failure(to_store_lost("connect", ssl.SSLCertVerificationError(1, said))).message

@@ -11,7 +11,7 @@ from delayer.core.filters import Filter, Token, names_of, own_name, read_token
 from delayer.format import reading
 from delayer.format.refusal import EntryPoints, read_refusal
 from delayer.set_aside.queues import Result
-from delayer.store.lanes.notify import HELD, WAITING, parsed
+from delayer.store.lanes.notify import HELD, WAITING, parse_payload
 from tests.support.raw import Props, Value, array, number, octets, table, text
 
 ENTRIES = EntryPoints(b"delays", frozenset({b"delayer.in"}))
@@ -124,4 +124,4 @@ def test_previews() -> None:
     [("waiting 5", (WAITING, 5)), ("held -1", (HELD, -1)), ("", None), ("waiting", None), ("other 5", None)],
 )
 def test_notifications_of_lanes(payload: str, expected: tuple[str, int] | None) -> None:
-    assert parsed(payload) == expected
+    assert parse_payload(payload) == expected

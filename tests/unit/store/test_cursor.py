@@ -21,8 +21,8 @@ def cursor() -> ReleaseCursor:
     """After an empty claim: the lane has no row before the horizon."""
     made = ReleaseCursor(StoreClock())
     made.begin(NOW_MS, None)
-    made.claiming()
-    made.claimed((NOW_MS, 0), next_ms=HORIZON_MS, more=False)
+    made.prepare_claim()
+    made.note_claim((NOW_MS, 0), next_ms=HORIZON_MS, more=False)
     made.woken.clear()
     return made
 
@@ -33,12 +33,12 @@ def cursor() -> ReleaseCursor:
         (lambda it: None, HORIZON_MS - LEAD_MS),
         (lambda it: it.note_parked(SOON_MS), SOON_MS - LEAD_MS),
         (lambda it: it.note_parked(HORIZON_MS + 1), HORIZON_MS - LEAD_MS),
-        (lambda it: it.notified(WAITING, SOON_MS), SOON_MS - LEAD_MS),
-        (lambda it: it.notified(HELD, SOON_MS), SOON_MS),
+        (lambda it: it.note_notification(WAITING, SOON_MS), SOON_MS - LEAD_MS),
+        (lambda it: it.note_notification(HELD, SOON_MS), SOON_MS),
         (lambda it: it.note_held(SOON_MS), SOON_MS),
-        (lambda it: it.scanned(NOW_MS, NOW_MS - 5, SOON_MS), NOW_MS - 5 - LEAD_MS),
-        (lambda it: it.scanned(NOW_MS, SOON_MS, None), SOON_MS - LEAD_MS),
-        (lambda it: it.scanned(NOW_MS - 9, NOW_MS - 5, None), HORIZON_MS - LEAD_MS),
+        (lambda it: it.note_scan(NOW_MS, NOW_MS - 5, SOON_MS), NOW_MS - 5 - LEAD_MS),
+        (lambda it: it.note_scan(NOW_MS, SOON_MS, None), SOON_MS - LEAD_MS),
+        (lambda it: it.note_scan(NOW_MS - 9, NOW_MS - 5, None), HORIZON_MS - LEAD_MS),
     ],
     ids=["nothing", "park", "far park", "notified", "of held", "held", "unannounced", "unannounced, later", "claimed"],
 )
@@ -52,9 +52,9 @@ def test_the_next_claim_begins_at_the_soonest_row(
 
 
 def test_a_row_noted_during_a_claim_is_claimed_by_the_next_one(cursor: ReleaseCursor) -> None:
-    cursor.claiming()
+    cursor.prepare_claim()
     cursor.note_parked(SOON_MS)
-    cursor.claimed((HORIZON_MS, 7), next_ms=None, more=False)
+    cursor.note_claim((HORIZON_MS, 7), next_ms=None, more=False)
     assert (cursor.place, cursor.wake_ms()) == ((SOON_MS, 0), SOON_MS - LEAD_MS)
 
 
@@ -62,10 +62,10 @@ def test_a_row_noted_during_a_claim_is_claimed_by_the_next_one(cursor: ReleaseCu
 def test_a_rollback_claims_again_at_once(cursor: ReleaseCursor, start: tuple[int, int] | None) -> None:
     """The claim forgot the row that woke it, so the lane must not sleep until the horizon."""
     cursor.note_parked(SOON_MS)
-    cursor.claiming()
+    cursor.prepare_claim()
     if start is not None:
-        cursor.claimed((SOON_MS, 3), next_ms=HORIZON_MS, more=False)
-    cursor.rolled_back(start)
+        cursor.note_claim((SOON_MS, 3), next_ms=HORIZON_MS, more=False)
+    cursor.note_rollback(start)
     assert cursor.more
     assert cursor.place <= (SOON_MS, 0)
 
