@@ -48,7 +48,7 @@ class Options:
 
 def check(options: Options) -> None:
     """Check, before a JVM starts, that the store is usable. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
-    if wrong := schema.outdated(asyncio.run(setup.schema_of(options.store.reveal()))):
+    if wrong := schema.find_mismatch(asyncio.run(setup.schema_of(options.store.reveal()))):
         raise wrong
 
 

@@ -45,7 +45,7 @@ async def check_store(report: CheckReport, settings: Settings, url: str) -> Cloc
         seen = await stats.overview(url, settings.store.restore_ahead_ms)
         async with connect_for(url, "delayer check", "look at the server") as connection:
             server = await servers.state(connection)
-            if (wrong := schema.outdated(seen.schema_found)) is None:
+            if (wrong := schema.find_mismatch(seen.schema_found)) is None:
                 need = await needs.lock_need(connection, settings.store.history_days)
                 connections = await needs.connection_need(connection)
                 rights = await needs.missing_rights(connection, history=settings.store.history_days > 0)

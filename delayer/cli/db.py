@@ -41,7 +41,7 @@ def upgrade(request: Request) -> None:
 
         await servers.check(url)
         before = await setup.schema_of(url)
-        if (wrong := schema.outdated(before)) is not None and wrong.newer:
+        if (wrong := schema.find_mismatch(before)) is not None and wrong.newer:
             raise wrong
         await upgrades.upgrade(url, lanes=settings.store.lanes)
         return before, await setup.schema_of(url)
@@ -68,7 +68,7 @@ def current(context: click.Context, as_json: bool) -> None:
     url = store_url(request_of(context).settings())
 
     found, needed = asyncio.run(setup.schema_of(url)), schema.HEAD
-    wrong = schema.outdated(found)
+    wrong = schema.find_mismatch(found)
     if as_json:
         advice = None if wrong is None else wrong.advice
         print_json({"found": found, "needed": needed, "current": wrong is None, "advice": advice})

@@ -257,7 +257,7 @@ async def _store(settings: Settings) -> dict[str, Any] | None:
     except (StoreLost, BadStoreUrl) as error:
         advice = "" if isinstance(error, BadStoreUrl) else error.advice or STORE_RUNS
         return {"error": str(error), "upgrade_pending": False, "advice": advice}
-    wrong = schema.outdated(seen.schema_found)
+    wrong = schema.find_mismatch(seen.schema_found)
     return {
         "error": None,
         "upgrade_pending": wrong is not None and not wrong.newer,

@@ -27,11 +27,11 @@ async def current_of(connection: Connection) -> str | None:
 
 async def check(connection: Connection) -> None:
     """Raise SchemaOutdated unless the store has exactly our schema."""
-    if wrong := outdated(await current_of(connection)):
+    if wrong := find_mismatch(await current_of(connection)):
         raise wrong
 
 
-def outdated(found: str | None) -> SchemaOutdated | None:
+def find_mismatch(found: str | None) -> SchemaOutdated | None:
     """The error for a store of this revision, with the next step; None if the revision is ours."""
     if found == HEAD:
         return None

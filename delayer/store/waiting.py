@@ -124,13 +124,6 @@ class FoundPage(NamedTuple):
     broken: Collection[int]
 
 
-class CountedMessages(NamedTuple):
-    """How many messages match. ``broken``: unreadable segments that may contain more."""
-
-    messages: int
-    broken: int
-
-
 async def find(
     connection: Connection,
     wanted: Filter,
@@ -355,15 +348,16 @@ async def find_by_name(connection: Connection, names: Sequence[bytes], *, packed
     return found
 
 
-async def count(connection: Connection, wanted: Filter) -> CountedMessages:
-    """Count matching messages, on one snapshot unless the filter names a key or header. Raises the driver's errors."""
+async def count(connection: Connection, wanted: Filter) -> tuple[int, int]:
+    """Count matching messages, and unreadable segments that may contain more, on one snapshot unless the filter names a
+    key or header. Raises the driver's errors."""
     messages = 0
     broken: set[int] = set()
     if wanted.key is not None or wanted.message_id is not None or wanted.headers:
         async for page in pages(connection, wanted, 1000):
             messages += len(page.messages)
             broken |= set(page.broken)
-        return CountedMessages(messages, len(broken))
+        return messages, len(broken)
     bounds = _bounds(wanted)
     terms, given = _conditions(wanted, first=3)
     statement = f"SELECT count(*) FROM message WHERE due_at >= $1 AND due_at < $2 AND {terms}"
@@ -378,4 +372,4 @@ async def count(connection: Connection, wanted: Filter) -> CountedMessages:
                 broken.add(segment)
             else:
                 messages += sum(matches(one, wanted) for one in found)
-    return CountedMessages(messages, len(broken))
+    return messages, len(broken)

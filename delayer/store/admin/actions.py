@@ -103,7 +103,7 @@ async def _until_quiet(
         met, quiet = await retry_conflicts(partial(_do, connection, missing, log_id, work))
         found |= met
         left = [number for number in missing if number not in met]
-        if left and before.segments:
+        if left and before["segments"]:
             found |= await _in_segments(connection, left, dues, log_id, work)
         if quiet and await catalog.read_list_state(connection) == before:
             break

@@ -29,7 +29,7 @@ from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, REJECTED, describe, to_store_lost
 from delayer.store.lanes.cursor import NEVER_MS, ReleaseCursor, RowPlace
 from delayer.store.lanes.session import KEEPALIVE_SECONDS, LaneSession
-from delayer.store.lanes.settling import NO_LIMIT, Settlement, SkippedRows, outcomes_of
+from delayer.store.lanes.settling import FIRST, NO_LIMIT, Settlement, SkippedRows, outcomes_of
 
 log = structlog.get_logger()
 
@@ -144,7 +144,7 @@ class PostgresClaimer:
         before = clock.now_lower_ms()  # Read before the statements are sent, so not later than the instants they use.
         claimed, limit = lane.ids_left_out(start), min(limit, lane.skipped.limit)
         where, skipped = (lane.number, *start, horizon_ms, claimed), lane.skipped
-        first = await skipped.find_first(connection, where) if skipped.limit == 1 else None
+        first = await connection.fetchrow(FIRST, *where) if skipped.limit == 1 else None
         try:
             records = await connection.fetch(statements.CLAIM, *where, lane.window_ms, limit, max_bytes)
         except REJECTED as error:

@@ -36,7 +36,7 @@ MOST: Final = 100
 """Maximum number of skipped rows. If the database rejects more, the rows are not the cause."""
 NEXT_STEP: Final = 'find what rejects it: triggers, constraints (docs/operations.md, "A row that the database rejects")'
 NO_LIMIT: Final = 1 << 30
-_FIRST: Final = """
+FIRST: Final = """
 SELECT id, due_at FROM message
 WHERE lane = $1 AND due_at >= $2 AND (due_at, id) > ($2, $3) AND due_at <= $4 AND id <> ALL($5)
 ORDER BY due_at, id LIMIT 1
@@ -76,10 +76,6 @@ class SkippedRows:
         due_ms = [self._paused.pop(id)[0] for id in over]
         self.ids = list(self._paused)
         return due_ms
-
-    async def find_first(self, connection: Connection, where: Sequence[object]) -> Record | None:
-        """Return the first row of a claim. ``where``: the first arguments of claim.sql. Raises the driver's errors."""
-        return await connection.fetchrow(_FIRST, *where)
 
     def rejected(self, limit: int, first: Record | None, error: asyncpg.PostgresError) -> Rejected:
         """Record a rejected claim of ``limit`` rows: the next takes half as many, or skips ``first``, its only row."""

@@ -109,24 +109,17 @@ async def find_segments(connection: Connection, ids: Collection[int], dues: Mapp
     return dict(map(tuple, await connection.fetch(_HOLDING, list(ids), first_ms, last_ms)))
 
 
-_STATE = """
-SELECT coalesce(max(id), 0), count(*), (SELECT coalesce(sum(n), 0)::bigint FROM counter WHERE kind = 'restored')
+_STATE: Final = """
+SELECT coalesce(max(id), 0), count(*) AS segments,
+       (SELECT coalesce(sum(n), 0)::bigint FROM counter WHERE kind = 'restored')
 FROM segment
 """
 
 
-class SegmentListState(NamedTuple):
-    """The state of the list of segments. It differs if a segment has been added or removed since, even if both: ids are
-    never reused, and restores are counted."""
-
-    newest: int
-    segments: int
-    restored: int
-
-
-async def read_list_state(connection: Connection) -> SegmentListState:
-    """Raises the driver's errors."""
-    return SegmentListState(*await connection.fetchrow(_STATE))
+async def read_list_state(connection: Connection) -> Record:
+    """The newest id, the number of ``segments``, and the count of restores. This differs if a segment has been added or
+    removed since, even if both, because ids are never reused. Raises the driver's errors."""
+    return await connection.fetchrow(_STATE)
 
 
 _LOCK: Final = "SELECT id, gone FROM segment WHERE id = ANY($1) ORDER BY id FOR UPDATE"
