@@ -186,7 +186,7 @@ def _print(found: FullMessage) -> None:
         ("id", entry.place.token),
         ("where", for_programs.standing(found)),
         ("due", f"{instant(due_ms)}, {format_relative_time(due_ms, time.time_ns() // 1_000_000)}"),
-        ("will happen", for_programs.fate(found)),
+        ("will happen", detail.predict(found)),
         *([("parked", instant(entry.parked_ms))] if hold is None else []),
         ("came in at", address(entry.exchange, entry.routing_key)),
         ("route", as_text(entry.route) or '"" (straight to the queue)'),

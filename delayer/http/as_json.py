@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from delayer.core.message import as_text
-from delayer.core.readable import instant
 from delayer.format import reading
-from delayer.store.admin import detail
-from delayer.store.admin.detail import FullMessage
+from delayer.store.admin.detail import FullMessage, predict
 from delayer.store.held_messages import HeldEntry
 from delayer.store.waiting import Entry
 
@@ -40,11 +38,6 @@ def held(one: HeldEntry) -> dict[str, Any]:
     return {**entry(one.entry, held=True), "held": one.held._asdict()}
 
 
-def fate(found: FullMessage) -> str:
-    """Say in a sentence what will happen to the message."""
-    return detail.predict(found, reading.address(found.entry.to_exchange, found.entry.to_key), found.owner, instant)
-
-
 def standing(found: FullMessage) -> str:
     """Say where the message is: its place, its lane, and the lane's owner."""
     where = found.where.value + ("" if found.entry.place.segment is None else f" {found.entry.place.segment}")
@@ -62,7 +55,7 @@ def message(found: FullMessage) -> dict[str, Any]:
         "owner": found.owner,
         "owner_alive": found.owned,
         "held": None if held is None else held._asdict(),
-        "fate": fate(found),
+        "fate": predict(found),
         "body": reading.preview(body),
         "body_is_text": body[: reading.PREVIEW].hex(" ") != reading.preview(body),
     }

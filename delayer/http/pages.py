@@ -228,7 +228,7 @@ class Pages:
             "message.html",
             token=str(found.entry.place.token),
             found=found,
-            fate=render.name(as_json.fate(found)),
+            fate=render.name(detail.predict(found)),
             where=render.name(as_json.standing(found)),
             said=reading.decode_properties(found.entry.properties),
             body=reading.preview(shown, len(shown)),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 from enum import Enum
 from typing import Final, NamedTuple
 
 from asyncpg import Connection
 
 from delayer.core.filters import HOW_TO_NAME, OWN, Token
+from delayer.core.readable import instant
+from delayer.format.reading import address
 from delayer.store import held_messages, waiting
 from delayer.store.held_messages import HeldState
 from delayer.store.waiting import Entry
@@ -85,16 +86,16 @@ async def _with_owner(
     return FullMessage(where, entry, held, name, owned)
 
 
-def predict(found: FullMessage, to: str, owner: str, instant: Callable[[int], str]) -> str:
-    """Predict what happens to a message, as a sentence without its capital and full stop. Pure. ``to``: its
-    destination, ``owner``: the owner of its lane, as the caller shows them. ``instant`` formats epoch milliseconds."""
+def predict(found: FullMessage) -> str:
+    """Predict what happens to a message, as a sentence without its capital and full stop. Pure."""
+    to = address(found.entry.to_exchange, found.entry.to_key)
     if found.entry.sound is False:
         return "it is held when it is due: its bytes do not match their checksum, or their format is of a newer delayer"
     if found.held is not None and found.held.retry_ms is None:
         return f"nothing until an operator runs `delayer held retry`; then it is published to {to}"
     if found.held is not None and found.held.retry_ms is not None:
         return f"it is published to {to} again at {instant(found.held.retry_ms)}: attempt {found.held.attempts + 1}"
-    who = f"by {owner}" if found.owned else "by the daemon that takes its lane"
+    who = f"by {found.owner}" if found.owned else "by the daemon that takes its lane"
     if found.where is FoundIn.SEGMENT:
         who = "after a daemon has restored its segment"
     return f"it is published to {to} at {instant(found.entry.place.due_ms)}, {who}"
