@@ -210,9 +210,8 @@ async def _every_address(report: CheckReport, settings: Settings) -> None:
         await (await open_connection(address, "delayer check", PATIENCE)).close()
 
     with suppress(BrokerLost):  # The row of the broker names a missing file.
-        if losses := await losses_of(addresses_of(settings.broker_url), attempt):
-            found = "; ".join(dict.fromkeys(map(str, losses)))
-            report.add("broker", "note", f"{len(losses)} of its addresses fail: {found}", broker_advice(losses[0]))
+        for lost in await losses_of(addresses_of(settings.broker_url), attempt):
+            report.add("broker", "note", f"one of its addresses fails: {lost}", broker_advice(lost))
 
 
 async def _broker(report: CheckReport, admin: Admin, settings: Settings) -> None:
@@ -236,6 +235,7 @@ async def _broker(report: CheckReport, admin: Admin, settings: Settings) -> None
     if not uses_cascade(settings):
         await _left_in_the_cascade(report, admin, settings.native.due_queue)
     await _delayed_by_the_broker(report, admin, settings)
+    await _unforwarded(report, admin, settings)
     await _set_aside(report, admin, settings)
 
 
@@ -391,6 +391,16 @@ async def _delayed_by_the_broker(report: CheckReport, admin: Admin, settings: Se
             report.add("broker's delays", "note", found, advice)
     if own:
         report.add("broker's delays", "ok", f"{own} wait in {quoted(settings.native.due_queue)}")
+
+
+async def _unforwarded(report: CheckReport, admin: Admin, settings: Settings) -> None:
+    """Note expired messages that the cascade's levels have not forwarded, if the management API counts them."""
+    levels = [one.name for one in topology_of(settings).queues if one.forwards]
+    counts = {} if admin.management is None else await admin.delayed(levels, levels, fresh=False)
+    if waiting := {name: count for name, count in counts.items() if count}:
+        found = f"{sum(waiting.values())} expired messages are not forwarded yet, in {some([*waiting])}"
+        advice = "run this again: if they stay, see `Cannot forward any dead-letter messages` in the broker's log"
+        report.add("cascade", "note", found, f"{advice} (docs/operations.md, What the broker loses)")
 
 
 async def _set_aside(report: CheckReport, admin: Admin, settings: Settings) -> None:

@@ -25,13 +25,9 @@ log = structlog.get_logger(__name__)
 
 ROUND_SECONDS: Final = 60.0
 """Seconds between two rounds."""
-FORWARDED_AT_ONCE: Final = 32
-"""RabbitMQ's default ``dead_letter_worker_consumer_prefetch``: a level forwards so many messages at a time, which takes
-milliseconds. More only wait while the next exchange or queue does not confirm them."""
-STALLED: Final = (
-    "see `Cannot forward any dead-letter messages` in the broker's log: the broker retries within three minutes after"
-    " the bindings and the majorities of the next levels are back"
-)
+KEPT_ROUNDS: Final = 5
+"""Rounds in which a verdict of the management API outlives its last answer. Its node may be the one that died, and may
+not come back."""
 SHOWN: Final = 5
 """Maximum number of parts that a log line names."""
 AWAY: Final = (
@@ -45,13 +41,11 @@ class Seen(NamedTuple):
     """What a round finds on the broker before it declares the topology.
 
     ``bindings``: those of the intake queue, whose loss would lose messages. ``minorities``: our queues without a
-    majority of their members, each with a description. ``unforwarded``: the expired messages in each level that is
-    slow to forward them. None if the management API does not tell.
+    majority of their members, each with a description. None if the management API does not tell.
     """
 
     bindings: Collection[Binding] | None = None
     minorities: Mapping[str, str] | None = None
-    unforwarded: Mapping[str, int] | None = None
 
 
 class DeclaredTopology:
@@ -66,8 +60,7 @@ class DeclaredTopology:
         self._lock = asyncio.Lock()
         self._silent = False  # In the last round.
         self._minorities: dict[str, str] = {}  # As in Seen, by the last answers.
-        self._unforwarded: dict[str, int] = {}  # As in Seen, in the last round.
-        self._stalled: list[str] = []  # The levels that were slow in two rounds, each with a description.
+        self._untold = 0  # Rounds since the management API told them.
         self._away = ""  # Why the management API did not answer in the last round.
         self._unanswered = False  # Whether the intake queue's members did not answer in the last round.
 
@@ -89,26 +82,16 @@ class DeclaredTopology:
         else:
             if seen is not None:
                 await self._update_minorities(settings, seen.minorities)
-                self._update_stalled(seen.unforwarded)
-            found = _some([*self._minorities.values(), *self._stalled], "; ")
-            self._note(found, MAJORITY if self._minorities else STALLED, began=began)
-
-    def _update_stalled(self, unforwarded: Mapping[str, int] | None) -> None:
-        """One round may meet a burst; two show that a level forwards little or nothing."""
-        if unforwarded is not None:
-            self._stalled = [
-                f"queue {name!r} has not forwarded {count} expired messages: they are late"
-                for name, count in unforwarded.items()
-                if name in self._unforwarded
-            ]
-            self._unforwarded = dict(unforwarded)
+            self._note(_some(self._minorities.values(), "; "), MAJORITY, began=began)
 
     async def _update_minorities(self, settings: Settings, counted: Mapping[str, str] | None) -> None:
         """Query the intake queue itself, which was just declared. Its silence may be an election's, unless it was
-        silent or without a majority in the last round. ``counted``: as in Seen. What is unknown stays as it was."""
+        silent or without a majority in the last round. ``counted``: as in Seen. What is unknown stays as it was, except
+        that the other queues are forgotten after KEPT_ROUNDS."""
         intake = next(one for one in topology_of(settings).queues if one.name == settings.intake.queue)
         before = self._minorities.get(intake.name, "")
-        now = dict(self._minorities if counted is None else counted)
+        self._untold = 0 if counted is not None else self._untold + 1
+        now = {} if self._untold > KEPT_ROUNDS else dict(self._minorities if counted is None else counted)
         if counted is None or intake.name not in counted:
             silent = await why_silent(settings.broker_url, intake)
             now[intake.name] = before if silent is None else silent if before or self._unanswered else ""
@@ -183,16 +166,13 @@ class DeclaredTopology:
         """Query the management API, if there is one, at the beginning of a round."""
         seen, away, intake = Seen(), "", settings.intake.queue
         # The queues of others do not stop the daemon: it holds their messages.
-        ours = {one.name: one for one in topology_of(settings).queues if not one.shared}
+        ours = [one.name for one in topology_of(settings).queues if not one.shared]
         try:
             if management := Management.beside(settings.broker_url, settings.management_url):
                 members = await management.members(ours)
                 few = {name: of for name in ours if name in members and (of := members[name].minority)}
                 reasons = {name: f"queue {name!r} has no majority: {of} members are online" for name, of in few.items()}
-                levels = [name for name, one in ours.items() if one.forwards]
-                counts = await management.delayed(levels) if levels else {}
-                slow = {name: count for name, count in counts.items() if count and count > FORWARDED_AT_ONCE}
-                seen = Seen(minorities=reasons, unforwarded=slow)
+                seen = Seen(minorities=reasons)
                 if intake in members:
                     path = f"queues/{management.vhost}/{quote(intake, safe='')}/bindings"
                     seen = seen._replace(bindings=[binding for binding, _ in await management.bindings(path)])

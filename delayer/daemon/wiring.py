@@ -175,11 +175,12 @@ class Daemon:
 
     def _condition(self) -> str:
         connections = self.connections.as_dict().values()
+        stuck = self.unsettled() | self.unsteady()
         return condition(
             connected=all(one["connected"] for one in connections),
             blocked=any(one["blocked"] for one in connections),
             no_lane=self.store.reason,
-            stuck=[*map("lane {}".format, self.store.stuck), *map("queue {!r}".format, self.unsettled())],
+            stuck=[*map("lane {}".format, self.store.stuck), *map("queue {!r}".format, stuck)],
             intake=self.intake,
             topology=self.topology.reason,
         )

@@ -163,7 +163,7 @@ class RetryEdits(NamedTuple):
         request = {"delay_ms": delay_ms, "headers": dict(headers), "dropped": list(map(as_text, removed))}
         if delay_ms is not None:
             headers, removed = {**headers, as_text(DELAY): delay_ms}, [*removed, DELIVER_AT, OPT_DELAY, OPT_TIME]
-        if as_text(DELAY) in headers:
+        if delay_ms == 0:
             removed.append(LAST_DUE)  # Next to it, an x-delay of 0 would be what an earlier delay left.
         # Each value is the entry of a table with one header, without the table's length.
         entries = {raw(name): field_table({name: it})[4:] for name, it in headers.items()}

@@ -7,14 +7,17 @@ import time
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+import aio_pika
 import asyncpg
 import pytest
 
 from delayer.broker.management_api import Management
+from delayer.core.cascade import Cascade
 from delayer.store import pool
 from tests.faults.test_clocks import _SKEW
 from tests.integration.cli import Run, channel_to, destination, rows
 from tests.support import ports
+from tests.support.place import eventually
 from tests.support.servers import Postgres, RabbitMQ
 from tests.support.store import sql
 
@@ -55,6 +58,24 @@ async def test_every_address_that_fails_is_named(delayer: Run, vhost: str, works
     for reason, step in (("no connection to", "the broker runs"), ("ACCESS_REFUSED", "check user and password")):
         (row,) = [row for row in notes if reason in row["found"]]
         assert step in row["advice"]
+
+
+async def test_expired_messages_that_a_level_keeps_are_noted(
+    delayer: Run, vhost: str, rabbitmq: RabbitMQ, managed: dict[str, str]
+) -> None:
+    """Here because the next exchange is missing. AMQP does not count them."""
+    native = {"DELAYER_MODE": "native", **managed}
+    await in_place(delayer, vhost, "--mode", "native")
+    assert not [row for row in rows(delayer, "cascade", **native) if "forwarded" in row["found"]]
+    level, delivery = Cascade().level(0), Cascade().delivery
+    async with channel_to(vhost) as channel:
+        await channel.exchange_delete(delivery)
+        await channel.default_exchange.publish(aio_pika.Message(b"late"), level)
+    api = Management(rabbitmq.management_url, urlsplit(vhost).path[1:])
+    await eventually(lambda: api.delayed([level]), lambda counts: counts == {level: 1})
+    (row,) = rows(delayer, "cascade", **native)
+    assert (row["result"], f'1 expired messages are not forwarded yet, in "{level}"' == row["found"]) == ("note", True)
+    assert level in delayer("status", **native).stdout
 
 
 async def test_lost_queues_are_always_reported(delayer: Run, vhost: str) -> None:

@@ -14,11 +14,10 @@ from structlog.testing import capture_logs
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding, TopologyMismatch
 from delayer.broker.management_api import Management, Members
 from delayer.config.model import Settings
-from delayer.core.cascade import LEVELS
 from delayer.core.errors import StoreLost
 from delayer.core.topology import Exchange, Queue
 from delayer.daemon import drift, store_bond, wiring
-from delayer.daemon.drift import FORWARDED_AT_ONCE, DeclaredTopology, Seen
+from delayer.daemon.drift import KEPT_ROUNDS, DeclaredTopology, Seen
 from delayer.daemon.store_bond import StoreBond, WrongBroker
 from delayer.daemon.systemd import Notifier
 from delayer.daemon.wiring import Daemon
@@ -195,6 +194,8 @@ RESTART = None
         ([HUNG, HUNG, UNASKED], "hung"), ([HUNG, UNASKED, HUNG], "hung"), ([FEW, UNASKED], "few"), ([UNASKED] * 2, ""),
         ([FEW, GONE_HUNG], "hung"), ([FEW, GONE], ""), ([FEW, (None, None)], "few"), ([GONE_HUNG] * 2, "hung"),
         ([DUE, GONE], "due has few"), ([DUE, GONE_HUNG, GONE_HUNG], "due has few; hung"), ([DUE, GONE, WELL], ""),
+        ([DUE, *[GONE] * KEPT_ROUNDS], "due has few"), ([DUE, *[GONE] * (KEPT_ROUNDS + 1)], ""),
+        ([FEW, *[(None, None)] * (KEPT_ROUNDS + 1)], "few"),
     ],
 )  # fmt: skip
 async def test_a_queue_without_a_majority_makes_the_daemon_unready(
@@ -240,12 +241,7 @@ async def test_the_queues_of_others_do_not_make_the_daemon_unready(monkeypatch: 
 
     monkeypatch.setattr(Management, "members", members)
 
-    async def delayed(_: object, levels: list[str]) -> dict[str, int | None]:
-        assert len(levels) == LEVELS
-        return {levels[0]: FORWARDED_AT_ONCE, levels[1]: FORWARDED_AT_ONCE + 1, levels[2]: None}
-
     monkeypatch.setattr(Management, "bindings", bindings)
-    monkeypatch.setattr(Management, "delayed", delayed)
     settings = {
         "mode": "native",
         "broker": {"management_url": "http://a"},
@@ -253,30 +249,7 @@ async def test_the_queues_of_others_do_not_make_the_daemon_unready(monkeypatch: 
     }
     seen = await DeclaredTopology().look(Settings.model_validate(settings))
     few = {"delays.refused": "queue 'delays.refused' has no majority: 1 of 3 members are online"}
-    assert seen == Seen([], few, {"delayer.delay-level-26": FORWARDED_AT_ONCE + 1})
-
-
-SLOW, FORWARDED = Seen(unforwarded={"two": 40, "three": 50}), Seen(unforwarded={})
-
-
-@pytest.mark.parametrize(
-    ("seen", "late"),
-    [
-        ([SLOW], []), ([SLOW, SLOW], ["two", "three"]), ([SLOW, FORWARDED, SLOW], []), ([SLOW, SLOW, FORWARDED], []),
-        ([SLOW, Seen(unforwarded={"one": 40, "two": 90})], ["two"]), ([SLOW, Seen(), SLOW], ["two", "three"]),
-        ([SLOW, SLOW, Seen()], ["two", "three"]),
-    ],
-)  # fmt: skip
-async def test_a_level_that_forwards_nothing_makes_the_daemon_unready(
-    rounds: type[Round], seen: list[Seen], late: list[str]
-) -> None:
-    topology, settings = DeclaredTopology(), Settings()
-    rounds.answers = [""] * len(seen)
-    for one in seen:
-        await topology.keep(Round(FakeConnection(), 1.0), settings, one)  # type: ignore[arg-type]
-    assert bool(topology.reason) == bool(late)
-    assert all(f"queue '{name}' has not forwarded" in topology.reason for name in late)
-    assert topology.reason.count("queue") == len(late)
+    assert seen == Seen([], few)
 
 
 async def test_a_management_api_that_is_away_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +268,7 @@ async def test_a_management_api_that_is_away_is_logged_once(monkeypatch: pytest.
     with capture_logs() as logs:
         seen = [await topology.look(settings) for _ in range(5)]
     assert [one["reason"] for one in logs if one["event"] == "management api away"] == ["slow", "401", "x"]
-    assert seen == [Seen(), Seen(), Seen(minorities={}, unforwarded={}), Seen(), Seen()]
+    assert seen == [Seen(), Seen(), Seen(minorities={}), Seen(), Seen()]
 
 
 async def test_every_connection_is_checked_in_a_round(rounds: type[Round]) -> None:
