@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Self
 from urllib.parse import quote
@@ -20,8 +21,8 @@ from pamqp.commands import Queue as QueueMethods
 from delayer.amqp.errors import ChannelClosed, ReplyCode
 from delayer.amqp.framing import unchecked
 from delayer.broker.admin_connection import AdminConnection
-from delayer.broker.errors import BrokerRefused, TopologyFinding
-from delayer.broker.management_api import Management, delayed_in, delayed_reason
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding
+from delayer.broker.management_api import Management, Members, delayed_in, delayed_reason
 from delayer.broker.pipelined_admin import (
     DELAYS_FROM,
     PATIENCE,
@@ -34,7 +35,7 @@ from delayer.broker.pipelined_admin import (
 )
 from delayer.broker.verify import Verifier
 from delayer.core.clocks import ClockOffset
-from delayer.core.readable import COUNTS_AGE
+from delayer.core.readable import COUNTS_AGE, counted
 from delayer.core.topology import Binding, Exchange, Topology
 
 ExchangeDelete = unchecked(ExchangeMethods.Delete)
@@ -104,7 +105,13 @@ class Remover:
     async def _delayed_in(self, queues: Collection[str]) -> dict[str, str]:
         levels = [one.name for one in self.topology.queues if one.forwards]
         delayed = await self.admin.delayed(queues, levels)
-        return {f"queue {name}": reason for name, count in delayed.items() if (reason := delayed_reason(count))}
+        reasons = {f"queue {name}": reason for name, count in delayed.items() if (reason := delayed_reason(count))}
+        if self.admin.management is not None:
+            with suppress(BrokerRefused, BrokerUnreachable):  # Then the levels have a reason already.
+                members = await self.admin.management.members(queues)
+                unseen = {name: _kept(one) for name, one in members.items() if not delayed.get(name)}
+                reasons |= {f"queue {name}": reason for name, reason in unseen.items() if reason}
+        return reasons
 
     async def _remove_exchange(self, exchange: Exchange) -> None:
         if isinstance(await self.admin.connection.ask(check_exchange(exchange.name)), ChannelClosed):
@@ -132,6 +139,13 @@ class Remover:
         accepted(await self.admin.connection.ask(QueueDelete(queue=name)))
         self.result.removed.append(f"queue {name}")
         return True
+
+
+def _kept(one: Members) -> str:
+    """Describe what AMQP does not show of a queue whose members are down: it answers that the queue is empty."""
+    if one.minority:
+        return f"has no majority: {one.minority} members are online"
+    return f"holds {counted(one.messages, 'message')} by its last count" if one.messages else ""
 
 
 def _reason(state: QueueState) -> str:

@@ -67,7 +67,11 @@ async def cascade_depths(
     if delays or (there and management_url is not None):
         from delayer.broker.management_api import Management, delayed_in  # noqa: PLC0415 - urllib takes 12 ms to load
 
-        delayed = await delayed_in(every, Management.beside(url, management_url))
+        management = Management.beside(url, management_url)
+        delayed = await delayed_in(every, management)
+        if management is not None and None not in delayed.values():
+            # AMQP counts no messages in a queue whose members are down.
+            delayed |= {name: None for name, one in (await management.members(every)).items() if one.minority}
         delayed = delayed if delays else {name: count for name, count in delayed.items() if count != 0}
     hidden = [name for name in every if _forbidden(answers[name])]
     depths = {name: None if isinstance(one, ChannelClosed) else one for name, one in answers.items()}

@@ -23,16 +23,19 @@ from delayer.core.topology import Binding
 
 DATE_SECONDS: Final = 2.0
 """Maximum age of the ``Date`` header. It has whole seconds, and the server computes it once a second."""
+AWAY_SECONDS: Final = 30.0
 NAMES_AT_ONCE: Final = 20
 """Maximum number of queues that one request names, so that its URL stays short."""
 _OTHER: Final = "this is not RabbitMQ's management API"
 
 
 class Members(NamedTuple):
-    """The members of a queue. ``online``: how many of them take part; None if unknown. Only quorum queues have that."""
+    """The members of a queue. ``online``: how many of them take part; None if unknown. Only quorum queues have that.
+    ``messages``: all of the queue's messages by its last count, which outlives its members; None if unknown."""
 
     copies: int
     online: int | None
+    messages: int | None = None
 
     @property
     def minority(self) -> str:
@@ -60,6 +63,8 @@ class Management:
         self.clock: ClockOffset | None = None
         """The broker's clock, by the last answer."""
         self._timeout = timeout
+        self._away: str | None = None  # The last reason without an answer.
+        self._away_until = 0.0
         login = f"{unquote(parts.username or 'guest')}:{unquote(parts.password or 'guest')}"
         self._authorization = "Basic " + base64.b64encode(login.encode()).decode()
         # Ignore proxies of the environment, because the request has a password, and brokers are near.
@@ -97,10 +102,10 @@ class Management:
 
     async def members(self, queues: Iterable[str]) -> dict[str, Members]:
         """Count the members of each of these queues."""
-        rows = await self._queues(queues, {"members": [str], "slave_nodes": [str], "online": list | None})
+        columns = {"members": [str], "slave_nodes": [str], "online": list | None, "messages": int | None}
         return {
-            name: Members(len(members) or 1 + len(more), len(online) if members and online is not None else None)
-            for name, members, more, online in rows
+            name: Members(len(of) or 1 + len(more), len(online) if of and online is not None else None, messages)
+            for name, of, more, online, messages in await self._queues(queues, columns)
         }
 
     async def bindings(self, path: str) -> list[tuple[Binding, dict[str, Any]]]:
@@ -113,17 +118,25 @@ class Management:
         """The decoded answer to a ``path`` below /api, read as :func:`_read` does; an error of the code ``answers`` has
         one too.
 
-        Raises BrokerRefused (401, 403), and BrokerUnreachable for all other errors. A 404 is one of those: a server
-        that does not find existing parts is not our broker. An answer of another shape is not from our broker either.
+        Raises BrokerRefused (401, 403), and BrokerUnreachable for all other errors. After one without an answer, it
+        makes no other attempt for AWAY_SECONDS, because a command with a dozen questions would take minutes. A 404 is
+        also BrokerUnreachable: a server that does not find existing parts is not our broker. An answer of another shape
+        is not from our broker either.
         """
+        if self._away is not None and time.monotonic() < self._away_until:
+            raise BrokerUnreachable(self._away)
         try:
             async with asyncio.timeout(2 * self._timeout):  # The socket's timeout bounds only each of its operations.
                 answer = await asyncio.to_thread(self._get_blocking, path, answers)
             return _read(answer, shape)
         except TimeoutError as error:
-            raise BrokerUnreachable(f"{self.where}: no whole answer within {2 * self._timeout:g} s") from error
+            raise self._gone(f"{self.where}: no whole answer within {2 * self._timeout:g} s") from error
         except TypeError as error:
             raise BrokerUnreachable(f"{self.where}: {_OTHER}") from error
+
+    def _gone(self, reason: str) -> BrokerUnreachable:
+        self._away, self._away_until = reason, time.monotonic() + AWAY_SECONDS
+        return BrokerUnreachable(reason)
 
     def _get_blocking(self, path: str, answers: int) -> Any:
         request = urllib.request.Request(f"{self._base}/{path}", headers={"Accept": "application/json"})
@@ -146,7 +159,7 @@ class Management:
                     raise BrokerRefused(f"{self.where}: the management API refused the user ({error.code})") from error
                 raise BrokerUnreachable(f"{self.where}: the management API answered {error.code}") from error
         except OSError as error:
-            raise BrokerUnreachable(f"{self.where}: {getattr(error, 'reason', error)}") from error
+            raise self._gone(f"{self.where}: {getattr(error, 'reason', error)}") from error
         except (ValueError, HTTPException) as error:
             raise BrokerUnreachable(f"{self.where}: {_OTHER}") from error
 

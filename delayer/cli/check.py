@@ -175,14 +175,10 @@ async def _daemon(report: CheckReport, settings: Settings) -> None:
     away = [row.what for row in report if row.result in ("refused", "out of reach")]
     if settings.mode != "store":
         away = [what for what in away if what != "store"]  # A daemon is ready without it.
-    if reasons and not away:
+    if reasons:
         found = f"the daemon at {listen} is not ready: {'; '.join(reasons)}"
-        report.add(
-            "daemon",
-            "off",
-            found,
-            "see its log, which has the next step; only if systemd passes it new credentials, restart it",
-        )
+        step = "see its log, which has the next step; only if systemd passes it new credentials, restart it"
+        report.add("daemon", "note" if away else "off", found, step)
     elif reasons == [] and away:
         found = f"the daemon at {listen} is ready: it reaches what this command does not ({', '.join(away)})"
         advice = "run this as the daemon's user, with its configuration and environment"

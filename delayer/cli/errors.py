@@ -17,7 +17,7 @@ from delayer.core.readable import counted, readable
 from delayer.store.errors import STORE_RUNS, BadStoreUrl, SchemaOutdated, StoreUnfit
 
 BROKER_RUNS = "check broker.url, and that the broker runs"
-SEEING = "set broker.management_url, or look at its host, port, user and password"
+SEEING = "set broker.management_url, or check its host, port, user and password, and that it answers"
 
 
 class ExitCode(IntEnum):
