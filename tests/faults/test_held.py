@@ -99,11 +99,12 @@ async def test_held_messages_survive_every_restart_and_are_delivered_in_the_end(
 
 
 def check_pauses(failed: list[tuple[int, float]]) -> None:
-    """Check that each attempt comes after its pause, twice the last pause less up to a fifth."""
+    """Check that each attempt comes after its pause, twice the last pause less up to a fifth. On a busy machine the log
+    has the earlier attempt up to 0.15 s late."""
     assert [number for number, _ in failed] == list(range(failed[0][0], failed[0][0] + len(failed)))
     for (number, before), (_, after) in pairwise(failed):
         pause = min(FIRST_MS * 2 ** (number - 1), LONGEST_MS) / 1000
-        assert pause * 0.8 - 0.05 <= after - before, f"attempt {number + 1} came after {after - before:.3f} s"
+        assert pause * 0.8 - 0.15 <= after - before, f"attempt {number + 1} came after {after - before:.3f} s"
         assert after - before <= pause + 4.0, f"attempt {number + 1} came after {after - before:.3f} s"
 
 

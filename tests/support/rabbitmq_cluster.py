@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
+from tests.support.processes import StartFailed
 from tests.support.rabbitmq import RabbitMQ
 
 T = TypeVar("T")
@@ -106,7 +107,10 @@ class Node(RabbitMQ):
         if self.paused:
             self.resume()
         if not self.running:
-            self.start()
+            try:
+                self.start()
+            except StartFailed:  # A node may end if it asks another one that is just starting; systemd restarts it.
+                self.start()
         if self.app_stopped:
             self.start_app()
         if self.drained:

@@ -22,6 +22,8 @@ from tests.support.letters import text as said_text
 from tests.support.raw import Props, content, text
 
 OUTCOME, KEY = b"x-delayer-outcome", b"x-delayer-key"
+RECONNECT_MS = 15_000
+"""Until a daemon may publish again after a fault. Meanwhile it takes cancels that the store answers, and drops replies."""
 SOME = 15
 """Messages that one command cancels."""
 _ROWS = """
@@ -155,6 +157,6 @@ def judged(
                 denied.append(number)
         elif number not in asked:
             lost.append(number)
-        elif not excused(account, number, float("inf")):
+        elif not excused(account, number, float("inf"), RECONNECT_MS):
             silent.append(number)
     return Judgement(cancelled, lost, denied, delivered, silent, out, read)

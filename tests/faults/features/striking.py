@@ -88,13 +88,13 @@ async def _strike(fleet: Fleet, faults: Iterable[Fault]) -> int:
     return struck
 
 
-def excused(account: Account, number: int, until_ms: float) -> bool:
-    """Whether a fault happened between the sending of a message and ``until_ms``."""
+def excused(account: Account, number: int, until_ms: float, after_ms: float = 0.0) -> bool:
+    """Whether a fault happened between the sending of a message and ``until_ms``, or up to ``after_ms`` earlier."""
     assert account.windows is not None
     if number in account.published_twice:
         return True
     sent_ms = account.owed(number).sent_ms
-    return any(window.begin_ms <= until_ms and window.end_ms >= sent_ms for window in account.windows)
+    return any(window.begin_ms <= until_ms and window.end_ms + after_ms >= sent_ms for window in account.windows)
 
 
 @asynccontextmanager
