@@ -23,7 +23,7 @@ from tests.support.raw import Props, content, text
 
 OUTCOME, KEY = b"x-delayer-outcome", b"x-delayer-key"
 RECONNECT_MS = 15_000
-"""Until a daemon may publish again after a fault. Meanwhile it takes cancels that the store answers, and drops replies."""
+"""Until a daemon may publish again after a fault. Meanwhile the store answers cancels, and their replies are dropped."""
 SOME = 15
 """Messages that one command cancels."""
 _ROWS = """
