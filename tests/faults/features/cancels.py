@@ -23,7 +23,7 @@ from tests.support.raw import Props, content, text
 
 OUTCOME, KEY = b"x-delayer-outcome", b"x-delayer-key"
 RECONNECT_MS = 15_000
-"""Until a daemon may publish again after a fault. Meanwhile the store answers cancels, and their replies are dropped."""
+"""Until a daemon may publish again after a fault. Meanwhile the store answers cancels, and no reply leaves."""
 SOME = 15
 """Messages that one command cancels."""
 _ROWS = """
