@@ -110,6 +110,15 @@ class KeyGroup(bytes):
     __slots__ = ()
 
 
+OCCURRENCE: Final = b"delayer.schedule/"
+"""How the key of a schedule's waiting occurrence begins. The schedule's name follows. No publisher may use it."""
+
+
+def is_occurrence(key: bytes | None) -> bool:
+    """Whether the key is that of a schedule's waiting occurrence."""
+    return key is not None and key.startswith(OCCURRENCE)
+
+
 class LaneRow(NamedTuple):
     """A lane of the store, as last read."""
 

@@ -39,7 +39,7 @@ from delayer.core.delay_headers import (
 from delayer.core.delay_sources import CONSULTED, DEFAULT_FORMS, HEADER, header_of, is_lasting, source_of
 from delayer.core.hold import Hold, too_late
 from delayer.core.marks import is_over
-from delayer.core.message import REPLACE, KeyMode, Target, as_bytes, is_direct_reply
+from delayer.core.message import OCCURRENCE, REPLACE, KeyMode, Target, as_bytes, is_direct_reply, is_occurrence
 from delayer.core.operations import Cancel
 from delayer.core.retry_policy import FailedAttempt, NoFailure, RetryPolicy, failure, wait_ms
 
@@ -372,6 +372,11 @@ def key_of(source: bytes, value: object, policy: Policy) -> bytes:
     key = _short_string(source, value)
     if not key:
         raise Unacceptable(f"{source.decode()}: expected a key, found an empty string")
+    if is_occurrence(key):
+        raise Unacceptable(
+            f"{source.decode()}: expected a key of the publisher's own, found {_name(key)}: keys that begin with "
+            f"{_name(OCCURRENCE)} belong to schedules"
+        )
     return key
 
 

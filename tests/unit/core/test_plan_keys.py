@@ -117,6 +117,21 @@ def test_the_named_header_is_read_and_stays_in_the_message() -> None:
     assert b"" not in BY_ID.consulted
 
 
+DEBOUNCE = {"x-delay-key-mode": "debounce", "x-delay-key-ceiling": 5}
+
+
+@pytest.mark.parametrize("header", ["x-delay-key", "x-delay-cancel"])
+@pytest.mark.parametrize("mode", [{}, {"x-delay-key-mode": "keep"}, DEBOUNCE])
+def test_a_publisher_may_not_use_the_key_of_a_schedule(header: str, mode: dict[str, object]) -> None:
+    headers = SOON | mode
+    plan = decide(ask(b"plain.in", headers | {header: "delayer.schedule/tick"}), STORE, NOW)
+    assert isinstance(plan, Refuse)
+    assert "belong to schedules" in plan.reason
+    by_id = decide(ask(b"id.in", headers, message_id=b"delayer.schedule/tick"), STORE, NOW)
+    assert isinstance(by_id, Refuse)
+    assert "belong to schedules" in by_id.reason
+
+
 @pytest.mark.parametrize("policy", [STORE, NATIVE], ids=["store", "native"])
 @pytest.mark.parametrize(
     ("headers", "mode"),

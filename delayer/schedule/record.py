@@ -1,0 +1,142 @@
+"""A schedule as the store has it: what it is, and how far it has come. Pure.
+
+A record changes in two ways: its waiting occurrence is over, or an operator changes it. Both end with the search for
+the next occurrence, which never raises: a schedule whose next occurrence cannot be computed has failed, and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from enum import Enum
+from typing import NamedTuple
+
+from delayer.core.message import OCCURRENCE, Parcel
+from delayer.schedule.missed import Following, following, renewed, starting
+from delayer.schedule.occurrence import due_ms, occurrence
+from delayer.schedule.schedule import Schedule, ScheduleState, next_time
+
+
+class Fate(Enum):
+    """What became of an occurrence."""
+
+    SENT = "sent"
+    """It was published or held, or an operator rescheduled it, so that it is an ordinary message from now on."""
+    MISSED = "missed"
+    """It expired."""
+    CANCELLED = "cancelled"
+
+
+class ScheduleRecord(NamedTuple):
+    """``why``: of the states ended and failed. ``made`` and ``missed``: how many occurrences were sent, and never were.
+    ``settled_ms`` and ``waiting_ms``: the rhythm's times of the last occurrence that is over, and of the one that
+    waits. ``waiting_id``: the message that waits. ``made_ms``: when the last one was sent, ``late_ms`` after it was
+    due. ``added_ms`` and ``changed_ms``: when an operator added the schedule, and last changed it."""
+
+    schedule: Schedule
+    why: str = ""
+    made: int = 0
+    missed: int = 0
+    settled_ms: int | None = None
+    waiting_ms: int | None = None
+    waiting_id: int | None = None
+    made_ms: int | None = None
+    late_ms: int | None = None
+    added_ms: int = 0
+    changed_ms: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.schedule.name
+
+    @property
+    def due_ms(self) -> int | None:
+        """When the waiting occurrence is due, with its jitter; None if none waits."""
+        return None if self.waiting_ms is None else due_ms(self.schedule, self.waiting_ms)
+
+
+class PlannedRecord(NamedTuple):
+    """A record to write, and its next occurrence; None if no occurrence is to wait."""
+
+    record: ScheduleRecord
+    parcel: Parcel | None
+
+
+def key_of(name: str) -> bytes:
+    """The key of the waiting occurrence of the schedule of this name."""
+    return OCCURRENCE + name.encode("utf-8", "surrogateescape")
+
+
+def name_of(key: bytes) -> str:
+    """The name of the schedule whose occurrence waits under this key."""
+    return key.removeprefix(OCCURRENCE).decode("utf-8", "replace")
+
+
+def next_times(record: ScheduleRecord, now_ms: int, most: int) -> list[int]:
+    """Find the next times of the rhythm, the waiting occurrence's first; of a paused schedule those after a resume now.
+    Raises BadCron and UnknownZone."""
+    schedule, left = record.schedule, record.schedule.max_occurrences
+    if schedule.state is ScheduleState.ENDED:
+        return []
+    at_ms = record.waiting_ms
+    if at_ms is None:
+        at_ms = next_time(schedule, max(now_ms, record.settled_ms or 0))
+    found: list[int] = []
+    while at_ms is not None and len(found) < (most if left is None else min(most, left - record.made)):
+        found.append(at_ms)
+        at_ms = next_time(schedule, at_ms)
+    return found
+
+
+def step_on(record: ScheduleRecord, fate: Fate, now_ms: int, sent_ms: int | None = None) -> PlannedRecord:
+    """The record once its waiting occurrence is over. ``sent_ms``: when it was sent, if known."""
+    at_ms = record.waiting_ms
+    assert at_ms is not None, record.name
+    over = record._replace(
+        made=record.made + (fate is Fate.SENT), missed=record.missed + (fate is Fate.MISSED), settled_ms=at_ms
+    )
+    if sent_ms is not None:
+        over = over._replace(made_ms=sent_ms, late_ms=sent_ms - due_ms(record.schedule, at_ms))
+    return plan(over, lambda: following(over.schedule, at_ms, now_ms, over.made))
+
+
+def begin(record: ScheduleRecord, now_ms: int) -> PlannedRecord:
+    """The record of a schedule that is added or resumed. An occurrence that is over does not come again."""
+    return plan(record, lambda: starting(record.schedule, max(now_ms, record.settled_ms or 0), record.made))
+
+
+def revise(record: ScheduleRecord, schedule: Schedule, now_ms: int) -> PlannedRecord:
+    """The record after an edit to ``schedule``, or, if it is equal, after a change of the zone data. A paused schedule
+    stays paused; one that ended or failed may become active again."""
+    edited = record._replace(schedule=schedule)
+    if record.schedule.state is ScheduleState.PAUSED:
+        return PlannedRecord(edited, None)
+    waiting_ms = now_ms + 1 if record.waiting_ms is None else record.waiting_ms
+    settled_ms = record.settled_ms or 0
+    return plan(
+        edited,
+        lambda: renewed(
+            record.schedule, schedule, waiting_ms=waiting_ms, settled_ms=settled_ms, now_ms=now_ms, made=record.made
+        ),
+    )
+
+
+def stop(record: ScheduleRecord, state: ScheduleState, why: str = "") -> ScheduleRecord:
+    """The record without a waiting occurrence, in this state."""
+    schedule = replace(record.schedule, state=state)
+    return record._replace(schedule=schedule, why=why, waiting_ms=None, waiting_id=None)
+
+
+def plan(record: ScheduleRecord, find: Callable[[], Following]) -> PlannedRecord:
+    """The record with the occurrence that ``find`` finds."""
+    try:
+        found = find()
+        parcel = None if found.at_ms is None else occurrence(record.schedule, found.at_ms)
+    except Exception as wrong:  # noqa: BLE001 - Whatever is wrong with one schedule must not stop the messages of others.
+        return PlannedRecord(stop(record, ScheduleState.FAILED, str(wrong) or type(wrong).__name__), None)
+    record = record._replace(missed=record.missed + found.missed)
+    if parcel is None:
+        return PlannedRecord(stop(record, ScheduleState.ENDED, found.why), None)
+    schedule = replace(record.schedule, state=ScheduleState.ACTIVE)
+    active = record._replace(schedule=schedule, why="", waiting_ms=found.at_ms)
+    return PlannedRecord(active, parcel._replace(key=key_of(record.name)))

@@ -1,0 +1,167 @@
+"""What follows an occurrence: the policies in tables, and against a schedule that is walked through."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
+from delayer.schedule.missed import LATE_MS, Following, following, is_expired, renewed, starting
+from delayer.schedule.occurrence import due_ms
+from delayer.schedule.rhythm import Cron, Every
+from delayer.schedule.schedule import ONCE, SKIP, next_time
+from delayer.schedule.wall import UnknownZone
+from tests.unit.schedule.scene import HOURLY, ms, schedule
+
+TEN = ms("2026-03-02T10:00Z")
+HOUR = HOUR_MS
+
+
+@pytest.mark.parametrize(
+    ("catch_up", "settled", "next_", "missed"),
+    [
+        (ONCE, TEN + 20, TEN + HOUR, 0),
+        (ONCE, TEN + HOUR + LATE_MS, TEN + HOUR, 0),  # late, not missed
+        (ONCE, TEN + HOUR + LATE_MS + 1, TEN + 2 * HOUR, 1),
+        (ONCE, TEN + DAY_MS + 5 * MINUTE_MS, TEN + DAY_MS + HOUR, 24),
+        (SKIP, TEN + DAY_MS + 5 * MINUTE_MS, TEN + DAY_MS + HOUR, 24),
+        (SKIP, TEN + HOUR + LATE_MS, TEN + HOUR, 0),
+        (2, TEN + DAY_MS + 5 * MINUTE_MS, TEN + DAY_MS, 23),
+        (5, TEN + DAY_MS + 5 * MINUTE_MS, TEN + DAY_MS - 3 * HOUR, 20),
+        (24, TEN + DAY_MS + 5 * MINUTE_MS, TEN + 2 * HOUR, 1),
+        (25, TEN + DAY_MS + 5 * MINUTE_MS, TEN + HOUR, 0),
+        (1_000, TEN + DAY_MS + 5 * MINUTE_MS, TEN + HOUR, 0),
+        (ONCE, TEN - DAY_MS, TEN + HOUR, 0),  # cancelled ahead of its time
+        (ONCE, TEN - 5 * DAY_MS, TEN + HOUR, 0),  # or the clock stepped back
+    ],
+)
+def test_a_stopped_daemon(catch_up: int, settled: int, next_: int, missed: int) -> None:
+    assert following(schedule(catch_up=catch_up), TEN, settled) == Following(next_, missed)
+
+
+@pytest.mark.parametrize(
+    ("catch_up", "late", "expired"),
+    [(SKIP, LATE_MS, False), (SKIP, LATE_MS + 1, True), (ONCE, DAY_MS, False), (5, DAY_MS, False), (SKIP, -1, False)],
+)
+def test_only_skip_expires(catch_up: int, late: int, expired: bool) -> None:
+    one = schedule(catch_up=catch_up, jitter_ms=MINUTE_MS)
+    assert is_expired(one, TEN, due_ms(one, TEN) + late) is expired
+
+
+def test_a_single_missed_occurrence_is_sent_late_or_not_at_all() -> None:
+    """Down from 6:00 to 9:00, and due at 7:00 each weekday."""
+    rhythm = Cron("0 7 * * 1-5", "Europe/Berlin")
+    seven, nine, next_ = (ms(f"2026-03-{at}+01:00") for at in ("27T07:00", "27T09:00", "28T07:00"))
+    monday = ms("2026-03-30T07:00+02:00")
+    assert next_ < monday
+    for catch_up in (SKIP, ONCE, 10):
+        one = schedule(rhythm=rhythm, catch_up=catch_up)
+        assert is_expired(one, seven, nine) is (catch_up == SKIP)
+        assert following(one, seven, nine) == Following(monday)
+
+
+def test_the_last_time_ends_a_schedule_and_bounds_what_was_missed() -> None:
+    one = schedule(last_ms=TEN + 3 * HOUR)
+    assert following(one, TEN + 2 * HOUR, TEN + 2 * HOUR) == Following(TEN + 3 * HOUR)
+    assert following(one, TEN + 3 * HOUR, TEN + 3 * HOUR) == Following(
+        None, why="its last time was 2026-03-02T13:00:00Z"
+    )
+    assert following(one, TEN, TEN + DAY_MS)[:2] == (None, 3)
+    assert following(schedule(last_ms=TEN + 3 * HOUR, catch_up=3), TEN, TEN + DAY_MS)[:2] == (TEN + 2 * HOUR, 1)
+
+
+def test_the_maximum_ends_a_schedule() -> None:
+    one = schedule(max_occurrences=3)
+    assert following(one, TEN, TEN, made=2) == Following(TEN + HOUR)
+    assert following(one, TEN, TEN, made=3) == Following(None, why="it has had its 3 occurrences")
+    assert starting(one, TEN, made=3).at_ms is None
+
+
+def test_a_date_that_does_not_come_again_ends_a_schedule() -> None:
+    never = schedule(rhythm=Cron("0 0 */31 * MON#5"))
+    assert starting(never, TEN) == Following(None, why="no date follows")
+
+
+def test_a_zone_that_is_gone_is_an_error() -> None:
+    gone = schedule(rhythm=Cron("@daily", "Europe/Atlantis"))
+    for settle in (lambda: following(gone, TEN, TEN), lambda: starting(gone, TEN)):
+        with pytest.raises(UnknownZone):
+            settle()
+
+
+def test_a_paused_schedule_misses_nothing() -> None:
+    assert starting(schedule(catch_up=1_000), TEN + DAY_MS + 1) == Following(TEN + DAY_MS + HOUR)
+    assert starting(schedule(rhythm=Every(HOUR, TEN + 5)), 0) == Following(TEN + 5)
+
+
+def test_an_interval_goes_on_from_its_first_time_not_from_a_release() -> None:
+    one = schedule(rhythm=Every(HOUR, TEN))
+    at, settled = TEN, TEN + 1_234
+    for step in range(1, 50):
+        at = following(one, at, settled).at_ms or 0
+        assert at == TEN + step * HOUR
+        settled = at + 1_234
+
+
+def test_an_edit_keeps_what_is_due_and_what_was_cancelled() -> None:
+    before = schedule()
+    quarterly, body = schedule(rhythm=Every(HOUR // 4)), schedule(body=b"new")
+    now = TEN + MINUTE_MS
+    # 11:00 waits.
+    assert renewed(before, body, waiting_ms=TEN + HOUR, settled_ms=TEN, now_ms=now) == Following(TEN + HOUR)
+    assert renewed(before, quarterly, waiting_ms=TEN + HOUR, settled_ms=TEN, now_ms=now) == Following(TEN + HOUR // 4)
+    # 10:00 is due, and every daemon is down.
+    assert renewed(before, quarterly, waiting_ms=TEN, settled_ms=TEN - HOUR, now_ms=now) == Following(TEN)
+    # 11:00 was cancelled, and 12:00 waits.
+    assert renewed(before, body, waiting_ms=TEN + 2 * HOUR, settled_ms=TEN + HOUR, now_ms=now) == Following(
+        TEN + 2 * HOUR
+    )
+    assert renewed(before, quarterly, waiting_ms=TEN + 2 * HOUR, settled_ms=TEN + HOUR, now_ms=now) == Following(
+        TEN + HOUR // 4
+    )
+    assert renewed(before, schedule(last_ms=now + 1), waiting_ms=TEN + HOUR, settled_ms=TEN, now_ms=now).at_ms is None
+    assert (
+        renewed(before, schedule(max_occurrences=2), waiting_ms=TEN + HOUR, settled_ms=TEN, now_ms=now, made=2).at_ms
+        is None
+    )
+
+
+def test_jitter_makes_no_occurrence_missed() -> None:
+    one = schedule(rhythm=Cron("*/5 * * * *"), jitter_ms=20 * MINUTE_MS)
+    assert following(one, TEN, TEN + 20 * MINUTE_MS) == Following(TEN + 5 * MINUTE_MS)
+
+
+RHYTHMS = st.sampled_from(
+    [HOURLY, Every(7 * MINUTE_MS, TEN), Cron("*/20 * * * *", "Europe/Berlin"), Cron("30 2 * * *", "America/New_York"),
+     Cron("0,30 1-3 * * *", "Australia/Lord_Howe"), Cron("0 9-17 * * 1-5", "Asia/Kathmandu")]
+)  # fmt: skip
+
+
+@given(RHYTHMS, st.integers(0, 30), st.integers(0, 365 * 24 * 60), st.lists(st.integers(0, 3 * 24 * 60), max_size=6),
+       st.integers(0, MINUTE_MS))  # fmt: skip
+def test_every_occurrence_is_sent_once_or_counted_as_missed(
+    rhythm: Every | Cron, catch_up: int, start: int, stops: list[int], jitter_ms: int
+) -> None:
+    """A daemon stops and starts. Each time of the rhythm is settled or missed, none twice, and those sent late in a row
+    are no more than the policy says."""
+    one = schedule(rhythm=rhythm, catch_up=catch_up, jitter_ms=jitter_ms)
+    now = TEN + start * MINUTE_MS
+    waiting, settled, missed = starting(one, now).at_ms, [], 0
+    for stop in stops:
+        now += stop * MINUTE_MS
+        late = 0
+        while waiting is not None and due_ms(one, waiting) <= now:
+            assert not settled or waiting > settled[-1]
+            late += now - due_ms(one, waiting) > LATE_MS + jitter_ms and not is_expired(one, waiting, now)
+            settled.append(waiting)
+            waiting, more, _ = following(one, waiting, now)
+            missed += more
+        assert late <= catch_up
+    expected, at = [], next_time(one, TEN + start * MINUTE_MS)
+    while at is not None and waiting is not None and at < waiting:
+        expected.append(at)
+        at = next_time(one, at)
+    assert at == waiting
+    assert set(settled) <= set(expected)
+    assert len(expected) == len(settled) + missed
