@@ -63,10 +63,14 @@ DrainPlan = tuple[int, list[LeftBehind]]
 
 def store_backlog(now: draining.DrainBacklog, *, keys_too: bool) -> DrainPlan:
     """Count what a drain into the cascade would move, and list what it would leave."""
-    keyed = 0 if keys_too else now.keyed
     found = [
         LeftBehind(
-            keyed, "store", "they have a key, and the cascade knows no keys",
+            now.keyed, "store", "they belong to schedules, which need the store",
+            "pause or remove the schedules: their waiting messages go with them",
+        )
+        if keys_too
+        else LeftBehind(
+            now.keyed, "store", "they have a key, and the cascade knows no keys",
             "none: the daemon releases them when due; or --keys-too, and then they cannot be replaced or cancelled",
             by_itself=True,
         ),
@@ -75,7 +79,7 @@ def store_backlog(now: draining.DrainBacklog, *, keys_too: bool) -> DrainPlan:
         LeftBehind(now.broken, "segments", "their segments do not read back", "docs/backlog.md"),
         LeftBehind(now.held, "held", "their destination did not take them", "delayer held list; retry or drop"),
     ]  # fmt: skip
-    return max(0, now.rows - now.soon - keyed), [one for one in found if one.messages]
+    return max(0, now.rows - now.soon - now.keyed), [one for one in found if one.messages]
 
 
 LOWEST: Final = 5

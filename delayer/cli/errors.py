@@ -14,7 +14,7 @@ from delayer.config.errors import ConfigError
 from delayer.core import errors
 from delayer.core.errors import StoreLost
 from delayer.core.readable import counted, readable
-from delayer.store.errors import STORE_RUNS, BadStoreUrl, SchemaOutdated, StoreUnfit
+from delayer.store.errors import STORE_RUNS, BadStoreUrl, ScheduleRefused, ScheduleUnknown, SchemaOutdated, StoreUnfit
 
 BROKER_RUNS = "check broker.url, and that the broker runs"
 SEEING = "set broker.management_url, or check its host, port, user and password, and that it answers"
@@ -61,7 +61,7 @@ class OutOfReach(CommandError):
 
 EXPECTED_ERRORS = (
     ConfigError, BrokerLost, BrokerRefused, QueueMissing, TopologyMismatch, StoreLost, StoreUnfit, SchemaOutdated,
-    BadStoreUrl, JobImpossible, JobMisused, JobFailed,
+    BadStoreUrl, ScheduleRefused, JobImpossible, JobMisused, JobFailed,
 )  # fmt: skip
 
 
@@ -79,6 +79,11 @@ def failure(error: Exception) -> CommandError:
                 "Next: `delayer check` says what to do about each; then run `delayer topology apply` again."
             )
             made = CommandFailed(f"queues or exchanges on the broker differ from the configuration:\n{lines}\n{advice}")
+        case ScheduleUnknown():
+            made = CommandFailed(text)
+        case ScheduleRefused(problems=problems):
+            lines = "\n".join(f"  {readable(problem)}" for problem in problems)
+            made = Misused(f"nothing was changed, because of {counted(len(problems), 'mistake')}:\n{lines}")
         case BadStoreUrl() | JobMisused():
             made = Misused(text)
         case JobImpossible() | JobFailed():  # Exit code 1 would mean that an audit found something.

@@ -3,7 +3,7 @@
 ``DELAYER_FAULT=park.copied`` kills the process (SIGKILL) when it first reaches that point, ``park.copied:3`` the third
 time. ``park.copied:1:stop`` stops it (SIGSTOP) instead, so that a test can kill the broker or the database, and resume
 it with SIGCONT. The points are the rows of the crash tables in docs/guarantees.md, and the steps of compacting,
-restoring, importing and draining.
+restoring, importing and draining. Those of schedules are in transactions of releases and of operators.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ _BY_WORK = """
     publish.begun publish.written
     park.copied park.committed
     release.claimed release.published release.committed
+    schedule.copied schedule.committed
     compact.locked compact.written compact.verified compact.deleted compact.committed
     restore.locked restore.copied restore.deleted restore.committed
     import.begun import.staged import.taken import.committed import.removed import.emptied

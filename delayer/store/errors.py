@@ -6,11 +6,13 @@ core.StoreLost        unreachable, or it refused the transaction: try again late
 StoreUnfit            the server or the database cannot hold a store: an operator must act
 SchemaOutdated        the store lacks a schema upgrade, or has an unknown one: an operator must act
 BadStoreUrl           the URL cannot be read: an operator must act
+ScheduleRefused       an operator's change of schedules cannot be made; nothing is changed
+└─ ScheduleUnknown    there is no schedule of this name
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 
@@ -57,6 +59,19 @@ class StoreUnfit(Exception):
 
 class BadStoreUrl(ValueError):
     """The store's URL is invalid. Never contains the URL, which may include a password."""
+
+
+class ScheduleRefused(Exception):
+    """A change that cannot be made. ``problems``: each says what was expected, what was found, and the next step."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+class ScheduleUnknown(ScheduleRefused):
+    def __init__(self, name: str) -> None:
+        super().__init__([f"name: expected a schedule of this store, found {name!r}; see `delayer schedule list`"])
 
 
 class SchemaOutdated(Exception):

@@ -12,7 +12,7 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Final, NamedTuple, Self, TypeVar
 
@@ -37,6 +37,8 @@ from delayer.store.lanes.locks import LaneLocks
 from delayer.store.lanes.notify import notify, soonest
 from delayer.store.rows import history, keys, partitions
 from delayer.store.rows.partitions import Days, read_days
+from delayer.store.rows.places import new_ids
+from delayer.store.schedules.zones import ZoneWatch
 from delayer.store.segments import catalog
 from delayer.store.statements import Changes
 
@@ -78,6 +80,7 @@ class PostgresStore:
     days: Days
     identity: StoreIdentity
     history_days: int
+    zones: ZoneWatch = field(default_factory=ZoneWatch)
 
     @classmethod
     async def connect(
@@ -126,6 +129,7 @@ class PostgresStore:
             idle=idle_timeout,
             releasing=transaction_timeout,
             history=history_days > 0,
+            days=days,
             server=server,
         )
         return cls(parking, clock, locks, days, identity, history_days)
@@ -264,11 +268,13 @@ class PostgresStore:
                 raise StoreLost(f"the store answered COMMIT with {status}")
 
     async def maintain(self) -> None:
-        """Create partitions ahead of need and drop empty past ones, unless another daemon does. Raises StoreLost."""
+        """Create partitions ahead of need and drop empty past ones, and keep up with the zone data of this host, unless
+        another daemon does. Raises StoreLost."""
         with translate_errors("maintain"):
             async with pool.borrow(self.pool) as connection:
                 await partitions.run_upkeep(connection, self.clock, self.days)
                 await history.run_upkeep(connection, self.clock.now_upper_ms() // DAY_MS, self.history_days)
+            await self.zones.run_upkeep(self.pool)
 
 
 def lanes_of(parcels: Iterable[Parcel], place: Placement) -> list[int]:
@@ -322,7 +328,7 @@ async def _park_keyed(
     waited = {row["key"]: row["parked_at"] for row in cancelled.rows} | dict.fromkeys(cancelled.spared)
     batch = batch.settle(waited, now_ms)
     lanes = lanes_of(batch.kept, place)
-    ids = await _new_ids(connection, len(lanes))
+    ids = await new_ids(connection, len(lanes))
     if lanes:
         placed = zip(batch.kept, lanes, ids, strict=True)
         records = [(*stored_row(p, lane), new, now_ms if p.since_ms is None else p.since_ms) for p, lane, new in placed]
@@ -355,15 +361,10 @@ async def _fence(connection: Connection, term: Term) -> int:
 
 
 def _changes(place: Placement, batch: Fold, lanes: Sequence[int], cancelled: keys.Cancelled) -> Changes:
-    changes: Changes = Counter((lane, "parked") for lane in lanes)
+    changes = cancelled.changes
+    changes.update((lane, "parked") for lane in lanes)
     for parcel in batch.dropped:
         changes.update([(lane := lane_of(parcel, place), "parked"), (lane, "cancelled")])
-    for lane, n in cancelled.messages.items():
-        changes[lane, "cancelled"] += n
-    for lane, n in cancelled.held.items():
-        changes[lane, "held"] -= n
-    for lane, n in cancelled.packed.items():  # As if restored for its cancel.
-        changes[lane, "restored"] += n
     return changes
 
 
@@ -377,7 +378,7 @@ async def hold_new(
     keyed: list[tuple[bytes, int, int, int]] = []
     changes: Changes = Counter()
     entries = []
-    for (parcel, hold), new in zip(parcels, await _new_ids(connection, len(parcels)), strict=True):
+    for (parcel, hold), new in zip(parcels, await new_ids(connection, len(parcels)), strict=True):
         lane, retry_ms = lane_of(parcel, place), hold.retry_ms(max(now_ms + pause_ms(1, new), parcel.due_ms))
         if retry_ms is not None:
             retries.append((parcel, retry_ms))
@@ -395,13 +396,6 @@ async def hold_new(
         await history.write(connection, entries)
     await _count(connection, place, changes)
     return min((retry_ms for _, retry_ms in retries), default=None)
-
-
-async def _new_ids(connection: Connection, count: int) -> list[int]:
-    if not count:
-        return []
-    rows = await connection.fetch("SELECT nextval('message_id') FROM generate_series(1, $1::int)", count)
-    return [row[0] for row in rows]
 
 
 async def _count(connection: Connection, place: Placement, changes: Changes) -> None:

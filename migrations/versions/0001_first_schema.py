@@ -106,6 +106,46 @@ CREATE TABLE message_key (
     CONSTRAINT message_key_pkey PRIMARY KEY (key)
 );
 
+-- A recurring schedule. Its next occurrence waits as the message waiting_id, under the key 'delayer.schedule/' and the
+-- name. Either cron and zone or period_ms is the rhythm, from first_at to last_at. Instants of the rhythm are without
+-- the jitter: waiting_at, of the occurrence that waits, and settled_at, of the one before. made counts the occurrences
+-- that were sent, the last of them at made_at, late_ms after it was due; missed counts those that never were. why: of
+-- the states ended and failed. The collation is that of Python, by which batches are ordered.
+CREATE TABLE schedule (
+    name        text        COLLATE "C" NOT NULL,
+    id          uuid        NOT NULL,
+    state       text        NOT NULL,
+    why         text        NOT NULL,
+    cron        text,
+    zone        text,
+    period_ms   bigint,
+    first_at    timestamptz NOT NULL,
+    last_at     timestamptz,
+    catch_up    integer     NOT NULL,
+    jitter_ms   bigint      NOT NULL,
+    max         bigint,
+    to_exchange bytea       NOT NULL,
+    to_key      bytea       NOT NULL,
+    properties  bytea       NOT NULL,
+    body        bytea       NOT NULL,
+    made        bigint      NOT NULL,
+    missed      bigint      NOT NULL,
+    settled_at  timestamptz,
+    waiting_at  timestamptz,
+    waiting_id  bigint,
+    made_at     timestamptz,
+    late_ms     bigint,
+    added_at    timestamptz NOT NULL DEFAULT now(),
+    changed_at  timestamptz NOT NULL DEFAULT now(),
+    CONSTRAINT schedule_pkey PRIMARY KEY (name),
+    CONSTRAINT schedule_id_key UNIQUE (id),
+    CONSTRAINT schedule_state CHECK (state IN ('active', 'paused', 'ended', 'failed')),
+    CONSTRAINT schedule_rhythm CHECK ((cron IS NULL) = (zone IS NULL) AND (cron IS NULL) <> (period_ms IS NULL)),
+    CONSTRAINT schedule_waiting CHECK ((waiting_id IS NULL) = (waiting_at IS NULL)
+                                       AND (waiting_id IS NULL) = (state <> 'active'))
+) WITH (fillfactor = 70, {ROWS_THAT_CHURN});
+ALTER TABLE schedule ALTER COLUMN body SET STORAGE EXTERNAL;
+
 -- epoch grows with every change of owner and fences off the parks of the last one. watermark is the instant where the
 -- next owner begins. route is the limited route that the lane belongs to.
 CREATE TABLE lane (
@@ -120,10 +160,12 @@ CREATE TABLE lane (
 
 -- One row. intake grows with every process that begins to apply operations with keys, and fences off those of the
 -- process before. has_broker: the store belongs to a broker, the one with the exchange delayer.store.<id>.
+-- zone_version: the zone data by which the occurrences of schedules were last computed.
 CREATE TABLE store (
-    id         text    NOT NULL DEFAULT replace(gen_random_uuid()::text, '-', ''),
-    has_broker boolean NOT NULL DEFAULT false,
-    intake     bigint  NOT NULL DEFAULT 0
+    id           text    NOT NULL DEFAULT replace(gen_random_uuid()::text, '-', ''),
+    has_broker   boolean NOT NULL DEFAULT false,
+    intake       bigint  NOT NULL DEFAULT 0,
+    zone_version text    NOT NULL DEFAULT ''
 );
 INSERT INTO store DEFAULT VALUES;
 

@@ -25,6 +25,7 @@ from delayer.store.admin.needs import MissingRight, missing_rights
 from delayer.store.admin.stats import overview
 from delayer.store.errors import SchemaOutdated
 from delayer.store.rows import partitions
+from delayer.store.schedules import changes
 from tests.integration.rights import (
     DAEMON,
     DATABASE,
@@ -41,6 +42,7 @@ from tests.integration.rights import (
 from tests.support.fakes import WHY
 from tests.support.logged import capture_logs
 from tests.support.rows import compact, put, row
+from tests.support.schedules import HOUR_MS, check_waiting, rewind, schedule
 from tests.support.servers import Postgres
 from tests.support.store import Store, claim_when_due, opened, owned, parcel, release_all, sql
 
@@ -108,13 +110,16 @@ async def work(url: str) -> None:
             await retry(url, lane)
             await claim_when_due(lane)
             await lane.claimers[0].give_up()
-            await release_all(lane)
+            for one in lanes:
+                await release_all(one)
             assert isinstance(await store.restore(now + 2 * DAY_MS), Broken)
             assert isinstance(await store.restore(now + 2 * DAY_MS), Restored)
             assert await store.restore(now + 2 * DAY_MS) is None
             await store.locks.add_routes([b"limited"])
     finally:
         await store.close()
+    async with sql(url) as connection:
+        assert (await check_waiting(connection)).made == 1
     await overview(url)
 
 
@@ -144,6 +149,8 @@ async def prepare(postgres: Postgres) -> None:
         for number in range(2):
             await put(owner, [row(2 * number + n, now_ms + DAY_MS + number) for n in (1, 2)])
             assert await compact(owner)
+        await changes.add(owner, schedule(), who="test")
+        await rewind(owner, HOUR_MS)
         await owner.execute("UPDATE segment SET packed = '' WHERE id = (SELECT min(id) FROM segment)")
 
 
@@ -214,9 +221,15 @@ async def press(url: str) -> None:
     finally:
         await store.close()
     async with actions.change_connection(url, "test") as connection:
-        waiting = [Token(number) for (number,) in await connection.fetch("SELECT id FROM message ORDER BY id")]
+        waiting = [
+            Token(id_) for (id_,) in await connection.fetch("SELECT id FROM message WHERE route <> '' ORDER BY id")
+        ]
         segment = [Token(3)]  # see prepare()
         first, second, third = [number for (number,) in await connection.fetch("SELECT id FROM held ORDER BY id")]
+        await changes.pause(connection, "tick", who="ada")
+        await changes.resume(connection, "tick", who="ada")
+        await changes.run_now(connection, "tick", who="ada")
+        await changes.pause(connection, "tick", who="ada")
         act = await audit_log.begin(connection, "ada", "cancel", {})
         move = partial(actions.reschedule, when=NewDue(None, DAY_MS))
         assert await actions.apply_to_ids(connection, move, waiting, act) == {
@@ -225,12 +238,12 @@ async def press(url: str) -> None:
         assert await actions.apply_to_ids(connection, actions.cancel, segment, act) == {3: FoundIn.SEGMENT}
         pages = actions.waiting_pages(connection, Filter())
         done = await actions.apply_to_matching(connection, actions.cancel, pages, log_id=act, say=lambda _: None)
-        assert done[FoundIn.WAITING] == 4, "and those out of the segment"
+        assert done[FoundIn.WAITING] == 5, "and those out of the segment, and that of the schedule"
         assert await actions.apply_to_ids(connection, move, [Token(first)], act) == {first: FoundIn.HELD}
         assert await actions.retry_held(connection, [second], {}, act) == {second: FoundIn.HELD}
         assert await actions.cancel(connection, [third], log_id=act) == {third: FoundIn.HELD}
-        (written,) = await audit_log.list_entries(connection, 10)
-        assert (written.who, written.messages) == ("ada", 3 + 1 + 4 + 1 + 1 + 1)
+        written, *_ = await audit_log.list_entries(connection, 10)
+        assert (written.who, written.messages) == ("ada", 3 + 1 + 5 + 1 + 1 + 1)
 
 
 async def test_the_page_s_buttons_work_with_its_rights(page: str, postgres: Postgres) -> None:

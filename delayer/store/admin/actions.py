@@ -6,9 +6,9 @@ statements. The process that moves it locks its row or its segment, so a message
 lock, or if the list of segments changed, we look again for messages that slipped away. We wait for a message that is
 being released; then it is gone, or ours.
 
-Locks are taken in the order of keys.py: keys' advisory locks, messages' rows, held rows, rows of message_key, the
-counters. Many messages are changed in portions, each in one transaction with its share of the audit log, so an
-interruption leaves whole portions.
+Locks are taken in the order of keys.py: keys' advisory locks, messages' rows, held rows, rows of message_key and of
+schedule, the counters. Many messages are changed in portions, each in one transaction with its share of the audit log,
+so an interruption leaves whole portions.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
-from asyncpg import Connection
+from asyncpg import Connection, Record
 
 from delayer.core.filters import Filter, Token
+from delayer.core.message import is_occurrence
 from delayer.core.segment import Broken
 from delayer.core.units import DAY_MS
+from delayer.schedule.record import Fate
 from delayer.store import held_messages, pool, statements, waiting
 from delayer.store.admin import audit_log
 from delayer.store.admin.detail import ABSENT, FoundIn
@@ -34,6 +36,7 @@ from delayer.store.rows import history
 from delayer.store.rows.keys import DELETE_HELD, forget, lock_keys, lock_pointers
 from delayer.store.rows.partitions import PARK_SECONDS, Days, read_days
 from delayer.store.rows.places import NO_DUES, Dues, Places, find_rows
+from delayer.store.schedules.occurrences import EndedOccurrence, follow
 from delayer.store.segments import catalog
 from delayer.store.session import read_connection
 from delayer.store.statements import Changes
@@ -180,8 +183,20 @@ async def _cancel_rows(
         changes[lane, "held"] -= where is FoundIn.HELD
     if keyed := [(key, number) for number, _, key, _ in gone if key is not None]:
         await forget(connection, keyed)
+        changes.update(await _follow(connection, [(key, id_, lane) for id_, lane, key, _ in gone], Fate.CANCELLED))
     quiet = len(gone) == len(places.ids) + len(held)
     return {number: where for number, _, _, where in gone}, changes, quiet
+
+
+async def _follow(connection: Connection, gone: Iterable[tuple[bytes | None, int, int]], fate: Fate) -> Changes:
+    """Write the next occurrences of the schedules whose waiting one is among ``gone`` (key, id, lane). Returns the
+    changes of the counters."""
+    over = [EndedOccurrence(key, id_, lane, fate) for key, id_, lane in gone if key is not None and is_occurrence(key)]
+    if not over:
+        return Counter()
+    written = await follow(connection, over)
+    await notify(connection, soonest((one.lane, one.due_ms) for one in written), {})
+    return Counter((one.lane, "parked") for one in written)
 
 
 # An imported message may be held before it is due. Then the new instant is also its due instant. A message that waits
@@ -193,6 +208,14 @@ _MOVE_HELD = (
     " THEN coalesce($2::timestamptz, due_at + $3::bigint * interval '1 millisecond') ELSE due_at END"
     " WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE) RETURNING id, lane, retry_at"
 )
+
+
+_UNKEY: Final = """
+UPDATE message AS m SET key = NULL
+FROM unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS w (lane, due, id)
+WHERE m.lane = w.lane AND m.due_at >= w.due AND m.due_at < w.due + interval '1 millisecond' AND m.id = w.id
+  AND m.due_at >= $4 AND m.due_at < $5
+"""
 
 
 class NewDue(NamedTuple):
@@ -218,13 +241,26 @@ async def _move_rows(
     held = [number for (number,) in await connection.fetch("SELECT id FROM held WHERE id = ANY($1) ORDER BY id", ids)]
     await lock_keys_of(connection, places)
     moved = await connection.fetch(statements.read("move_rows"), *places[:3], *when, *places[3:])
-    if keyed := [(key, number, due_ms) for number, _, due_ms, key in moved if key is not None]:
-        await _point(connection, sorted(keyed))
+    changes: Changes = Counter()
+    if keyed := [row for row in moved if row["key"] is not None]:
+        await _point(connection, sorted((key, number, due_ms) for number, _, due_ms, key in keyed))
+        changes = await _part(connection, [row for row in keyed if is_occurrence(row["key"])])
     again = await connection.fetch(_MOVE_HELD, held, *when)
     found = {number: FoundIn.WAITING for number, *_ in moved} | {number: FoundIn.HELD for number, *_ in again}
     moved_to = soonest((lane, due_ms) for _, lane, due_ms, _ in moved)
     await notify(connection, moved_to, soonest((lane, retry_ms) for _, lane, retry_ms in again))
-    return found, Counter(), len(found) == len(places.ids) + len(held)
+    return found, changes, len(found) == len(places.ids) + len(held)
+
+
+async def _part(connection: Connection, moved: Sequence[Record]) -> Changes:
+    """Make ordinary messages of these occurrences, which an operator moved. Their schedules go on as if these had been
+    sent."""
+    if not moved:
+        return Counter()
+    ids, lanes, dues, keys = map(list, zip(*moved, strict=True))
+    await connection.execute(_UNKEY, lanes, dues, ids, min(dues), max(dues) + 1)
+    await forget(connection, list(zip(keys, ids, strict=True)))
+    return await _follow(connection, [(key, id_, lane) for id_, lane, _, key in moved], Fate.SENT)
 
 
 async def _point(connection: Connection, keyed: Sequence[tuple[bytes, int, int]]) -> None:
@@ -285,9 +321,15 @@ async def whereabouts(connection: Connection, tokens: Sequence[Token]) -> dict[i
 
 
 async def waiting_pages(connection: Connection, wanted: Filter) -> AsyncIterator[Dues]:
-    """All waiting messages of ``wanted``, page by page, each with its due time. Raises the driver's errors."""
+    """All waiting messages of ``wanted``, page by page, each with its due time. Leaves out the occurrences of schedules
+    that are written meanwhile: they follow those of earlier pages without end. Raises the driver's errors."""
+    newest: int = await connection.fetchval("SELECT nextval('message_id')")
     async for page in waiting.pages(connection, wanted, PORTION):
-        yield {one.place.id: one.place.due_ms for one in page.messages}
+        yield {
+            one.place.id: one.place.due_ms
+            for one in page.messages
+            if one.place.id < newest or not is_occurrence(one.key)
+        }
 
 
 async def apply_to_matching(

@@ -19,13 +19,14 @@ from delayer.store.rows import keys
 from delayer.store.rows.places import Place, Places
 from delayer.store.segments import catalog
 
-_LOCK: Final = """
+_OF_SCHEDULE: Final = "(key >= 'delayer.schedule/' AND key < 'delayer.schedule0')"
+_LOCK: Final = f"""
 SELECT m.id, m.due_at, m.checksum, m.format, m.route, m.exchange, m.routing_key,
        m.to_exchange, m.to_key, m.properties, m.body, m.key
 FROM message AS m
 JOIN unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS w (lane, due, id)
   ON m.lane = w.lane AND m.due_at >= w.due AND m.due_at < w.due + interval '1 millisecond' AND m.id = w.id
-WHERE m.due_at >= $4 AND m.due_at < $5 AND (m.key IS NULL OR $6)
+WHERE m.due_at >= $4 AND m.due_at < $5 AND (m.key IS NULL OR $6 AND NOT {_OF_SCHEDULE})
 ORDER BY m.lane, m.due_at, m.id
 FOR UPDATE OF m
 """
@@ -33,8 +34,8 @@ FOR UPDATE OF m
 
 class DrainBacklog(NamedTuple):
     """How many messages a drain can move, and how many it leaves and why. ``keyed`` and ``soon`` are disjoint parts of
-    ``rows``, unless rows with a key are drained too. ``soon`` counts at most SOON_MOST rows per lane. ``packed``:
-    messages in segments, ``broken``: in damaged ones."""
+    ``rows``. ``keyed``: with a key; if these are drained too, only occurrences of schedules. ``soon`` counts at most
+    SOON_MOST rows per lane. ``packed``: messages in segments, ``broken``: in damaged ones."""
 
     rows: int
     keyed: int
@@ -47,23 +48,23 @@ class DrainBacklog(NamedTuple):
 SOON_MOST: Final = 1_000_000
 _KEYED: Final = (
     "SELECT count(*) FROM message_key AS k"
-    " WHERE segment IS NULL AND NOT EXISTS (SELECT FROM held AS h WHERE h.id = k.id)"
+    f" WHERE segment IS NULL AND NOT EXISTS (SELECT FROM held AS h WHERE h.id = k.id) AND (NOT $1 OR {_OF_SCHEDULE})"
 )
-_SOON: Final = """
+_SOON: Final = f"""
 SELECT count(*)
 FROM lane AS l
 CROSS JOIN LATERAL (
-    SELECT FROM message WHERE lane = l.number AND due_at < $1 AND (key IS NULL OR $3) LIMIT $2
+    SELECT FROM message WHERE lane = l.number AND due_at < $1 AND (key IS NULL OR $3 AND NOT {_OF_SCHEDULE}) LIMIT $2
 ) AS soonest
 """
 
 
 async def count(connection: Connection, soon_ms: int, *, keys_too: bool = False) -> DrainBacklog:
-    """Count the backlog on one snapshot. A drain leaves rows due before ``soon_ms`` (epoch ms), and rows with a key
-    unless ``keys_too``. Raises the driver's errors."""
+    """Count the backlog on one snapshot. A drain leaves rows due before ``soon_ms`` (epoch ms), rows with a key
+    unless ``keys_too``, and occurrences of schedules. Raises the driver's errors."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         kinds = await counters(connection)
-        keyed = await connection.fetchval(_KEYED)
+        keyed = await connection.fetchval(_KEYED, keys_too)
         soon = await connection.fetchval(_SOON, soon_ms, SOON_MOST, keys_too)
         packed = await catalog.count(connection)
     return DrainBacklog(

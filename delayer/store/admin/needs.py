@@ -48,8 +48,8 @@ class LockNeed(NamedTuple):
     def needed(self) -> int:
         """The max_locks_per_transaction for the worst case, when every park has keys, and messages of every day.
         Postgres has one entry for each locked object, and twice as many for each holder of one."""
-        # A transaction's locks on other tables and indexes: lane, counter, message_key, held, segment, history.
-        beside = 16
+        # Locks on other tables and indexes: lane, counter, message_key, held, segment, schedule, history.
+        beside = 20
         of_days = 5 * self.partitions + beside  # A table with two indexes, and one of out-of-line bodies with one.
         of_history = 3 * self.of_history  # Table, out-of-line values and their index. Only readers lock all.
         things = of_days + of_history + LOCKS + self.lanes + self.limited
@@ -120,6 +120,7 @@ RIGHTS: Final[Mapping[str, str]] = {
     "delayer_schema_version": "SELECT",
     "SEQUENCE message_id": "USAGE",
     "segment": "SELECT, UPDATE, DELETE",
+    "schedule": "SELECT, UPDATE",
 }
 """The rights of a daemon, as docs/security.md grants them."""
 OF_HISTORY: Final[Mapping[str, str]] = {"history": "OWNER", "history_default": "SELECT, DELETE"}

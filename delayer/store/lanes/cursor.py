@@ -16,8 +16,10 @@ start of an open claim.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import Final
 
+from delayer.core.message import Due
 from delayer.store import pool
 from delayer.store.clock import StoreClock
 from delayer.store.lanes.notify import WAITING
@@ -30,6 +32,28 @@ LEAD_MS: Final = 40
 
 RowPlace = tuple[int, int]
 """A due instant in epoch milliseconds, and an id."""
+
+
+@dataclass(slots=True)
+class Claim:
+    """The rows taken by an open transaction."""
+
+    start: RowPlace
+    """Where this claim began. The next claim begins there if this one is rolled back."""
+    next_start: RowPlace
+    """Where the next claim begins while this one is open."""
+    rows: list[Due]
+    expired: list[Due] = field(default_factory=list)
+    """Occurrences of schedules that are too late to be sent. They settle with the others."""
+    retries: bool = False
+    """Whether the rows were held."""
+
+
+NOTHING: Final = Claim((NEVER_MS, 0), (NEVER_MS, 0), [])
+
+
+def place_of(due: Due) -> RowPlace:
+    return due.due_ms, due.id
 
 
 class ReleaseCursor:

@@ -23,13 +23,16 @@ from delayer.core.errors import LaneLost, Rejected, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold
 from delayer.core.message import WINDOW_MS, Due
+from delayer.core.units import DAY_MS
 from delayer.format.rows import read_held_row, read_row
 from delayer.store import pool, statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, REJECTED, describe, to_store_lost
-from delayer.store.lanes.cursor import NEVER_MS, ReleaseCursor, RowPlace
+from delayer.store.lanes.cursor import NEVER_MS, NOTHING, Claim, ReleaseCursor, RowPlace, place_of
 from delayer.store.lanes.session import KEEPALIVE_SECONDS, LaneSession
 from delayer.store.lanes.settling import FIRST, NO_LIMIT, Settlement, SkippedRows, outcomes_of
+from delayer.store.rows.partitions import Days
+from delayer.store.schedules import occurrences
 
 log = structlog.get_logger()
 
@@ -47,7 +50,7 @@ HORIZON_MS: Final = 61_000
 """How far ahead a claim looks for the next row. If there is none, the lane claims again at that instant."""
 
 
-Take = Callable[[Connection, int, int], Awaitable["Claim"]]
+Take = Callable[[Connection, int, int], Awaitable[Claim]]
 
 
 class PostgresClaimer:
@@ -75,18 +78,20 @@ class PostgresClaimer:
             return []
         self._has_session = True
         try:
-            rows = await self._claim(limit, max_bytes)
+            claim = await self._claim(limit, max_bytes)
         finally:
             if self.opened is None:
                 self.end()
-        if rows:
+        if claim.rows:
             self.session.kept_alive_until = self._clock.monotonic() + lane.release_seconds
             reach("release.claimed")
+        elif claim.expired:
+            await self.settle((), ())
         elif lane.skipped.full:
             await asyncio.sleep(1.0)
-        return rows
+        return claim.rows
 
-    async def _claim(self, limit: int, max_bytes: int) -> list[Due]:
+    async def _claim(self, limit: int, max_bytes: int) -> Claim:
         began = self._clock.monotonic()
         self._lane.check_owned("claim")
         async with self.locked_connection("claim") as connection:
@@ -96,12 +101,12 @@ class PostgresClaimer:
                 # Deadlock with a park that replaces several keyed messages. The park wins, and the lane claims again.
                 self._forget()
                 await connection.execute("ROLLBACK")
-                return []
+                return NOTHING
             if claim.rows and self._clock.monotonic() - began > KEEPALIVE_SECONDS:
                 # For the server the transaction was idle while its rows travelled, perhaps for too long. Check now,
                 # because messages of a rolled-back claim would be published twice.
                 await pool.sample(connection, self._clock)
-        return claim.rows
+        return claim
 
     async def _claim_once(self, connection: Connection, limit: int, max_bytes: int) -> Claim:
         """Begin a transaction and claim waiting and held rows by turns. If one kind has no rows, claim the other."""
@@ -117,7 +122,7 @@ class PostgresClaimer:
             claim = await take(connection, limit, max_bytes)
             if large:
                 self._large = None  # Not before: if the claim is rejected, the next one needs the turn again.
-            if claim.rows:
+            if claim.rows or claim.expired:
                 self.opened = claim
                 return claim
         await connection.execute("ROLLBACK")
@@ -150,9 +155,9 @@ class PostgresClaimer:
         except REJECTED as error:
             raise skipped.rejected(limit, first, error) from error
         skipped.limit = min(2 * skipped.limit, NO_LIMIT)
-        rows = sorted([read_row(one, parked_ms=one["parked_at"]) for one in records], key=_place)
+        rows = sorted([read_row(one, parked_ms=one["parked_at"]) for one in records], key=place_of)
         full = len(rows) >= limit or sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows) >= max_bytes
-        last, next_ms = _place(rows[-1]) if rows else start, None
+        last, next_ms = place_of(rows[-1]) if rows else start, None
         if not full or (rows and rows[-1].due_ms > before):
             # A claim that is not full may still have rows after it, because a cancel can remove some while the claim
             # waits for a lock. If the last row is not due yet, read the store's clock as well, because it may have been
@@ -165,7 +170,10 @@ class PostgresClaimer:
                 self._large = self._claim_waiting if next_ms <= before + lane.window_ms else self._large
                 last = max(start, (min(before, next_ms), 0))
         cursor.note_claim(last, more=full or next_ms is None or next_ms <= before + lane.window_ms, next_ms=next_ms)
-        return Claim(start, last, rows)
+        keyed = [due for due in rows if due.parcel.key is not None]
+        expired = await occurrences.find_expired(connection, keyed, before) if keyed else ()
+        sent = [due for due in rows if due.id not in expired] if expired else rows
+        return Claim(start, last, sent, [due for due in rows if due.id in expired] if expired else [])
 
     async def settle(
         self,
@@ -186,13 +194,14 @@ class PostgresClaimer:
         async with self.locked_connection("settle") as connection:
             if self.opened is not claim:  # While we waited, a keepalive of the session failed.
                 raise LaneLost(f"lane {lane.number}: its release was rolled back")
-            retry_ms = await self._write_results(connection, claim, released, held, written_ms)
+            settlement = await self._write_results(connection, claim, released, held, written_ms)
             status = await connection.execute("COMMIT")
             if status != "COMMIT":
                 raise StoreLost(f"settle: the store answered COMMIT with {status}")
             self.end()
             lane.advanced_at = self._clock.monotonic()
-            lane.cursor.expect_retry(retry_ms)
+            lane.cursor.expect_retry(settlement.retry_ms)
+            lane.note_occurrences(settlement.next_dues)
         reach("release.committed")
 
     async def _write_results(
@@ -202,19 +211,21 @@ class PostgresClaimer:
         released: Sequence[Due],
         held: Sequence[tuple[Due, Hold]],
         written_ms: Callable[[], Sequence[float]],
-    ) -> int:
-        """Write the claim's outcome in its open transaction, counters last. Returns the first retry. The claim has
-        already deleted the waiting rows, so most releases write only the counters."""
-        lane, clock = self._lane, self._clock
-        counted, retry_ms = {"released": len(released)}, NEVER_MS
-        if held or lane.history or any(due.attempts or due.parcel.key is not None for due in released):
-            settlement = Settlement(connection, lane.number, lane.skipped, clock.now_upper_ms(), lane.history)
-            await settlement.write(outcomes_of(released, held, written_ms(), clock.now_lower_ms()))
-            counted, retry_ms = settlement.counted, settlement.retry_ms
-        if changed := [(kind, n) for kind, n in sorted(counted.items()) if n]:
+    ) -> Settlement:
+        """Write the claim's outcome in its open transaction, counters last. The claim has already deleted the waiting
+        rows, so most releases write only the counters."""
+        lane, clock, expired = self._lane, self._clock, claim.expired
+        settlement = Settlement(connection, lane.number, lane.skipped, clock.now_upper_ms(), lane.history)
+        if held or expired or lane.history or any(due.attempts or due.parcel.key is not None for due in released):
+            await settlement.write(outcomes_of(released, held, expired, written_ms(), clock.now_lower_ms()))
+        else:
+            settlement.counted["released"] = len(released)
+        if changed := [(kind, n) for kind, n in sorted(settlement.counted.items()) if n]:
             kinds, numbers = zip(*changed, strict=True)
             await connection.execute(statements.COUNT, [lane.number] * len(kinds), kinds, numbers)
-        return min(retry_ms, await self._find_next_retry(connection)) if claim.retries else retry_ms
+        if claim.retries:
+            settlement.retry_ms = min(settlement.retry_ms, await self._find_next_retry(connection))
+        return settlement
 
     async def _find_next_retry(self, connection: Connection) -> int:
         """Query the lane's next retry, as this transaction leaves the held rows, and set it in the cursor."""
@@ -295,8 +306,8 @@ class PostgresClaimer:
 @dataclass(eq=False)
 class PostgresLane:
     """Implements release.ports.Lane. Created by locks.py. ``unlock`` frees the lane and unshared connections. ``lock``:
-    the connection with its lock. ``pool``: for scans. ``release_seconds``: how long an open claim is kept from the idle
-    timeout."""
+    the connection with its lock. ``pool``: for scans. ``days``: with a partition. ``release_seconds``: how long an open
+    claim is kept from the idle timeout."""
 
     number: int
     route: bytes | None
@@ -307,6 +318,7 @@ class PostgresLane:
     lock: Connection
     clock: StoreClock
     pool: asyncpg.Pool
+    days: Days
     release_seconds: float
     history: bool = False
 
@@ -349,7 +361,7 @@ class PostgresLane:
             due.id
             for claim in open_claims
             if claim.next_start > place
-            for due in claim.rows
+            for due in (*claim.rows, *claim.expired)
             if not due.attempts and (due.due_ms, due.id) > place
         ]
 
@@ -373,6 +385,13 @@ class PostgresLane:
     def leave(self) -> None:
         self.leaving.set()
         self.cursor.woken.set()
+
+    def note_occurrences(self, dues: Sequence[int]) -> None:
+        """Note occurrences that a settlement wrote into the lane. Their days may need a partition, which the upkeep
+        makes: the settlement cannot wait for that."""
+        if dues:
+            self.cursor.note_parked(min(dues))
+            self.days.want(due_ms // DAY_MS for due_ms in dues)
 
     def _wake(self, _: object) -> None:
         self.cursor.woken.set()
@@ -471,20 +490,3 @@ class PostgresLane:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._closing.wait(), seconds)
         return self._closing.is_set()
-
-
-@dataclass(slots=True)
-class Claim:
-    """The rows taken by an open transaction."""
-
-    start: RowPlace
-    """Where this claim began. The next claim begins there if this one is rolled back."""
-    next_start: RowPlace
-    """Where the next claim begins while this one is open."""
-    rows: list[Due]
-    retries: bool = False
-    """Whether the rows were held."""
-
-
-def _place(due: Due) -> RowPlace:
-    return due.due_ms, due.id

@@ -27,6 +27,7 @@ from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.notify import listen
 from delayer.store.lanes.session import LaneSession
 from delayer.store.pool import INDEX_ONLY, SameServer
+from delayer.store.rows.partitions import Days
 
 log = structlog.get_logger(__name__)
 
@@ -81,6 +82,7 @@ class LaneLocks:
     idle: float
     releasing: float
     history: bool = False
+    days: Days = field(default_factory=lambda: Days(()))
     server: SameServer = field(default_factory=SameServer)
 
     def __post_init__(self) -> None:
@@ -209,6 +211,7 @@ class LaneLocks:
                     lock=lock,
                     clock=self.clock,
                     pool=self.pool,
+                    days=self.days,
                     release_seconds=self.releasing,
                     history=self.history,
                 )

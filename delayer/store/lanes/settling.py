@@ -22,13 +22,15 @@ from asyncpg import Connection, Record
 from delayer.core.backoff import pause_ms
 from delayer.core.errors import Rejected
 from delayer.core.hold import Hold, HoldKind
-from delayer.core.message import Due
+from delayer.core.message import Due, is_occurrence
 from delayer.format.rows import COLUMNS_WITH_ID, HELD_COLUMNS, hold_columns, moved_row
+from delayer.schedule.record import Fate
 from delayer.store import statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import REJECTED, describe, plain_reason
 from delayer.store.lanes.cursor import NEVER_MS
 from delayer.store.rows import history, keys
+from delayer.store.schedules.occurrences import EndedOccurrence, follow
 
 log = structlog.get_logger()
 
@@ -86,20 +88,35 @@ class SkippedRows:
 
 
 class Settled(NamedTuple):
-    """The outcome of a claimed row. ``hold``: None if the row was released. ``at_ms``: when."""
+    """The outcome of a claimed row. ``hold``: why it is held; None if it was released, or expired. ``at_ms``: when."""
 
     due: Due
     hold: Hold | None
     at_ms: float
+    expired: bool = False
+    """Whether it is an occurrence of a schedule that came too late to be sent."""
+
+    def ended(self, lane: int) -> EndedOccurrence | None:
+        """The occurrence that this ends; None unless the row was the waiting occurrence of a schedule."""
+        key = self.due.parcel.key
+        if key is None or not is_occurrence(key):
+            return None
+        sent_ms = None if self.expired or self.hold is not None else round(self.at_ms)
+        return EndedOccurrence(key, self.due.id, lane, Fate.MISSED if self.expired else Fate.SENT, sent_ms)
 
 
 def outcomes_of(
-    released: Sequence[Due], held: Sequence[tuple[Due, Hold]], released_ms: Sequence[float], now_ms: int
+    released: Sequence[Due],
+    held: Sequence[tuple[Due, Hold]],
+    expired: Sequence[Due],
+    released_ms: Sequence[float],
+    now_ms: int,
 ) -> list[Settled]:
     """The outcomes of a claim. ``released_ms``: when each of ``released`` was written to the broker; empty: now."""
     at_ms = released_ms or [now_ms] * len(released)
     rows = [Settled(due, None, at) for due, at in zip(released, at_ms, strict=True)]
-    return rows + [Settled(due, hold, now_ms) for due, hold in held]
+    rows += [Settled(due, hold, now_ms) for due, hold in held]
+    return rows + [Settled(due, None, now_ms, expired=True) for due in expired]
 
 
 @dataclass(slots=True)
@@ -111,8 +128,10 @@ class Settlement:
     skipped: SkippedRows
     now_ms: int
     history: bool
-    counted: dict[str, int] = field(default_factory=lambda: {"held": 0, "released": 0})
+    counted: Counter[str] = field(default_factory=Counter)
     retry_ms: int = NEVER_MS
+    next_dues: list[int] = field(default_factory=list)
+    """When the occurrences are due that were written into the lane, in place of those of the claim."""
 
     async def write(self, rows: Sequence[Settled]) -> None:
         """Write ``rows``, or each half separately if the database rejects one. Raises the driver's other errors."""
@@ -123,22 +142,23 @@ class Settlement:
             await self.write(rows[:middle])
             await self.write(rows[middle:])
         else:
-            await self._write_plain(*rows[0], error)
+            await self._write_plain(rows[0], error)
 
-    async def _write_plain(self, due: Due, hold: Hold | None, at_ms: float, error: asyncpg.PostgresError) -> None:
+    async def _write_plain(self, row: Settled, error: asyncpg.PostgresError) -> None:
         """Write a rejected row with as little data as possible. If the database does not even delete it from ``held``,
         it stays there."""
-        reason = describe(error)
+        (due, hold, *_), reason = row, describe(error)
         log.error("row rejected", lane=self.lane, id=due.id, reason=reason, next_step=NEXT_STEP)
         text = plain_reason(error)
         if hold is not None:
             hold = replace(hold, text=text)
         elif due.attempts:
             hold = Hold(HoldKind.UNFIT, f"delivered, but {text}", may_be_delivered=True)
-        if await self._try([Settled(due, hold, at_ms)], history=False) is None:
+        if await self._try([row._replace(hold=hold)], history=False) is None:
             return
         if hold is None:
-            self.counted["released"] += 1  # Only its key is left behind, without a message.
+            # Only its key is left behind, without a message.
+            self.counted["cancelled" if row.expired else "released"] += 1
             return
         if not due.attempts:
             records = [(*moved_row(due, self.lane), due.id)]
@@ -157,25 +177,34 @@ class Settlement:
 
     async def _write(self, rows: Sequence[Settled], *, history: bool) -> None:
         """Write ``rows``. Waiting rows are already deleted; held ones (``attempts`` > 0) are still in ``held``."""
-        released = [row.due for row in rows if row.hold is None]
+        gone = [row.due for row in rows if row.hold is None]
         held = [(row.due, row.hold) for row in rows if row.hold is not None]
+        over = [one for row in rows if (one := row.ended(self.lane)) is not None]
         if history:
             await _write_history(self.connection, rows)
-        tried_again = [due.id for due in released if due.attempts]
+        tried_again = [due.id for due in gone if due.attempts]
         if tried_again:
             await self.connection.execute("DELETE FROM held WHERE id = ANY($1)", tried_again)
         retry_ms = await _hold(self.connection, self.lane, held, self.now_ms) if held else NEVER_MS
-        if keyed := [(due.parcel.key, due.id) for due in released if due.parcel.key is not None]:
+        keyed = {(due.parcel.key, due.id) for due in gone if due.parcel.key is not None}
+        keyed |= {(one.key, one.id) for one in over}  # Those of held occurrences, too.
+        if keyed:
             await keys.forget(self.connection, keyed)
+        written = await follow(self.connection, over) if over else []
+        self.next_dues += [one.due_ms for one in written]
         self.retry_ms = min(self.retry_ms, retry_ms)
-        self.counted["released"] += len(released)
+        expired = sum(row.expired for row in rows)
+        self.counted["parked"] += len(written)
+        self.counted["cancelled"] += expired
+        self.counted["released"] += len(gone) - expired
         self.counted["held"] += sum(not due.attempts for due, _ in held) - len(tried_again)
 
 
 async def _write_history(connection: Connection, rows: Sequence[Settled]) -> None:
     entries = []
-    for due, hold, at_ms in rows:
+    for due, hold, at_ms, expired in rows:
         what, kind = (history.RELEASED, None) if hold is None else (history.HELD, hold.kind)
+        what = history.CANCELLED if expired else what
         if hold is None or not due.attempts:
             entries.append(history.of_parcel(what, due.id, due.parcel, at_ms, parked_ms=due.parked_ms, kind=kind))
     await history.write(connection, entries)
@@ -190,7 +219,9 @@ async def _hold(connection: Connection, lane: int, held: Sequence[tuple[Due, Hol
         if due.attempts:
             again.append((due.id, *hold_columns(hold), retry_ms))
         else:
-            first.append((*moved_row(due, lane), due.id, retry_ms, 1, *hold_columns(hold), None))
+            # The next occurrence of a schedule takes over the key of the last one.
+            kept = due._replace(parcel=due.parcel._replace(key=None)) if is_occurrence(due.parcel.key) else due
+            first.append((*moved_row(kept, lane), due.id, retry_ms, 1, *hold_columns(hold), None))
     if first:
         await connection.copy_records_to_table("held", records=first, columns=HELD_COLUMNS)
     if again:

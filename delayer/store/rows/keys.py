@@ -8,7 +8,8 @@ To avoid deadlocks, all transactions take locks in this order:
    published the old message (too late) or rolled back, so that the message is ours to cancel.
 3. the rows of segments with old messages, by id. This waits for a restore, which turns the messages into rows.
 4. the rows of message_key, by key. The holder of such a row never waits for a message's row.
-5. the counters, by lane and kind.
+5. the rows of schedule, by name. Who ends a waiting occurrence has its message's row (schedules/occurrences.py).
+6. the counters, by lane and kind.
 
 A release, a compaction and a restore take no advisory locks. They change a key only while it points at their message.
 """
@@ -85,6 +86,18 @@ class Cancelled:
     """For the history: the messages' rows, or those of message_key if in segments."""
     spared: set[bytes] = field(default_factory=set)
     """The keys to spare under which a message waits or is held. It stays there until the transaction ends."""
+
+    @property
+    def changes(self) -> statements.Changes:
+        """The changes of the counters."""
+        changes: statements.Changes = Counter()
+        for lane, n in self.messages.items():
+            changes[lane, "cancelled"] += n
+        for lane, n in self.held.items():
+            changes[lane, "held"] -= n
+        for lane, n in self.packed.items():  # As if restored for its cancel.
+            changes[lane, "restored"] += n
+        return changes
 
 
 async def lock_keys(connection: Connection, keys: Collection[bytes]) -> None:

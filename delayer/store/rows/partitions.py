@@ -140,10 +140,11 @@ async def make(connection: Connection, day: int, today: int, read_seconds: float
 
 
 async def make_ahead(connection: Connection, today: int, days: Days, at: float) -> None:
-    """Create the partitions of the coming days, as many as the locks and MAINTAIN_SECONDS allow. ``days`` learns the
-    existing ones and remembers failures ``at`` (monotonic seconds)."""
+    """Create the partitions of the coming days and of the days wanted, as many as the locks and MAINTAIN_SECONDS allow.
+    ``days`` learns the existing ones and remembers failures ``at`` (monotonic seconds)."""
     days.learn(await read_days(connection))
-    await days.ensure(connection, range(today, today + DAYS_AHEAD + 1), today, at, MAINTAIN_SECONDS)
+    await days.ensure(connection, {*range(today, today + DAYS_AHEAD + 1), *days.wanted}, today, at, MAINTAIN_SECONDS)
+    days.wanted.clear()
 
 
 class _NotNow(Exception):
@@ -215,6 +216,8 @@ class Days:
     def __init__(self, known: Iterable[int]) -> None:
         self.known = set(known)
         """Days since 1970-01-01 that have a partition."""
+        self.wanted: set[int] = set()
+        """Days of rows that went to the default partition, because their transaction could not wait."""
         self._not_before: dict[int | None, float] = {}  # The next attempt for a day; the key None is for any day.
         self._said = False
 
@@ -225,6 +228,10 @@ class Days:
             return []
         near = range(today - 1, today + FARTHEST_DAYS + 1)
         return [day for day in sorted(set(days) - self.known) if day in near and at >= self._not_before.get(day, at)]
+
+    def want(self, days: Iterable[int]) -> None:
+        """Let the next upkeep create the partitions of these days."""
+        self.wanted.update(day for day in days if day not in self.known)
 
     def learn(self, days: Iterable[int]) -> None:
         """Replace the known days by those of the catalog."""

@@ -71,3 +71,11 @@ async def find_rows(connection: Connection, ids: Sequence[int], dues: Dues) -> P
         lanes = await connection.fetchval("SELECT array(SELECT number FROM lane)")
         found += await connection.fetch(statements.read("find_rows_at"), known, at, min(at), max(at) + 1, lanes)
     return Places.of(Place(due_ms * 1000, number, lane) for lane, due_ms, number in found)
+
+
+async def new_ids(connection: Connection, count: int) -> list[int]:
+    """Ids for messages that are about to be written with their keys. Raises the driver's errors."""
+    if not count:
+        return []
+    rows = await connection.fetch("SELECT nextval('message_id') FROM generate_series(1, $1::int)", count)
+    return [row[0] for row in rows]

@@ -96,7 +96,8 @@ NOTHING = DrainBacklog(0, 0, 0, 0, 0, 0)
     [
         (NOTHING, False, 0, []),
         (NOTHING._replace(rows=7, keyed=7), False, 0, [(7, "store", "a key", "none: the daemon releases")]),
-        (NOTHING._replace(rows=7, keyed=7), True, 7, []),
+        (NOTHING._replace(rows=7), True, 7, []),
+        (NOTHING._replace(rows=7, keyed=2), True, 5, [(2, "store", "schedules", "pause or remove")]),
         (
             NOTHING._replace(rows=9, keyed=2, soon=5), False, 2,
             [(2, "store", "a key", "none"), (5, "store", "minute", "none")],

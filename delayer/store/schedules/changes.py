@@ -1,0 +1,340 @@
+"""Changes of schedules by operators. Each is one transaction, with its entry in the audit log.
+
+A change first cancels the waiting occurrences of its schedules, like a cancel by key, in the order of keys.py: so it
+waits for a release under way, and from then on no other transaction changes these schedules. It then writes them with
+their next occurrences. The old ones count as cancelled.
+
+Every function raises ScheduleRefused if it cannot do what was asked, StoreLost, and the driver's errors; then nothing
+is changed. ``who`` is for the audit log. Instants come from the store's clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any, Final, NamedTuple
+from zlib import crc32
+
+from asyncpg import Connection
+
+from delayer.core.errors import StoreLost
+from delayer.core.faultpoint import reach
+from delayer.core.units import DAY_MS
+from delayer.schedule.missed import Following
+from delayer.schedule.occurrence import occurrence
+from delayer.schedule.record import PlannedRecord, ScheduleRecord, begin, key_of, plan, revise, stop
+from delayer.schedule.schedule import Schedule, ScheduleState, problems
+from delayer.store import pool
+from delayer.store.admin import audit_log
+from delayer.store.admin.actions import make_missing, retry_conflicts, write_counters
+from delayer.store.errors import ScheduleRefused, ScheduleUnknown
+from delayer.store.lanes.notify import notify, soonest
+from delayer.store.rows import history, keys
+from delayer.store.rows.partitions import PARK_SECONDS
+from delayer.store.schedules import occurrences, reading, table
+
+_LANES: Final = "SELECT number FROM lane WHERE route IS NULL ORDER BY number"
+_NOW: Final = "SELECT statement_timestamp()"
+
+
+class LogEntry(NamedTuple):
+    """An entry for the audit log: who did what, and the request."""
+
+    who: str
+    verb: str
+    asked: Mapping[str, Any]
+
+
+Revision = Callable[[ScheduleRecord | None, int], PlannedRecord | None]
+"""What becomes of a schedule: from its record (None: there is none) and the time to the record to write. None deletes
+the schedule. Pure, because it may be called again. Raises ScheduleRefused."""
+
+
+async def add(connection: Connection, schedule: Schedule, *, who: str) -> ScheduleRecord:
+    """Add a schedule: active, or paused if its state is. Refuses a name that is taken."""
+
+    def added(there: ScheduleRecord | None, now_ms: int) -> PlannedRecord:
+        if there is not None:
+            raise ScheduleRefused([f"name: expected a new one, found the schedule {schedule.name}; edit it instead"])
+        return _added(schedule, now_ms)
+
+    [record] = await _change(connection, {schedule.name: added}, _entry(who, "add", schedule.name))
+    return record
+
+
+async def edit(
+    connection: Connection, name: str, change: Callable[[Schedule], Schedule], *, who: str
+) -> ScheduleRecord:
+    """Replace a schedule by what ``change``, a pure function, makes of it; name, id and state stay. Its waiting
+    occurrence is written again. One whose time has come stays; of others the next one is found by the new rhythm."""
+
+    def edited(there: ScheduleRecord | None, now_ms: int) -> PlannedRecord:
+        there = _known(there, name)
+        return _edited(there, change(there.schedule), now_ms)
+
+    [record] = await _change(connection, {name: edited}, _entry(who, "edit", name))
+    return record
+
+
+async def pause(connection: Connection, name: str, *, who: str) -> ScheduleRecord:
+    """Cancel the waiting occurrence until :func:`resume`. A paused schedule misses nothing."""
+
+    def paused(there: ScheduleRecord | None, _now_ms: int) -> PlannedRecord:
+        there = _known(there, name)
+        if there.schedule.state is ScheduleState.ENDED:
+            raise _ended(there)
+        return PlannedRecord(stop(there, ScheduleState.PAUSED), None)
+
+    [record] = await _change(connection, {name: paused}, _entry(who, "pause", name))
+    return record
+
+
+async def resume(connection: Connection, name: str, *, who: str) -> ScheduleRecord:
+    """Let a paused or failed schedule go on with the first time of its rhythm after now. An active one stays as it
+    is."""
+
+    def resumed(there: ScheduleRecord | None, now_ms: int) -> PlannedRecord:
+        there = _known(there, name)
+        if there.schedule.state is ScheduleState.ACTIVE:
+            return PlannedRecord(there, None)
+        planned = begin(there, now_ms)
+        if planned.record.schedule.state is ScheduleState.ENDED:
+            raise _ended(planned.record)
+        return planned
+
+    active = {ScheduleState.ACTIVE}
+    [record] = await _change(connection, {name: resumed}, _entry(who, "resume", name), unless=active)
+    return record
+
+
+async def remove(connection: Connection, name: str, *, who: str) -> None:
+    """Delete a schedule with its waiting occurrence. Occurrences that are held, or that an operator rescheduled,
+    stay."""
+
+    def removed(there: ScheduleRecord | None, _now_ms: int) -> None:
+        _known(there, name)
+
+    await _change(connection, {name: removed}, _entry(who, "remove", name))
+
+
+async def run_now(connection: Connection, name: str, *, who: str) -> int:
+    """Park one more message of a schedule, due now, in any state. It does not count as an occurrence, and the waiting
+    one stays. Returns the message's id."""
+
+    async def run() -> int:
+        async with pool.transaction(connection):
+            there = _known((await table.read(connection, [name])).get(name), name)
+            now_ms: int = await connection.fetchval(_NOW)
+            parcel = occurrence(there.schedule, now_ms)._replace(due_ms=now_ms)
+            [lane] = await _lanes(connection, [name])
+            log_id = await audit_log.begin(connection, *_entry(who, "run", name))
+            await audit_log.add(connection, log_id, 1)
+            [id_] = await occurrences.copy(connection, [(parcel, lane)])
+            await notify(connection, {lane: now_ms}, {})
+            await write_counters(connection, Counter({(lane, "parked"): 1}))
+        return id_
+
+    return await retry_conflicts(run)
+
+
+class ScheduleDifference(NamedTuple):
+    """What a set of schedules changes in the store, by name. ``changed``: before and after. ``same``: the rest of the
+    set. ``removed`` is empty without ``prune``."""
+
+    added: list[Schedule]
+    changed: list[tuple[Schedule, Schedule]]
+    removed: list[Schedule]
+    same: list[Schedule]
+
+
+async def apply(
+    connection: Connection, wanted: Sequence[Schedule], *, who: str, prune: bool = False, dry_run: bool = False
+) -> ScheduleDifference:
+    """Make the schedules of the store equal to ``wanted``, all or none. Ids and states in the store stay, so that a
+    pause outlives this. ``prune``: remove all others. ``dry_run``: change nothing. Returns the difference, which is
+    that before the change."""
+    there = await table.read(connection, [one.name for one in wanted])
+    if prune:
+        there = {record.name: record async for page in reading.pages(connection) for record in page}
+    names = Counter(one.name for one in wanted)
+    if twice := [f"name: expected {name} once, found it {n} times" for name, n in names.items() if n > 1]:
+        raise ScheduleRefused(twice)
+    now_ms = await connection.fetchval(_NOW)
+    found = ScheduleDifference([], [], [record.schedule for name, record in there.items() if name not in names], [])
+    for one in wanted:
+        if (record := there.get(one.name)) is None:
+            found.added.append(one)
+        elif (after := _like(record.schedule, one)) != record.schedule:
+            found.changed.append((record.schedule, after))
+        else:
+            found.same.append(one)
+    wrong = [
+        f"{one.name}: {what}"
+        for one in (*found.added, *(after for _, after in found.changed))
+        for what in problems(one, now_ms)
+    ]
+    if wrong:
+        raise ScheduleRefused(wrong)
+    if not dry_run:
+        await _carry_out(connection, found, who)
+    return found
+
+
+async def _carry_out(connection: Connection, difference: ScheduleDifference, who: str) -> None:
+    def to(schedule: Schedule) -> Revision:
+        return lambda there, now_ms: _added(schedule, now_ms) if there is None else _edited(there, schedule, now_ms)
+
+    revisions: dict[str, Revision] = {one.name: to(one) for one in difference.added}
+    revisions |= {after.name: to(after) for _, after in difference.changed}
+    revisions |= {one.name: lambda _there, _now_ms: None for one in difference.removed}
+    asked = {
+        "added": [one.name for one in difference.added],
+        "changed": [one.name for _, one in difference.changed],
+        "removed": [one.name for one in difference.removed],
+    }
+    if revisions:
+        await _change(connection, revisions, LogEntry(who, "schedule apply", asked))
+
+
+async def renew(connection: Connection, names: Collection[str]) -> None:
+    """Find the next occurrences of these schedules again, because the zone data has changed. No operator did it, so the
+    audit log has no entry."""
+
+    def renewed(there: ScheduleRecord | None, now_ms: int) -> PlannedRecord | None:
+        return None if there is None else revise(there, there.schedule, now_ms)
+
+    await _change(connection, dict.fromkeys(names, renewed), None)
+
+
+async def bring(connection: Connection, records: Sequence[ScheduleRecord]) -> None:
+    """Insert schedules of another store, in the open transaction of an import, which has locked their keys. None of
+    their names is taken. Each goes on with the occurrence that waited there. Raises the driver's errors."""
+    if not records:
+        return
+    lanes = await _lanes(connection, [record.name for record in records])
+    planned = [
+        (
+            PlannedRecord(record, None)
+            if record.waiting_ms is None
+            else plan(record, partial(Following, record.waiting_ms))
+        )
+        for record in records
+    ]
+    placed, written = await occurrences.write(connection, list(zip(planned, lanes, strict=True)))
+    await table.put(connection, [one.record for one, _ in placed])
+    await notify(connection, soonest((one.lane, one.due_ms) for one in written), {})
+    await write_counters(connection, Counter((one.lane, "parked") for one in written))
+
+
+async def _change(
+    connection: Connection,
+    revisions: Mapping[str, Revision],
+    entry: LogEntry | None,
+    *,
+    unless: Collection[ScheduleState] = (),
+) -> list[ScheduleRecord]:
+    """Carry out these revisions, by name, in one transaction, unless the schedules are in such a state. Without
+    ``entry`` their definitions stay. Returns the records written."""
+    now_ms = await connection.fetchval(_NOW)
+    there = await table.read(connection, revisions)
+    planned = [revision(there.get(name), now_ms) for name, revision in revisions.items()]
+    days = {one.parcel.due_ms // DAY_MS for one in planned if one is not None and one.parcel is not None}
+    await make_missing(connection, days, PARK_SECONDS)
+    written = await retry_conflicts(partial(_transact, connection, revisions, entry, unless))
+    reach("schedule.committed")
+    return written
+
+
+async def _transact(
+    connection: Connection, revisions: Mapping[str, Revision], entry: LogEntry | None, unless: Collection[ScheduleState]
+) -> list[ScheduleRecord]:
+    async with pool.transaction(connection):
+        names = sorted(revisions)
+        used = [key_of(name) for name in names]
+        await keys.lock_keys(connection, used)
+        if unless:
+            there = await table.read(connection, names)
+            if there and all(record.schedule.state in unless for record in there.values()):
+                return list(there.values())
+        cancelled = await keys.cancel_waiting(connection, used)
+        await keys.point(connection, used, ())
+        there = await table.read(connection, names, lock=True)
+        now_ms: int = await connection.fetchval(_NOW)
+        planned = [
+            (one, lane)
+            for name, lane in zip(names, await _lanes(connection, names), strict=True)
+            if (one := revisions[name](there.get(name), now_ms)) is not None
+        ]
+        placed, written = await occurrences.write(connection, planned)
+        records = [one.record for one, _ in placed]
+        if entry is None:
+            await table.write_progress(connection, records)
+        else:
+            await table.put(connection, records)
+            await table.delete(connection, there.keys() - {record.name for record in records})
+            asked = {**entry.asked, **_changed_fields(there, records)}
+            log_id = await audit_log.begin(connection, entry.who, entry.verb, asked)
+            await audit_log.add(connection, log_id, len(cancelled.rows))
+        if await history.is_kept(connection):
+            await history.write(connection, [history.of_row(row, now_ms) for row in cancelled.rows])
+        await notify(connection, soonest((one.lane, one.due_ms) for one in written), {})
+        changes = cancelled.changes
+        changes.update((one.lane, "parked") for one in written)
+        await write_counters(connection, changes)
+        return list((await table.read(connection, names)).values())
+
+
+def _changed_fields(there: Mapping[str, ScheduleRecord], records: Sequence[ScheduleRecord]) -> dict[str, list[str]]:
+    """The fields in which these schedules differ from before, for the audit log."""
+    pairs = [(there[one.name].schedule, one.schedule) for one in records if one.name in there]
+    names = [one.name for one in fields(Schedule)]
+    found = [name for name in names if any(getattr(a, name) != getattr(b, name) for a, b in pairs)]
+    return {"fields": found} if found else {}
+
+
+async def _lanes(connection: Connection, names: Sequence[str]) -> list[int]:
+    """The lanes for the occurrences of these schedules, spread evenly."""
+    lanes = [number for (number,) in await connection.fetch(_LANES)]
+    if not lanes:
+        raise StoreLost("the store has no lanes", "run `delayer db upgrade`")
+    return [lanes[crc32(name.encode()) % len(lanes)] for name in names]
+
+
+def _added(schedule: Schedule, now_ms: int) -> PlannedRecord:
+    _check(schedule, now_ms)
+    record = ScheduleRecord(schedule)
+    return PlannedRecord(record, None) if schedule.state is ScheduleState.PAUSED else begin(record, now_ms)
+
+
+def _edited(there: ScheduleRecord, schedule: Schedule, now_ms: int) -> PlannedRecord:
+    after = _like(there.schedule, schedule)
+    _check(after, now_ms)
+    return revise(there, after, now_ms)
+
+
+def _like(there: Schedule, schedule: Schedule) -> Schedule:
+    """``schedule`` with what an edit does not change."""
+    return replace(schedule, id=there.id, name=there.name, state=there.state)
+
+
+def _check(schedule: Schedule, now_ms: int) -> None:
+    if wrong := problems(schedule, now_ms):
+        raise ScheduleRefused(wrong)
+
+
+def _known(there: ScheduleRecord | None, name: str) -> ScheduleRecord:
+    if there is None:
+        raise ScheduleUnknown(name)
+    return there
+
+
+def _ended(record: ScheduleRecord) -> ScheduleRefused:
+    return ScheduleRefused(
+        [f"state: expected a schedule with a next time, found {record.name}, which ended: {record.why}"]
+    )
+
+
+def _entry(who: str, verb: str, name: str) -> LogEntry:
+    return LogEntry(who, f"schedule {verb}", {"schedule": name})

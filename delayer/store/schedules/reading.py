@@ -1,0 +1,72 @@
+"""Schedules as commands and the page show them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from asyncpg import Connection
+
+from delayer.schedule.record import ScheduleRecord
+from delayer.schedule.schedule import ScheduleState
+from delayer.store.schedules import table
+
+_PAGE: Final = (
+    f"SELECT {table.COLUMNS} FROM schedule WHERE name > $1 AND ($3::text IS NULL OR state = $3) ORDER BY name LIMIT $2"
+)
+_COUNTS: Final = (
+    "SELECT state, count(*), sum(made)::bigint, sum(missed)::bigint, max(late_ms) FROM schedule GROUP BY state"
+)
+
+
+class SchedulePage(NamedTuple):
+    """Schedules in the order of their names. ``after``: the name after which the next page begins; None at the end."""
+
+    schedules: Sequence[ScheduleRecord]
+    after: str | None
+
+
+async def find(connection: Connection, limit: int, after: str = "", state: ScheduleState | None = None) -> SchedulePage:
+    """The next ``limit`` schedules, of this state if one is given. Raises the driver's errors."""
+    rows = await connection.fetch(_PAGE, after, limit + 1, state)
+    found = [table.record_of(row) for row in rows[:limit]]
+    return SchedulePage(found, found[-1].name if len(rows) > limit else None)
+
+
+async def pages(connection: Connection) -> AsyncIterator[Sequence[ScheduleRecord]]:
+    """All schedules, page by page. Raises the driver's errors."""
+    after: str | None = ""
+    while after is not None:
+        page = await find(connection, 500, after)
+        yield page.schedules
+        after = page.after
+
+
+async def show(connection: Connection, name: str) -> ScheduleRecord | None:
+    """The schedule of this name. Raises the driver's errors."""
+    return (await table.read(connection, [name])).get(name)
+
+
+class ScheduleCounts(NamedTuple):
+    """All schedules: how many are in each state; their occurrences sent, and missed; and the longest that one of their
+    last occurrences was late, None if none was sent."""
+
+    states: Mapping[ScheduleState, int]
+    made: int
+    missed: int
+    late_ms: int | None
+
+
+async def count(connection: Connection) -> ScheduleCounts:
+    """Count the schedules. Reads all of them. Raises the driver's errors."""
+    rows = await connection.fetch(_COUNTS)
+    states = dict.fromkeys(ScheduleState, 0) | {ScheduleState(state): number for state, number, *_ in rows}
+    late = max((row["max"] for row in rows if row["max"] is not None), default=None)
+    return ScheduleCounts(states, sum(row[2] for row in rows), sum(row[3] for row in rows), late)
+
+
+async def zone_version(connection: Connection) -> str:
+    """The newest version of the zone data by which occurrences were computed; "" if none was yet. Raises the driver's
+    errors."""
+    found: str = await connection.fetchval("SELECT zone_version FROM store")
+    return found
