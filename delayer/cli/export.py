@@ -7,7 +7,7 @@ import errno
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import click
 
@@ -21,7 +21,9 @@ from delayer.format import lines
 from delayer.format.lines import Line
 from delayer.store import held_messages
 from delayer.store.admin import exporting
+from delayer.store.admin.actions import IdBitset
 from delayer.store.admin.exporting import BrokenSegments
+from delayer.store.schedules import reading
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 _NOTHING_KEPT = "nothing of it is kept. Next: make room, or name another place, and run it again"
@@ -36,7 +38,8 @@ def export(context: click.Context, /, *, file: Path, force: bool, **given: Any) 
     """Write the messages of the store to FILE (- for stdout), a line of JSON each, exact to the byte: bodies,
     properties, keys, due instants. `delayer import jsonl` reads it, into any store.
 
-    The soonest messages come first; then, without a filter, the held messages with their reasons. The file is one
+    The soonest messages come first; then, without a filter, the held messages with their reasons. Without a filter, the
+    schedules come before them all; each stands for its waiting message, too. The file is one
     snapshot of the store, taken when the export begins. Nothing is removed, and daemons, compaction and restore may go
     on. To move a backlog, stop the daemons first. The file holds messages in the clear, so protect it.
 
@@ -59,7 +62,7 @@ def export(context: click.Context, /, *, file: Path, force: bool, **given: Any) 
             raise Misused(f"{file} exists already: --force replaces it")
         with nullcontext(sys.stdout.buffer) if to_stdout else replacing(file, mode=0o600) as out:
             opened = True
-            count, broken = asyncio.run(_write(url, wanted, out, with_held=with_held))
+            written, broken = asyncio.run(_write(url, wanted, out, with_held=with_held))
             out.flush()  # Before the command reports them as written.
     except (NotWritten, OSError) as error:
         where = f"{'stdout' if to_stdout else file}: {error.strerror or error}"
@@ -69,7 +72,8 @@ def export(context: click.Context, /, *, file: Path, force: bool, **given: Any) 
             raise Misused(where) from error
         kept = not to_stdout and (file.is_file() or not file.exists())
         raise OutOfReach(f"{where}: {_NOTHING_KEPT if kept else 'the output is incomplete'}") from error
-    note(f"Written: {counted(count, 'message')}.")
+    schedules = f" and {counted(written.schedules, 'schedule')}" if written.schedules else ""
+    note(f"Written: {counted(written.messages, 'message')}{schedules}.")
     if broken is not None:
         raise CommandFailed(str(broken))
 
@@ -82,18 +86,33 @@ class NotWritten(Exception):
         self.errno, self.strerror = error.errno, error.strerror
 
 
-async def _write(url: str, wanted: Filter, out: IO[bytes], *, with_held: bool) -> tuple[int, BrokenSegments | None]:
-    count = 0
+class WrittenRecords(NamedTuple):
+    messages: int
+    schedules: int
+
+
+async def _write(
+    url: str, wanted: Filter, out: IO[bytes], *, with_held: bool
+) -> tuple[WrittenRecords, BrokenSegments | None]:
+    count = schedules = 0
     broken = None
+    occurrences = IdBitset()
     async with exporting.snapshot(url) as connection:
+        if with_held:
+            async for page in reading.pages(connection):
+                for record in page:
+                    _append(out, lines.format_schedule_line(record))
+                occurrences.update(record.waiting_id for record in page if record.waiting_id is not None)
+                schedules += len(page)
         try:
             async for messages in exporting.read_portions(connection, wanted):
-                for one in messages:
+                alone = [one for one in messages if one.place.id not in occurrences]
+                for one in alone:
                     parcel = one.parcel()
                     if one.key is not None:
                         parcel = parcel._replace(since_ms=one.parked_ms)
                     _append(out, lines.format_line(Line(parcel, one.checksum)))
-                count += len(messages)
+                count += len(alone)
         except BrokenSegments as error:
             broken = error
         if with_held:
@@ -101,8 +120,8 @@ async def _write(url: str, wanted: Filter, out: IO[bytes], *, with_held: bool) -
                 for (one, state), token in held:
                     _append(out, lines.format_line(Line(one.parcel(token), one.checksum, state.hold)))
                 count += len(held)
-    _append(out, lines.format_end_line(count))
-    return count, broken
+    _append(out, lines.format_end_line(count + schedules))
+    return WrittenRecords(count, schedules), broken
 
 
 def _append(out: IO[bytes], text: bytes) -> None:

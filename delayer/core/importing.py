@@ -53,10 +53,12 @@ class Phase(StrEnum):
 
 
 class ImportItem(NamedTuple):
-    """One message. ``hold``: why the import holds it; None for a waiting message."""
+    """One message. ``hold``: why the import holds it; None for a waiting message. ``schedule``: the line of a schedule
+    (format/lines.py), whose occurrence the parcel is; None for a message."""
 
     parcel: Parcel
     hold: Hold | None = None
+    schedule: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

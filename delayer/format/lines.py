@@ -1,4 +1,4 @@
-"""Messages as lines of JSON, for `delayer export` and `delayer import jsonl`. Exact to the byte. Pure.
+"""Messages and schedules as lines of JSON, for `delayer export` and `delayer import jsonl`. Exact to the byte. Pure.
 
 A line is an object. Programs that write such lines may omit fields with a default::
 
@@ -13,8 +13,11 @@ errors, since a misspelt ``body`` would give an empty message. ``crc`` is the st
 key, properties and body. A line with a wrong ``crc`` is held, not sent. ``since_ms``, only with ``key``, is when the
 message, or the first one of its burst (KeyMode), was parked. ``token``, only with ``held``, is the ``x-delayer-id`` of
 a message published and held before it waited (core/hold.py), so its copies have that id. Other imported messages get
-new ids, because ids of one store mean other messages in another. The last line, such as
-``{"v": 1, "messages": 1000}``, has the number of messages, so that a reader detects a truncated file.
+new ids, because ids of one store mean other messages in another.
+
+A line with ``schedule``, a name, is a schedule, with how far it has come. It stands for the occurrence that waits,
+which has no line of its own. Its fields are those of the table ``schedule``. The last line, such as ``{"v": 1,
+"messages": 1000}``, has the number of messages and schedules, so that a reader detects a truncated file.
 """
 
 from __future__ import annotations
@@ -24,11 +27,15 @@ import difflib
 import json
 from dataclasses import asdict
 from typing import Any, Final, NamedTuple
+from uuid import UUID
 
 from delayer.amqp.values import SHORT_STRING
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
 from delayer.core.readable import escaped
+from delayer.schedule.record import ScheduleRecord
+from delayer.schedule.rhythm import Cron, Every, Rhythm
+from delayer.schedule.schedule import ONCE, Schedule, ScheduleState, problems
 
 VERSION: Final = 1
 _ANY: Final = 1 << 40  # No limit.
@@ -48,6 +55,13 @@ _FIELDS: Final = frozenset(
 )
 _HELD_FIELDS: Final = frozenset(("kind", "text", "may_be_delivered", "isolated"))
 _END_FIELDS: Final = frozenset(("v", "messages"))
+_OF_SCHEDULE: Final = ("to_exchange", "to_key", "properties", "body")
+_COUNTS: Final = ("made", "missed", "settled_ms", "waiting_ms", "made_ms", "late_ms")
+_RHYTHM: Final = ("cron", "zone", "period_ms", "first_ms", "last_ms", "catch_up", "jitter_ms", "max")
+_TEXTS: Final = ("schedule", "id", "state", "why", "cron", "zone")
+_SCHEDULE_FIELDS: Final = frozenset(
+    ("v", *_TEXTS, *_RHYTHM, *_COUNTS, *_OF_SCHEDULE, *(f"{name}_b64" for name in _OF_SCHEDULE))
+)
 
 
 class NotALine(ValueError):
@@ -91,6 +105,24 @@ def format_line(line: Line) -> bytes:
     return _dumped(record)
 
 
+def format_schedule_line(record: ScheduleRecord) -> bytes:
+    """Format the line of a schedule, with its line end."""
+    schedule, rhythm = record.schedule, record.schedule.rhythm
+    cron, zone, period_ms = (
+        (None, None, rhythm.period_ms) if isinstance(rhythm, Every) else (rhythm.expression, rhythm.zone, None)
+    )
+    values = (
+        cron, zone, period_ms, rhythm.first_ms, schedule.last_ms, schedule.catch_up, schedule.jitter_ms,
+        schedule.max_occurrences,
+    )  # fmt: skip
+    numbers = dict(zip(_RHYTHM, values, strict=True)) | {name: getattr(record, name) for name in _COUNTS}
+    line: dict[str, Any] = {"v": VERSION, "schedule": record.name, "id": str(schedule.id), "state": schedule.state}
+    line |= {name: value for name, value in (numbers | {"why": record.why or None}).items() if value is not None}
+    for name, raw in zip(_OF_SCHEDULE, (*schedule.target, schedule.properties, schedule.body), strict=True):
+        _put(line, name, raw)
+    return _dumped(line)
+
+
 def format_end_line(messages: int) -> bytes:
     return _dumped({"v": VERSION, "messages": messages})
 
@@ -106,8 +138,8 @@ def _put(record: dict[str, Any], name: str, value: bytes) -> None:
         record[f"{name}_b64"] = base64.b64encode(value).decode()
 
 
-def parse_line(text: bytes) -> Line | EndLine:
-    """Parse a line into a message or the end. Raises NotALine."""
+def parse_line(text: bytes) -> Line | ScheduleRecord | EndLine:
+    """Parse a line into a message, a schedule or the end. Raises NotALine."""
     try:
         record = json.loads(text)
     except ValueError as error:
@@ -121,6 +153,8 @@ def parse_line(text: bytes) -> Line | EndLine:
     if "messages" in record and "due_ms" not in record:
         _known(record, _END_FIELDS)
         return EndLine(_integer(record, "messages"))
+    if "schedule" in record:
+        return _schedule(record)
     _known(record, _FIELDS)
     exchange, routing_key = _get(record, "exchange", b""), _get(record, "routing_key", b"")
     parcel = Parcel(
@@ -140,6 +174,46 @@ def parse_line(text: bytes) -> Line | EndLine:
     if parcel.token and held is None:
         raise NotALine("token: expected beside held, found without it")
     return Line(parcel, crc, held)
+
+
+def _schedule(record: dict[str, Any]) -> ScheduleRecord:
+    _known(record, _SCHEDULE_FIELDS)
+    numbers = {name: _integer(record, name) for name in (*_RHYTHM[2:], *_COUNTS) if record.get(name) is not None}
+    texts = {name: _text(record, name) for name in _TEXTS}
+    try:
+        id_, state = UUID(texts["id"]), ScheduleState(texts["state"])
+    except ValueError as wrong:
+        raise NotALine(f"expected the id and the state of a schedule, found something else: {wrong}") from None
+    first_ms = numbers.get("first_ms", 0)
+    rhythm: Rhythm = Cron(texts["cron"], texts["zone"] or "UTC", first_ms)
+    if not texts["cron"]:
+        rhythm = Every(_integer(record, "period_ms"), first_ms)
+    schedule = Schedule(
+        id_, texts["schedule"], Target(_get(record, "to_exchange", b""), _get(record, "to_key", b"")), rhythm,
+        _get(record, "properties", PERSISTENT, _ANY), _get(record, "body", b"", _ANY), numbers.get("last_ms"),
+        numbers.get("catch_up", ONCE), numbers.get("jitter_ms", 0), numbers.get("max"), state,
+    )  # fmt: skip
+    if wrong_ones := problems(schedule, 0):
+        raise NotALine("; ".join(wrong_ones))
+    if (state is ScheduleState.ACTIVE) != ("waiting_ms" in numbers):
+        raise NotALine(f"waiting_ms: expected with an active schedule, and only then, found the state {state}")
+    return ScheduleRecord(
+        schedule,
+        texts["why"],
+        numbers.get("made", 0),
+        numbers.get("missed", 0),
+        numbers.get("settled_ms"),
+        numbers.get("waiting_ms"),
+        made_ms=numbers.get("made_ms"),
+        late_ms=numbers.get("late_ms"),
+    )
+
+
+def _text(record: dict[str, Any], name: str) -> str:
+    value = record.get(name, "")
+    if not isinstance(value, str):
+        raise NotALine(f"{name}: expected a string, found {_kind(value)}")
+    return value
 
 
 def _hold(record: object) -> Hold:

@@ -36,6 +36,8 @@ from delayer.format import lines
 from delayer.format.lines import EndLine, NotALine
 from delayer.format.rows import checksum
 from delayer.imports.state_machine import ImportImpossible, SourceLost
+from delayer.schedule.occurrence import occurrence
+from delayer.schedule.record import ScheduleRecord
 from delayer.store.admin.importing import ImportStore
 
 
@@ -259,6 +261,8 @@ class JsonLines(FileSource):
             found = lines.parse_line(line)
             if isinstance(found, EndLine):
                 return found.messages
+            if isinstance(found, ScheduleRecord):
+                return self.meant.redirected(_of_schedule(found, line))
             parcel = found.parcel
             Properties.parse(parcel.properties)
         except (NotALine, MalformedProperties) as error:
@@ -266,6 +270,12 @@ class JsonLines(FileSource):
         crc = checksum(parcel.exchange, parcel.routing_key, parcel.properties, parcel.body)
         hold = found.held if found.crc in (None, crc) else NOT_SOUND.after(found.held)
         return self.meant.redirected(ImportItem(parcel, hold))
+
+
+def _of_schedule(record: ScheduleRecord, line: bytes) -> ImportItem:
+    """A schedule as an item, which is due with its waiting occurrence; last if none waits."""
+    parcel = occurrence(record.schedule, record.waiting_ms or 0)
+    return ImportItem(parcel if record.waiting_ms is not None else parcel._replace(due_ms=LATEST_MS), None, line)
 
 
 _NOTHING: Final = (b"", b"ok")

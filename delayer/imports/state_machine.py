@@ -237,7 +237,7 @@ async def _judged(batch: ImportBatch, judge: Destinations) -> ImportBatch:
     if not problems:
         return batch
     items = [
-        ImportItem(item.parcel, Hold(HoldKind.RETURNED, why))
+        item._replace(hold=Hold(HoldKind.RETURNED, why))
         if item.hold is None and (why := problems.get(item.parcel.target))
         else item
         for item in batch.items

@@ -22,9 +22,11 @@ from asyncpg import Connection
 from delayer.core.errors import StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.importing import ImportBatch, ImportItem, Phase, Run
-from delayer.core.message import Parcel
+from delayer.core.message import Parcel, is_occurrence
 from delayer.core.operations import fold
 from delayer.core.units import DAY_MS
+from delayer.format import lines
+from delayer.schedule.record import ScheduleRecord, key_of, name_of
 from delayer.store import pool, postgres, schema
 from delayer.store.admin import audit_log
 from delayer.store.admin.actions import make_missing, retry_conflicts
@@ -32,6 +34,7 @@ from delayer.store.errors import translate_errors
 from delayer.store.postgres import Placement
 from delayer.store.rows import history, keys, partitions
 from delayer.store.rows.partitions import Days, read_days
+from delayer.store.schedules import changes, table
 from delayer.store.session import LONG_SECONDS
 
 _LOCK: Final = "pg_try_advisory_lock('import_run'::regclass::oid::int, 1)"
@@ -144,9 +147,11 @@ class ImportStore:
         async with pool.transaction(self._connection):
             now_ms = await self._connection.fetchval("SELECT statement_timestamp()")
             items, superseded = await self._not_waiting(batch.items)
-            parcels = [_parked_before(item.parcel, now_ms) for item in items if item.hold is None]
-            held = [(item.parcel, item.hold) for item in items if item.hold is not None]
-            counts = len(parcels), len(held), len(superseded)
+            messages = [item for item in items if item.schedule is None]
+            parcels = [_parked_before(item.parcel, now_ms) for item in messages if item.hold is None]
+            held = [(item.parcel, item.hold) for item in messages if item.hold is not None]
+            records = [_record(item) for item in items if item.schedule is not None]
+            counts = len(parcels) + len(records), len(held), len(superseded)
             row = await self._connection.fetchrow(_COMMIT, run.id, *counts, batch.progress, run.progress)
             if row is None:
                 raise StoreLost(f"import {run.id}: another process continued it")
@@ -158,21 +163,28 @@ class ImportStore:
                 await postgres.apply_batch(self._connection, place, fold(parcels))
             if held:
                 await postgres.hold_new(self._connection, place, held, now_ms)
+            await changes.bring(self._connection, records)
         return tuple(row), items
 
     async def _not_waiting(self, items: Sequence[ImportItem]) -> tuple[list[ImportItem], list[bytes]]:
-        """Split ``items`` into messages to park or hold, and the keys of the rest. A waiting or held message, or an
-        earlier item, already has each of these keys. Locks the keys against parks by other transactions until this one
-        ends."""
-        keyed = {item.parcel.key for item in items if item.parcel.key is not None}
+        """Split ``items`` into those to add, and the keys of the rest. A waiting or held message, a schedule of that
+        name, or an earlier item, already has each of these keys. Locks the keys against parks by other transactions
+        until this one ends. An occurrence without its schedule becomes an ordinary message."""
+        items = [
+            item._replace(parcel=item.parcel._replace(key=None)) if is_occurrence(item.parcel.key) else item
+            for item in items
+        ]
+        keyed = {key for item in items if (key := _key_of(item)) is not None}
         if not keyed:
-            return list(items), []
+            return items, []
         await keys.lock_keys(self._connection, keyed)
         taken = await find_used_keys(self._connection, keyed)
+        names = [name_of(key) for key in keyed if is_occurrence(key)]
+        taken |= set(map(key_of, await table.read(self._connection, names))) if names else set()
         kept: list[ImportItem] = []
         superseded: list[bytes] = []
         for item in items:
-            key = item.parcel.key
+            key = _key_of(item)
             if key in taken:
                 superseded.append(key)
                 continue
@@ -216,6 +228,18 @@ class ImportStore:
                 limit,
             )
         return [tuple(row) for row in rows]
+
+
+def _key_of(item: ImportItem) -> bytes | None:
+    """The key of a message, or that of a schedule's occurrence."""
+    return item.parcel.key if item.schedule is None else key_of(_record(item).name)
+
+
+def _record(item: ImportItem) -> ScheduleRecord:
+    """The schedule of an item, with its destination as renamed."""
+    found = lines.parse_line(item.schedule or b"")
+    assert isinstance(found, ScheduleRecord)
+    return found._replace(schedule=replace(found.schedule, target=item.parcel.target))
 
 
 def _parked_before(parcel: Parcel, now_ms: int) -> Parcel:

@@ -1,0 +1,90 @@
+"""An export carries schedules with how far they have come, and an import lets them go on in another store."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from delayer.core.message import Target
+from delayer.schedule.record import ScheduleRecord
+from delayer.schedule.rhythm import Cron
+from delayer.schedule.schedule import ScheduleState
+from delayer.store.schedules import changes, reading
+from tests.integration.cli import Run
+from tests.integration.test_import_jsonl import other_store
+from tests.support.rows import conserved
+from tests.support.schedules import HOUR_MS, check_waiting, record, rewind, schedule
+from tests.support.servers import Postgres
+from tests.support.store import opened, owned, parcel, release_all, sql
+
+NAMES = ("tick", "paused", "berlin")
+
+
+def kept(one: ScheduleRecord) -> ScheduleRecord:
+    """What an export keeps."""
+    return one._replace(waiting_id=None, added_ms=0, changed_ms=0)
+
+
+async def test_schedules_move_with_the_backlog(delayer: Run, database: str, postgres: Postgres, tmp_path: Path) -> None:
+    file = tmp_path / "backlog.jsonl"
+    async with opened(database) as store, owned(store, 8) as lanes, sql(database) as admin:
+        wanted = [
+            schedule(catch_up=5, last_ms=1 << 42, body=b"\xff", target=Target(b"delayer.out", b"\xfe")),
+            schedule("paused", max_occurrences=7, jitter_ms=5),
+            schedule("berlin", rhythm=Cron("0 7 * * *", "Europe/Berlin", 1_000)),
+        ]
+        await changes.apply(admin, wanted, who="test")
+        await changes.pause(admin, "paused", who="test")
+        await rewind(admin, HOUR_MS)
+        for lane in lanes:
+            await lane.scan()
+            await release_all(lane)
+        await store.park(lanes[0], [parcel(store.now_upper_ms() + HOUR_MS)], [])
+        before = [await record(admin, name) for name in NAMES]
+        assert before[0].made == 1
+    assert "Written: 1 message and 3 schedules." in delayer("export", str(file)).stderr
+    assert [json.loads(line).get("schedule") for line in file.read_bytes().splitlines()][:3] == sorted(NAMES)
+    async with other_store(postgres) as other, sql(other) as admin:
+        delayer("import", "jsonl", "run", str(file), "--unverified", "--yes", DELAYER_STORE__URL=other)
+        assert [kept(await check_waiting(admin, name)) for name in NAMES] == [kept(one) for one in before]
+        assert await admin.fetchval("SELECT count(*) FROM message") == 3
+        assert (await conserved(admin))["parked"] == 3
+        again = [await record(admin, name) for name in NAMES]
+        delayer(
+            "import", "jsonl", "run", str(file), "--unverified", "--yes", "--again", expect=1, DELAYER_STORE__URL=other
+        )
+        assert [await check_waiting(admin, name) for name in NAMES] == again, "a schedule that is there stays"
+        assert await admin.fetchval("SELECT count(*) FROM message") == 4
+        await conserved(admin)
+
+
+async def test_an_occurrence_without_its_schedule_is_an_ordinary_message(
+    delayer: Run, database: str, postgres: Postgres, tmp_path: Path
+) -> None:
+    """An export with a filter has no schedules."""
+    file = tmp_path / "backlog.jsonl"
+    async with sql(database) as admin:
+        await changes.add(admin, schedule(), who="test")
+    delayer("export", "--exchange", "delayer.out", str(file))
+    async with other_store(postgres) as other, sql(other) as admin:
+        delayer("import", "jsonl", "run", str(file), "--unverified", "--yes", DELAYER_STORE__URL=other)
+        assert await admin.fetch("SELECT key FROM message UNION ALL SELECT key FROM held") == [(None,)]
+        assert (await reading.count(admin)).states[ScheduleState.ACTIVE] == 0
+
+
+async def test_a_line_that_is_no_schedule_is_left_out_and_named(delayer: Run, database: str, tmp_path: Path) -> None:
+    file = tmp_path / "backlog.jsonl"
+    async with sql(database) as admin:
+        await changes.add(admin, schedule(), who="test")
+        delayer("export", str(file))
+        await changes.remove(admin, "tick", who="test")
+        line, end = file.read_bytes().splitlines()
+        good = json.loads(line)
+        for wrong, says in (
+            ({"period_ms": 5}, "every: expected 1s to 36500d, found 5 ms"),
+            ({"state": "paused"}, "waiting_ms: expected with an active schedule"),
+            ({"state": "asleep"}, "expected the id and the state of a schedule"),
+            ({"perod_ms": 5}, "did you mean period_ms?"),
+        ):
+            file.write_bytes(json.dumps(good | wrong).encode() + b"\n" + end + b"\n")
+            assert says in delayer("import", "jsonl", "preview", str(file), expect=1).output
