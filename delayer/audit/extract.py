@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
+from delayer.audit import faults
 from delayer.audit import spark as sessions
+from delayer.core.message import OCCURRENCE
 from delayer.core.secret import SecretUrl
 
 if TYPE_CHECKING:
@@ -48,9 +50,25 @@ FROM lane AS l
 ORDER BY l.number
 """
 # Taken before the snapshot, so that no partition is dropped in between.
-LOCK: Final = "LOCK TABLE message, held, message_key, lane, counter, segment IN ACCESS SHARE MODE"
+LOCK: Final = "LOCK TABLE message, held, message_key, schedule, lane, counter, segment IN ACCESS SHARE MODE"
 _LOCK_ALL: Final = LOCK.replace("segment", "segment, history")
 COUNTERS: Final = "SELECT lane, kind, n FROM counter ORDER BY lane, kind"
+# Schedules whose waiting occurrence is not where it should be: the fault, how many, the soonest, and five names.
+SCHEDULES: Final = f"""
+SELECT fault, count(*), (extract(epoch FROM min(due_at)) * 1000)::bigint, (array_agg(name ORDER BY name))[:5]
+FROM (
+    SELECT coalesce(s.name, encode(substring(k.key FROM {len(OCCURRENCE) + 1}), 'escape')) AS name, k.due_at,
+        CASE WHEN s.state = 'active' AND (k.id IS NULL OR NOT EXISTS (
+                 SELECT FROM message AS m WHERE m.lane = k.lane AND m.due_at = k.due_at AND m.id = k.id
+             )) THEN '{faults.UNPLANNED}'
+             WHEN s.state = 'active' AND k.id <> s.waiting_id THEN '{faults.ASTRAY}'
+             WHEN s.state IS DISTINCT FROM 'active' AND k.id IS NOT NULL THEN '{faults.UNSCHEDULED}' END AS fault
+    FROM schedule AS s
+    FULL JOIN (
+        SELECT * FROM message_key WHERE key >= 'delayer.schedule/' AND key < 'delayer.schedule0'
+    ) AS k ON k.key = 'delayer.schedule/'::bytea || convert_to(s.name, 'UTF8')
+) AS looked_at WHERE fault IS NOT NULL GROUP BY fault ORDER BY fault
+"""
 _MAY_BE_EMPTY: Final = ("held", "segment", "message_key", "history")
 _EMPTY: Final = f"SELECT {', '.join(f'NOT EXISTS (SELECT FROM {table})' for table in _MAY_BE_EMPTY)}"
 
@@ -66,19 +84,27 @@ class LaneState(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class AuditedStore:
     """What both audits read at one instant. ``now_ms``: the store's clock then; on a replica that lags by
-    ``behind_ms``, the instant it had reached. ``counters``: by lane and kind."""
+    ``behind_ms``, the instant it had reached. ``counters``: by lane and kind. ``schedules``: rows of SCHEDULES."""
 
     now_ms: int
     lanes: tuple[LaneState, ...]
     counters: Mapping[tuple[int, str], int]
     behind_ms: int
+    schedules: tuple[Any, ...]
 
     @classmethod
-    def of(cls, instants: Sequence[Any], lanes: Sequence[Any], counters: Sequence[Any]) -> AuditedStore:
-        """Build from the rows of INSTANTS, LANES and COUNTERS."""
+    def of(
+        cls, instants: Sequence[Any], lanes: Sequence[Any], counters: Sequence[Any], schedules: Sequence[Any]
+    ) -> AuditedStore:
+        """Build from the rows of INSTANTS, LANES, COUNTERS and SCHEDULES."""
         [(now_ms, reached_ms)] = instants
         counted = {(lane, kind): n for lane, kind, n in counters}
-        return AuditedStore(reached_ms, tuple(LaneState(*row) for row in lanes), counted, now_ms - reached_ms)
+        owned = tuple(LaneState(*row) for row in lanes)
+        return AuditedStore(reached_ms, owned, counted, now_ms - reached_ms, tuple(map(tuple, schedules)))
+
+
+READ: Final = (INSTANTS, LANES, COUNTERS, SCHEDULES)
+"""The statements for :meth:`AuditedStore.of`."""
 
 
 class HeldSnapshot(NamedTuple):
@@ -96,7 +122,7 @@ def hold_snapshot(url: SecretUrl) -> Iterator[HeldSnapshot]:
 
     with reading(url, _LOCK_ALL, 1 << 20) as own:
         [(exported,)] = own.rows("SELECT pg_export_snapshot()")
-        store = AuditedStore.of(*(own.rows(sql) for sql in (INSTANTS, LANES, COUNTERS)))
+        store = AuditedStore.of(*(own.rows(sql) for sql in READ))
         [empty] = own.rows(_EMPTY)
         yield HeldSnapshot(exported, store, frozenset(compress(_MAY_BE_EMPTY, empty)))
 
@@ -206,4 +232,4 @@ def write_extract(spark: SparkSession, url: SecretUrl, place: str, watch: Watch,
             files[name] = spark.read.schema(columns).parquet(f"{place}/{name}")
     create_views(spark, files)
     store = held.store
-    return Extract(store.now_ms, store.lanes, store.counters, store.behind_ms, spark, sample)
+    return Extract(store.now_ms, store.lanes, store.counters, store.behind_ms, store.schedules, spark, sample)

@@ -39,6 +39,10 @@ COLLIDES: Final = "several waiting messages have one key"
 UNREACHABLE: Final = "a waiting message that its key does not point to"
 DANGLES: Final = "a key that points to no message"
 
+UNPLANNED: Final = "an active schedule without a waiting occurrence"
+ASTRAY: Final = "a schedule whose key points to another message than its occurrence"
+UNSCHEDULED: Final = "an occurrence that waits without an active schedule"
+
 PEAK: Final = "peak"
 
 _FROM_BACKUP = (
@@ -103,6 +107,9 @@ NEXT: Final[Mapping[str, str]] = {
     COLLIDES: "All of them are delivered. Cancel the surplus messages by their ids, and report this.",
     UNREACHABLE: "It is delivered like any other. To cancel it, use its id instead of its key. Report this.",
     DANGLES: "No message is affected. Report this, with the details.",
+    UNPLANNED: "It sends nothing any more. Report this, then pause and resume the schedule, so that it goes on.",
+    ASTRAY: "It sends one more message, and then nothing. Report this, then pause and resume the schedule.",
+    UNSCHEDULED: "It is delivered once, like any other message. Cancel it if it should not be, and report this.",
     PEAK: "If draining takes too long, spread the due times in the publishers, or add daemons.",
     "missing": f"Declare the exchange or the queue {_IN_TIME}",
     "unroutable": f"Bind a queue to the exchange with this key {_IN_TIME}",

@@ -79,7 +79,7 @@ async def _judged(options: Options) -> tuple[AuditReport, list[CheckedTarget], l
 
 async def _judge(rows: Any, options: Options) -> tuple[AuditReport, list[CheckedTarget], list[str]]:
     """Audit one snapshot. ``rows`` runs a statement on it. Raises the driver's errors."""
-    store = AuditedStore.of(*[await rows(sql) for sql in (extract.INSTANTS, extract.LANES, extract.COUNTERS)])
+    store = AuditedStore.of(*[await rows(sql) for sql in extract.READ])
     reached_ms = store.now_ms
     counted, segments, partitions = await rows(read("audit_places")), await rows(_SEGMENTS), await rows(_PARTITIONS)
     places = [row for row in counted if row.lane is not None]
@@ -120,6 +120,7 @@ async def _judge(rows: Any, options: Options) -> tuple[AuditReport, list[Checked
         rules.LANES: rules.lanes(store, figures, first_due),
         rules.REPEATS: [],
         rules.KEYS: [],
+        rules.SCHEDULES: rules.schedules(store),
         rules.PEAKS: coming.peaks(forecast),
         **{rule.name: [] for rule in options.own_rules},
     }

@@ -49,8 +49,8 @@ EXAMPLES: Final = 5
 """Maximum number of ids that a finding names."""
 
 CONSERVATION, SEGMENTS, INTEGRITY, OVERDUE = "conservation", "segments", "integrity", "overdue"
-LANES, REPEATS, KEYS, PEAKS = "lanes", "repeats", "keys", "peaks"
-RULES: Final = (CONSERVATION, SEGMENTS, INTEGRITY, OVERDUE, LANES, REPEATS, KEYS, PEAKS)
+LANES, REPEATS, KEYS, SCHEDULES, PEAKS = "lanes", "repeats", "keys", "schedules", "peaks"
+RULES: Final = (CONSERVATION, SEGMENTS, INTEGRITY, OVERDUE, LANES, REPEATS, KEYS, SCHEDULES, PEAKS)
 
 
 def judge(store: Extract, options: Options) -> AuditReport:
@@ -78,6 +78,7 @@ def judge(store: Extract, options: Options) -> AuditReport:
         LANES: lanes(store, figures, first_due),
         REPEATS: repeats(store) if whole else [],
         KEYS: keys(store) if whole else [],
+        SCHEDULES: schedules(store),
         PEAKS: peaks(coming),
         **{rule.name: own(store, rule) for rule in options.own_rules},
     }
@@ -372,6 +373,14 @@ def keys(store: Extract) -> list[Finding]:
                subject AS fault
         FROM by_key"""
     return _found(store, KEYS, rows)
+
+
+def schedules(store: AuditedStore) -> list[Finding]:
+    """Report schedules that do not agree with their waiting occurrences."""
+    return [
+        Finding(SCHEDULES, "violation", fault, number, first_ms, {"schedules": names}, faults.NEXT[fault])
+        for fault, number, first_ms, names in store.schedules
+    ]
 
 
 DESTINATIONS: Final = "destinations"

@@ -190,5 +190,10 @@ ADVICE: Final[dict[str, RuleAdvice]] = {
         "A key (`x-delay-key`) stands for a message that is not there, or not for the message that has it. A "
         "replacement or a cancel by that key would miss.",
     ),
+    "schedules": RuleAdvice(
+        "Schedules",
+        "A schedule and its next occurrence, which waits as a message, do not agree. One transaction writes both, so "
+        "something else has changed rows.",
+    ),
     "peaks": RuleAdvice("Peaks", "More messages are due at one time than daemons can release at once."),
 }

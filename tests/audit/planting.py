@@ -11,12 +11,15 @@ import pandas  # noqa: F401 - else pyarrow imports it for its first table, which
 from delayer.audit import faults
 from delayer.core.units import DAY_MS
 from delayer.format.rows import checksum
+from delayer.schedule.record import ScheduleRecord
 from delayer.store.rows.partitions import bounds_of, name_of
+from delayer.store.schedules import table
 from delayer.store.segments import compact
 from tests.audit.compacting import fill
 from tests.audit.rows import properties
 from tests.support.fakes import WHY
 from tests.support.rows import put, row
+from tests.support.schedules import schedule
 from tests.support.store import opened, owned, parcel, sql
 
 Findings = list[tuple[str, str, str, int]]
@@ -122,6 +125,7 @@ class Planting:
         plants = (
             self._packed,  # first, as it writes the keys of all messages
             self._changed, self._copied, self._segments, self._counters, self._properties, self._partition, self._lanes,
+            self._schedules,
         )  # fmt: skip
         return [found for plant in plants for found in await plant()]
 
@@ -215,3 +219,8 @@ class Planting:
             ("lanes", "warning", "lane 3: no owner, and messages are due", 1),
             ("lanes", "violation", "lane 77: not in the table of lanes", 1),
         ]
+
+    async def _schedules(self) -> Findings:
+        """A schedule whose occurrence is gone."""
+        await table.put(self._connection, [ScheduleRecord(schedule(), waiting_ms=1, waiting_id=4711)])
+        return [("schedules", "violation", faults.UNPLANNED, 1)]

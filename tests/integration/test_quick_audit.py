@@ -19,10 +19,13 @@ from delayer.audit.findings import AuditReport
 from delayer.audit.job import Options
 from delayer.cli.main import cli
 from delayer.core.secret import SecretUrl
+from delayer.schedule.schedule import ScheduleState
+from delayer.store.schedules import changes
 from delayer.store.statements import read
 from tests.audit.planting import CANCELLED, FAR, NEAR, SEGMENTS, Planting, build
 from tests.audit.rows import said
 from tests.support.daemon import EXECUTABLE
+from tests.support.schedules import schedule
 from tests.support.servers import Postgres
 from tests.support.store import blocked, sql
 
@@ -122,3 +125,22 @@ async def test_a_stopped_audit_ends_with_one_line(database: str, number: int, co
         process.send_signal(number)
         _, told = await process.communicate()
     assert (process.returncode, told.decode()) == (code, f"delayer: {line}\n")
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        ("DELETE FROM message", faults.UNPLANNED),
+        ("DELETE FROM message_key", faults.UNPLANNED),
+        ("UPDATE schedule SET waiting_id = 4711 WHERE name = 'tick'", faults.ASTRAY),
+        ("UPDATE schedule SET state = 'paused', waiting_id = NULL, waiting_at = NULL", faults.UNSCHEDULED),
+        ("DELETE FROM schedule", faults.UNSCHEDULED),
+    ],
+)
+async def test_a_schedule_that_does_not_agree_with_its_occurrence(database: str, damage: str, fault: str) -> None:
+    async with sql(database) as connection:
+        await changes.apply(connection, [schedule(), schedule("paused", state=ScheduleState.PAUSED)], who="test")
+        assert not [one for one in (await audited(database)).findings if one.rule == "schedules"]
+        await connection.execute(damage)
+    [found] = [one for one in (await audited(database)).findings if one.rule == "schedules"]
+    assert (found.subject, found.count, found.details["schedules"]) == (fault, 1, ["tick"])

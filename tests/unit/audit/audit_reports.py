@@ -17,7 +17,18 @@ HOSTILE = (
     "\u202eright to left, ünïcödé {{ 7 * 7 }} {% raw %} [bold]markup[/]".encode(),
     b"</title></style></svg>" + b"long" * 50,
 )
-RULES = ("conservation", "segments", "integrity", "overdue", "lanes", "repeats", "keys", "peaks", "destinations")
+RULES = (
+    "conservation",
+    "segments",
+    "integrity",
+    "overdue",
+    "lanes",
+    "repeats",
+    "keys",
+    "schedules",
+    "peaks",
+    "destinations",
+)
 
 
 def bars(width: int, count: int, scale: float, seed: int, before: int = 0) -> tuple[Bar, ...]:
