@@ -8,9 +8,11 @@ from delayer.config.model import Settings
 from delayer.core.clocks import ClockOffset
 from delayer.core.errors import StoreLost
 from delayer.core.readable import counted, duration
+from delayer.schedule.zone_data import zone_data, zone_directories
 from delayer.store import schema, servers
 from delayer.store.admin import needs, stats
 from delayer.store.errors import STORE_RUNS, BadStoreUrl, StoreUnfit, check_arrow
+from delayer.store.schedules import reading
 from delayer.store.session import connect_for
 
 SPARE_CONNECTIONS: Final = 20
@@ -49,6 +51,7 @@ async def check_store(report: CheckReport, settings: Settings, url: str) -> Cloc
                 need = await needs.lock_need(connection, settings.store.history_days)
                 connections = await needs.connection_need(connection)
                 rights = await needs.missing_rights(connection, history=settings.store.history_days > 0)
+                zones = await reading.zone_version(connection)
                 # The lanes of routes that no daemon has used yet.
                 limited = len({route.from_ for route in settings.routes if route.max_rate})
                 need = need._replace(limited=max(need.limited, limited))
@@ -77,7 +80,21 @@ async def check_store(report: CheckReport, settings: Settings, url: str) -> Cloc
     _connections(report, connections)
     _lanes(report, seen)
     _messages(report, seen)
+    _zones(report, zones)
     return server.clock
+
+
+def _zones(report: CheckReport, newest: str) -> None:
+    """Compare this host's zone data with the newest by which a daemon computed the times of schedules."""
+    if not newest:
+        return
+    data = zone_data(zone_directories())
+    here = "none" if data is None else f"{data.version} in {data.path}"
+    if data is not None and data.version == newest:
+        report.add("zone data", "ok", here)
+    else:
+        found = f"{here}; the schedules of this store use {newest}"
+        report.add("zone data", "note", found, "install the same tzdata on every host of a daemon, the newest one")
 
 
 def _messages(report: CheckReport, seen: stats.StoreOverview) -> None:

@@ -30,6 +30,7 @@ VERBS: Final = {
     "cancel": "changing:cancel",
     "reschedule": "changing:reschedule",
     "held": "held",
+    "schedule": "schedule",
     "refused": "set_aside:refused",
     "strays": "set_aside:strays",
     "audit-log": "list:audit_log",

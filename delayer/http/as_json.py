@@ -1,11 +1,14 @@
-"""Messages for programs, the same for `--json` on the command line and for `/api`."""
+"""Messages and schedules for programs, the same for `--json` on the command line and for `/api`."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from delayer.core.filters import Token
 from delayer.core.message import as_text
 from delayer.format import reading
+from delayer.schedule.record import ScheduleRecord
+from delayer.schedule.rhythm import Cron, Every, rhythm_in_words
 from delayer.store.admin.detail import FullMessage, predict
 from delayer.store.held_messages import HeldEntry
 from delayer.store.waiting import Entry
@@ -58,4 +61,41 @@ def message(found: FullMessage) -> dict[str, Any]:
         "fate": predict(found),
         "body": reading.preview(body),
         "body_is_text": body[: reading.PREVIEW].hex(" ") != reading.preview(body),
+    }
+
+
+def schedule(record: ScheduleRecord) -> dict[str, Any]:
+    """Convert a schedule, with the beginning of its body."""
+    one, rhythm = record.schedule, record.schedule.rhythm
+    said = reading.decode_properties(one.properties)
+    return {
+        "name": one.name,
+        "id": str(one.id),
+        "state": one.state.value,
+        "why": record.why or None,
+        "rhythm": rhythm_in_words(rhythm),
+        "cron": rhythm.expression if isinstance(rhythm, Cron) else None,
+        "zone": rhythm.zone if isinstance(rhythm, Cron) else None,
+        "every_ms": rhythm.period_ms if isinstance(rhythm, Every) else None,
+        "first_ms": rhythm.first_ms or None,
+        "last_ms": one.last_ms,
+        "catch_up": one.catch_up,
+        "jitter_ms": one.jitter_ms,
+        "max": one.max_occurrences,
+        "next_ms": record.waiting_ms,
+        "next_due_ms": record.due_ms,
+        "next_message": None if record.waiting_id is None else str(Token(record.waiting_id, record.due_ms)),
+        "sent": record.made,
+        "missed": record.missed,
+        "sent_ms": record.made_ms,
+        "late_ms": record.late_ms,
+        "settled_ms": record.settled_ms,
+        "added_ms": record.added_ms,
+        "changed_ms": record.changed_ms,
+        "to_exchange": as_text(one.target.exchange),
+        "to_key": as_text(one.target.routing_key),
+        "properties": said.properties,
+        "headers": [header._asdict() for header in said.headers],
+        "body": reading.preview(one.body),
+        "body_bytes": len(one.body),
     }

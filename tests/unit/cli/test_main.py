@@ -31,8 +31,8 @@ from tests.support.logged import logging_as_it_was
 
 NOWHERE = ["--broker-url", "amqp://user:hunter2@127.0.0.1:1", "--store-url", "postgresql://user:hunter2@127.0.0.1:1/d"]
 VERBS = [
-    "run", "check", "topology", "db", "send", "status", "list", "show", "cancel", "reschedule", "held", "refused",
-    "strays", "audit-log", "drain", "audit", "backlog", "compact", "restore", "import", "export",
+    "run", "check", "topology", "db", "send", "status", "list", "show", "cancel", "reschedule", "held", "schedule",
+    "refused", "strays", "audit-log", "drain", "audit", "backlog", "compact", "restore", "import", "export",
 ]  # fmt: skip
 
 
@@ -94,6 +94,21 @@ MISTAKES = {
     "no store is configured": [
         ["--mode", "native", *verb.split()] for verb in ("db upgrade", "db current", "compact", "restore --all")
     ],
+    "schedules need a store": [
+        ["--mode", "native", "schedule", *verb.split()]
+        for verb in (
+            "add x --every 1s --to e", "list", "show x", "edit x --every 1s", "pause x", "resume x", "remove x",
+            "run x", "preview x", "apply /dev/null",
+        )
+    ],
+    "expected a field to change": [["schedule", "edit", "x"]],
+    "to: expected the exchange of its messages": [["schedule", "add", "x", "--every", "1s"]],
+    "cron: expected a rhythm": [["schedule", "add", "x", "--to", "e"]],
+    "zone: expected with cron only": [["schedule", "add", "x", "--to", "e", "--every", "1s", "--zone", "UTC"]],
+    "'--every': expected a duration": [["schedule", "add", "x", "--to", "e", "--every", "5"]],
+    "'--missed': expected skip, once, all": [["schedule", "add", "x", "--missed", "twice"]],
+    "'--property': expected properties of": [["schedule", "add", "x", "--property", "message_id=1"]],
+    "/nowhere.toml: expected a file that can be read": [["schedule", "apply", "/nowhere.toml"]],
     "--route is needed": [["--set", 'route=[{"from": "a"}, {"from": "b"}]', "send"]],
     "cannot be told an instant": [
         ["--set", 'route=[{"from": "a", "delay_from": ["x-delay"]}]', "send", "--at", "2031-01-31T08:00:00Z"],

@@ -1,0 +1,288 @@
+"""delayer schedule: messages that recur, and every change of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import IO, Any
+
+import click
+
+from delayer.cli import schedule_looking
+from delayer.cli.errors import Misused
+from delayer.cli.options import as_json, headers_of, joined, pair, read_as, whoami
+from delayer.cli.output import print_json, progress, when
+from delayer.cli.schedule_fields import FIELDS, differences, new_schedule, read_schedules, texts_of, with_fields
+from delayer.cli.schedule_importing import import_
+from delayer.cli.schedule_looking import change, name_argument, state_of
+from delayer.config.errors import Expected
+from delayer.core.filters import Token
+from delayer.core.readable import readable
+from delayer.http import as_json as for_programs
+from delayer.schedule.record import ScheduleRecord
+from delayer.schedule.rhythm import rhythm_in_words
+from delayer.schedule.schedule import Schedule, ScheduleState
+from delayer.store.errors import ScheduleRefused
+from delayer.store.schedules import changes
+from delayer.store.schedules.changes import ScheduleDifference
+
+
+def tell(past: str, record: ScheduleRecord, *, as_json: bool) -> None:
+    """Say what became of a schedule."""
+    if as_json:
+        print_json(for_programs.schedule(record))
+        return
+    schedule = record.schedule
+    text = f"{past} {schedule.name}: {rhythm_in_words(schedule.rhythm)}"
+    if record.due_ms is not None:
+        click.echo(f"{text}; next: {when(record.due_ms)}.")
+    else:
+        click.echo(f"{text}; {state_of(record)}.")
+
+
+@click.group(short_help="Send messages that recur, by a calendar or an interval.")
+def schedule() -> None:
+    """Messages that recur, by a cron expression in a time zone, or at an interval. Schedules need a store.
+
+    The next occurrence of a schedule is a waiting message: `delayer list --delay-key delayer.schedule/NAME` has it.
+    It is delivered like any other, also if the host dies that sent the last one. docs/schedules.md explains clocks,
+    missed occurrences, and files for `apply`.
+    """
+
+
+for _command in (schedule_looking.list_, schedule_looking.show, schedule_looking.preview, import_):
+    schedule.add_command(_command)
+
+
+def _properties_of(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
+    try:
+        read: dict[str, Any] = FIELDS["properties"](dict(pair(text, "NAME=VALUE") for text in given))
+    except Expected as wrong:
+        raise click.BadParameter(f"expected {wrong}") from None
+    return read
+
+
+def _field(name: str, metavar: str, text: str) -> Callable[..., Any]:
+    option = f"--{name.replace('_', '-')}"
+    return click.option(option, name, callback=read_as(FIELDS[name]), metavar=metavar, help=text)
+
+
+field_options = joined(
+    _field("cron", "EXPRESSION", "Five fields, six with seconds first, or @daily and the like."),
+    _field("zone", "ZONE", "The zone of the cron expression, such as Europe/Berlin. [default: UTC]"),
+    _field("every", "DURATION", "An interval from 1s, such as 15m, counted from --first."),
+    _field("first", "INSTANT", "No occurrence is earlier. Intervals count from here, else from 1970-01-01."),
+    _field("last", "INSTANT", "No occurrence is later; never for no last one."),
+    _field("to", "EXCHANGE", 'The exchange of the messages; "" stands for a queue by its name.'),
+    _field("routing_key", "KEY", "Their routing key, or the name of the queue."),
+    _field("body", "TEXT", "Their body."),
+    click.option("--body-file", type=click.File("rb"), help="Their body from a file; - is stdin."),
+    click.option(
+        "--header", "headers", multiple=True, callback=headers_of, metavar="NAME[:TYPE]=VALUE",
+        help="A header, as in `delayer send`. May be repeated.",
+    ),
+    click.option(
+        "--property", "properties", multiple=True, callback=_properties_of, metavar="NAME=VALUE",
+        help="A property such as content_type or priority; none if VALUE is empty. May be repeated.",
+    ),
+    _field("missed", "POLICY", "For occurrences missed: skip, once, all (up to 1,000), or a number. [default: once]"),
+    _field("jitter", "DURATION", "Each occurrence is later by a part of this, which spreads a load."),
+    _field("max", "NUMBER", "End after so many occurrences; 0 for no end."),
+)  # fmt: skip
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """The fields that were given. Raises click.UsageError."""
+    file: IO[bytes] | None = options.pop("body_file")
+    given = {name: value for name, value in options.items() if value is not None and value != {}}
+    if file is not None:
+        if "body" in given:
+            raise click.UsageError("give either --body or --body-file, not both")
+        given["body"] = file.read()
+    if click.get_current_context().get_parameter_source("last") == click.core.ParameterSource.COMMANDLINE:
+        given["last"] = options["last"]
+    return given
+
+
+@schedule.command(short_help="Add a schedule: its rhythm, and its message.")
+@name_argument
+@field_options
+@click.option("--paused", is_flag=True, help="Add it without an occurrence, until `resume`.")
+@as_json
+@click.pass_context
+def add(context: click.Context, /, *, name: str, paused: bool, as_json: bool, **options: Any) -> None:
+    """Add a schedule: a rhythm by --cron or --every, and the message that it sends. Exit code 2 if something is wrong
+    with it, or if the name is taken.
+
+    The message goes to the exchange of --to, as the daemon's user. Each occurrence has a message_id of its own, and the
+    headers x-delayer-schedule, x-delayer-id and x-delayer-due.
+
+    \b
+    Examples:
+      delayer schedule add tick --every 1s --to delayer.out --routing-key k --body tick
+      delayer schedule add report --cron '0 7 * * MON-FRI' --zone Europe/Berlin --to delayer.out --routing-key report
+      delayer schedule add month-end --cron '0 18 LW * *' --to '' --routing-key invoices --missed all
+    """
+    one = new_schedule(name, _given(options))
+    if paused:
+        one = replace(one, state=ScheduleState.PAUSED)
+    record = change(context, "add", lambda connection: changes.add(connection, one, who=whoami()))
+    tell("Added", record, as_json=as_json)
+
+
+@schedule.command(short_help="Change the fields of a schedule.")
+@name_argument
+@field_options
+@as_json
+@click.pass_context
+def edit(context: click.Context, /, *, name: str, as_json: bool, **options: Any) -> None:
+    """Change the fields that are given; the others stay. Any --header replaces the whole table of headers.
+
+    The waiting occurrence is written again, with the new message. If the rhythm changes, so does its time, unless that
+    has come already. A paused schedule stays paused.
+
+    \b
+    Examples:
+      delayer schedule edit report --cron '30 6 * * MON-FRI'
+      delayer schedule edit report --last never --jitter 5m --header kind=daily
+    """
+    given = _given(options)
+    if not given:
+        raise click.UsageError("expected a field to change, such as --cron or --body; found none")
+    record = change(
+        context,
+        "edit",
+        lambda connection: changes.edit(connection, name, lambda one: with_fields(one, given), who=whoami()),
+    )
+    tell("Changed", record, as_json=as_json)
+
+
+@schedule.command(short_help="Make the schedules equal to a TOML file.")
+@click.argument("file", type=click.Path(allow_dash=True))
+@click.option("--dry-run", is_flag=True, help="Print the difference, and change nothing.")
+@click.option("--prune", is_flag=True, help="Remove the schedules that are not in the file.")
+@as_json
+@click.pass_context
+def apply(context: click.Context, *, file: str, dry_run: bool, prune: bool, as_json: bool) -> None:
+    """Make the schedules of the store equal to a TOML file: all of it, or nothing. FILE may be - for stdin.
+
+    The file has a table [schedule.NAME] for each, with the fields that `add` has as options: cron or every, zone,
+    first, last, to, routing_key, headers and properties (tables), body or body_b64, missed, jitter, max. A field that
+    is left out has its default. A schedule that is paused stays paused. Without --prune, others stay as they are.
+
+    \b
+    Examples:
+      delayer schedule apply schedules.toml --dry-run
+      delayer schedule apply schedules.toml --prune
+    """
+    try:
+        with click.open_file(file, "rb") as content:
+            wanted = read_schedules(content.read())
+    except OSError as error:
+        raise Misused(f"{file}: expected a file that can be read, found {error.strerror}") from None
+    except ScheduleRefused as refused:
+        raise ScheduleRefused([f"{file}: {one}" for one in refused.problems]) from None
+    if prune and not wanted:
+        raise Misused(f"{file}: expected a schedule, found none; --prune would remove every schedule of the store")
+    work = partial(changes.apply, wanted=wanted, who=whoami(), prune=prune, dry_run=dry_run)
+    with progress("applying"):
+        found = change(context, "apply", work)
+    if as_json:
+        print_json(_for_programs(found, dry_run=dry_run))
+    else:
+        _print(found, dry_run=dry_run)
+
+
+@schedule.command(short_help="Stop a schedule until it is resumed.")
+@name_argument
+@as_json
+@click.pass_context
+def pause(context: click.Context, *, name: str, as_json: bool) -> None:
+    """Stop a schedule until `resume`: its waiting occurrence is cancelled, and none counts as missed.
+
+    \b
+    Examples:
+      delayer schedule pause report
+    """
+    record = change(context, "pause", lambda connection: changes.pause(connection, name, who=whoami()))
+    tell("Paused", record, as_json=as_json)
+
+
+@schedule.command(short_help="Let a paused or failed schedule go on.")
+@name_argument
+@as_json
+@click.pass_context
+def resume(context: click.Context, *, name: str, as_json: bool) -> None:
+    """Let a paused or failed schedule go on with the first time of its rhythm after now.
+
+    \b
+    Examples:
+      delayer schedule resume report
+    """
+    record = change(context, "resume", lambda connection: changes.resume(connection, name, who=whoami()))
+    tell("Resumed", record, as_json=as_json)
+
+
+@schedule.command(short_help="Delete a schedule.")
+@name_argument
+@as_json
+@click.pass_context
+def remove(context: click.Context, *, name: str, as_json: bool) -> None:
+    """Delete a schedule with its waiting occurrence. Messages of it that are held or were rescheduled stay.
+
+    \b
+    Examples:
+      delayer schedule remove report
+    """
+    change(context, "remove", lambda connection: changes.remove(connection, name, who=whoami()))
+    if as_json:
+        print_json({"removed": name})
+    else:
+        click.echo(f"Removed {name}.")
+
+
+@schedule.command(short_help="Send one more message of a schedule now.")
+@name_argument
+@as_json
+@click.pass_context
+def run(context: click.Context, *, name: str, as_json: bool) -> None:
+    """Send one more message of a schedule now, in any state. Its rhythm does not change.
+
+    \b
+    Examples:
+      delayer schedule run report
+    """
+    id_ = change(context, "run", lambda connection: changes.run_now(connection, name, who=whoami()))
+    if as_json:
+        print_json({"id": str(Token(id_))})
+    else:
+        click.echo(f"Parked one message of {name}, due now: {Token(id_)}.")
+
+
+def _print(found: ScheduleDifference, *, dry_run: bool) -> None:
+    for one in found.added:
+        click.echo(f"+ {one.name}: {rhythm_in_words(one.rhythm)}")
+    for before, after in found.changed:
+        click.echo(f"~ {before.name}")
+        for name, old, new in differences(before, after):
+            click.echo(readable(f"    {name}: {old} → {new}"))
+    for one in found.removed:
+        click.echo(f"- {one.name}: {rhythm_in_words(one.rhythm)}")
+    counts = f"{len(found.added):,} added, {len(found.changed):,} changed, {len(found.removed):,} removed"
+    click.echo(f"{'Would be: ' if dry_run else ''}{counts}; {len(found.same):,} as they were.")
+
+
+def _for_programs(found: ScheduleDifference, *, dry_run: bool) -> dict[str, Any]:
+    def fields(one: Schedule) -> dict[str, Any]:
+        return {"name": one.name, **texts_of(one)}
+
+    return {
+        "dry_run": dry_run,
+        "added": list(map(fields, found.added)),
+        "changed": [
+            {"name": before.name, "fields": [*map(list, differences(before, after))]} for before, after in found.changed
+        ],
+        "removed": [one.name for one in found.removed],
+        "same": [one.name for one in found.same],
+    }

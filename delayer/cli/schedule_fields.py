@@ -1,0 +1,248 @@
+"""The fields of a schedule as operators write them: the options of `delayer schedule add` and `edit`, and the keys of a
+TOML file. Every field is read by the same function, and a schedule is changed by the fields that were given."""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import json
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from datetime import date, datetime
+from typing import Any, Final
+from uuid import uuid4
+
+from pamqp.encode import field_table as encode_table
+
+from delayer.amqp.properties import Properties, changed, encode_headers
+from delayer.amqp.values import SHORT_STRING
+from delayer.config.errors import Expected, format_found
+from delayer.config.texts import check_header, duration_text, instant_ms
+from delayer.config.values import duration_ms
+from delayer.core.message import Target, as_text, raw
+from delayer.core.readable import instant
+from delayer.format import reading
+from delayer.schedule.rhythm import Cron, Every, Rhythm
+from delayer.schedule.schedule import MOST_CAUGHT_UP, ONCE, SKIP, Schedule
+from delayer.store.errors import ScheduleRefused
+
+NEVER: Final = "never"
+_MISSED: Final = {"skip": SKIP, "once": ONCE, "all": MOST_CAUGHT_UP}
+_SHORT: Final = (
+    "content_type", "content_encoding", "correlation_id", "reply_to", "expiration", "type", "app_id",
+)  # fmt: skip
+_PROPERTIES: Final = (*_SHORT, "priority")
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise Expected("a text")
+    return value
+
+
+def _instant(value: object) -> int:
+    if isinstance(value, datetime | date):  # a time of TOML
+        value = value.isoformat()
+    return instant_ms(value if isinstance(value, str) else "")
+
+
+def _last(value: object) -> int | None:
+    return None if value == NEVER else _instant(value)
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise Expected("a whole number")
+    return value
+
+
+def _missed(value: object) -> int:
+    if value in _MISSED:
+        return _MISSED[str(value)]
+    try:
+        return _whole(value)
+    except Expected:
+        raise Expected(f"skip, once, all (up to {MOST_CAUGHT_UP:,}), or a number") from None
+
+
+def _body(value: object) -> bytes:
+    return raw(_text(value))
+
+
+def _base64(value: object) -> bytes:
+    try:
+        return base64.b64decode(_text(value), validate=True)
+    except ValueError:
+        raise Expected("base64") from None
+
+
+def _headers(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise Expected("a table of headers")
+    for name, one in value.items():
+        check_header(name, one)
+    return value
+
+
+def _properties(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise Expected("a table of properties")
+    return {name: _property(name, one) for name, one in value.items()}
+
+
+def _property(name: str, value: object) -> str | int:
+    """A property of the message; "" stands for none."""
+    if name not in _PROPERTIES:
+        raise Expected(f"properties of {', '.join(_PROPERTIES)}; {format_found(name)} is none of them")
+    if value == "":
+        return ""
+    if name == "priority":
+        if (number := _whole(value)) > SHORT_STRING:
+            raise Expected("a priority of 0 to 255")
+        return number
+    if not isinstance(value, str) or len(raw(value)) > SHORT_STRING:
+        raise Expected(f"{name} as a text of at most {SHORT_STRING} bytes")
+    if name == "expiration" and not value.isdecimal():
+        raise Expected("an expiration in milliseconds")
+    return value
+
+
+FIELDS: Final[Mapping[str, Callable[[object], Any]]] = {
+    "cron": _text, "every": duration_ms, "zone": _text, "first": _instant, "last": _last, "to": _text,
+    "routing_key": _text, "headers": _headers, "properties": _properties, "body": _body, "body_b64": _base64,
+    "missed": _missed, "jitter": duration_ms, "max": _whole,
+}  # fmt: skip
+"""The reader of each field. It raises Expected."""
+
+
+def new_schedule(name: str, given: Mapping[str, Any]) -> Schedule:
+    """Compose a schedule of the fields given. Raises ScheduleRefused."""
+    missing = [] if "to" in given else ["to: expected the exchange of its messages, found none"]
+    if not {"cron", "every"} & given.keys():
+        missing.append("cron: expected a rhythm, by cron or every, found neither")
+    if missing:
+        raise ScheduleRefused(missing)
+    return with_fields(Schedule(uuid4(), name, Target(b"", b""), Every(0), encode_headers()), given)
+
+
+def with_fields(schedule: Schedule, given: Mapping[str, Any]) -> Schedule:
+    """``schedule`` with these fields, which were read by FIELDS. Raises ScheduleRefused."""
+    for one, other in (("cron", "every"), ("body", "body_b64")):
+        if one in given and other in given:
+            raise ScheduleRefused([f"{one}: expected {one} or {other}, found both"])
+    target = schedule.target
+    if "to" in given:
+        target = target._replace(exchange=raw(given["to"]))
+    if "routing_key" in given:
+        target = target._replace(routing_key=raw(given["routing_key"]))
+    names = {"last": "last_ms", "missed": "catch_up", "jitter": "jitter_ms", "body": "body", "body_b64": "body"}
+    values = {names[name]: value for name, value in given.items() if name in names}
+    if "max" in given:
+        values["max_occurrences"] = given["max"] or None
+    if "headers" in given or "properties" in given:
+        values["properties"] = _encode(schedule.properties, given.get("headers"), given.get("properties", {}))
+    return replace(schedule, rhythm=_rhythm(schedule.rhythm, given), target=target, **values)
+
+
+def _rhythm(before: Rhythm, given: Mapping[str, Any]) -> Rhythm:
+    first_ms = given.get("first", before.first_ms)
+    if "every" in given or (isinstance(before, Every) and "cron" not in given):
+        if "zone" in given:
+            raise ScheduleRefused(["zone: expected with cron only, because an interval is elapsed time, found it here"])
+        period_ms = given.get("every", before.period_ms if isinstance(before, Every) else 0)
+        return Every(period_ms, first_ms)
+    expression, zone = (before.expression, before.zone) if isinstance(before, Cron) else ("", "UTC")
+    return Cron(given.get("cron", expression), given.get("zone", zone), first_ms)
+
+
+def _encode(before: bytes, headers: Mapping[str, Any] | None, named: Mapping[str, Any]) -> bytes:
+    """Replace the whole table of headers, unless that is None, and each property that is named."""
+    given = {name: value for name, value in named.items() if value != ""}
+    values = {name: bytes((one,)) if isinstance(one, int) else _short(raw(one)) for name, one in given.items()}
+    if headers is not None:
+        values["headers"] = encode_table({**headers})
+    return changed(Properties.parse(before), values, named.keys() - given.keys())
+
+
+def _short(text: bytes) -> bytes:
+    return bytes((len(text),)) + text
+
+
+def read_schedules(text: bytes) -> list[Schedule]:
+    """Read the tables [schedule.NAME] of a TOML file. Raises ScheduleRefused with every mistake."""
+    try:
+        content = tomllib.loads(text.decode())
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ScheduleRefused([f"expected TOML, found something else: {error}"]) from None
+    wrong = [f"{name}: expected nothing but tables [schedule.NAME], found it" for name in content if name != "schedule"]
+    tables = content.get("schedule", {})
+    if not isinstance(tables, dict):
+        tables, wrong = {}, [*wrong, f"schedule: expected tables [schedule.NAME], found {format_found(tables)}"]
+    found = []
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            wrong.append(f"schedule.{name}: expected a table, found {format_found(table)}")
+            continue
+        given, mistakes = _read_table(table)
+        if not mistakes:
+            try:
+                found.append(new_schedule(name, given))
+            except ScheduleRefused as refused:
+                mistakes = list(refused.problems)
+        wrong += [f"{name}: {mistake}" for mistake in mistakes]
+    if wrong:
+        raise ScheduleRefused(wrong)
+    return found
+
+
+def _read_table(table: Mapping[str, object]) -> tuple[dict[str, Any], list[str]]:
+    given: dict[str, Any] = {}
+    mistakes = []
+    for key, value in table.items():
+        if key not in FIELDS:
+            near = difflib.get_close_matches(key, FIELDS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(FIELDS)}"
+            mistakes.append(f"{key}: expected a known field, found this one ({hint})")
+            continue
+        try:
+            given[key] = FIELDS[key](value)
+        except Expected as expected:
+            mistakes.append(f"{key}: expected {expected}, found {format_found(value)}")
+    return given, mistakes
+
+
+def texts_of(schedule: Schedule) -> dict[str, str]:
+    """The fields of a schedule, each as text; without those that have their default."""
+    rhythm, said = schedule.rhythm, reading.decode_properties(schedule.properties)
+    names = {number: name for name, number in _MISSED.items()}
+    texts = {
+        "cron": rhythm.expression if isinstance(rhythm, Cron) else "",
+        "every": duration_text(rhythm.period_ms) if isinstance(rhythm, Every) else "",
+        "zone": rhythm.zone if isinstance(rhythm, Cron) else "",
+        "first": instant(rhythm.first_ms) if rhythm.first_ms else "",
+        "last": "" if schedule.last_ms is None else instant(schedule.last_ms),
+        "to": as_text(schedule.target.exchange),
+        "routing_key": as_text(schedule.target.routing_key),
+        "headers": json.dumps({one.name: one.value for one in said.headers}) if said.headers else "",
+        "properties": json.dumps({name: one for name, one in said.properties.items() if name != "delivery_mode"}),
+        "body": reading.preview(schedule.body),
+        "missed": names.get(schedule.catch_up, str(schedule.catch_up)),
+        "jitter": duration_text(schedule.jitter_ms) if schedule.jitter_ms else "",
+        "max": "" if schedule.max_occurrences is None else str(schedule.max_occurrences),
+    }
+    return {name: text for name, text in texts.items() if text not in ("", "{}")}
+
+
+def differences(before: Schedule, after: Schedule) -> Iterator[tuple[str, str, str]]:
+    """The fields that differ: each with its text before and after. Texts may be equal where only a type, or the rest
+    of a long body differs."""
+    old, new = texts_of(before), texts_of(after)
+    found = [(name, old.get(name, "-"), new.get(name, "-")) for name in FIELDS if old.get(name) != new.get(name)]
+    yield from found
+    if before.body != after.body and not any(name == "body" for name, *_ in found):
+        yield "body", f"{len(before.body)} bytes", f"{len(after.body)} other bytes"
+    if before.properties != after.properties and not any(name in ("headers", "properties") for name, *_ in found):
+        yield "headers", "the same values", "of other types"

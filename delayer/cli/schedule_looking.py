@@ -1,0 +1,205 @@
+"""delayer schedule list, show, preview: schedules, one of them, and its next times. And what all commands of schedules
+share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any, Final, TypeVar
+from zoneinfo import ZoneInfo
+
+import click
+from asyncpg import Connection
+
+from delayer.cli.errors import CommandFailed, Misused
+from delayer.cli.options import as_json, ask_store, limit_option, request_of
+from delayer.cli.output import note, print_json, print_table, when
+from delayer.cli.schedule_fields import texts_of
+from delayer.core.filters import Token
+from delayer.core.readable import duration, format_relative_time, instant, readable
+from delayer.http import as_json as for_programs
+from delayer.schedule.cron import BadCron
+from delayer.schedule.record import ScheduleRecord, next_times
+from delayer.schedule.rhythm import Cron, rhythm_in_words
+from delayer.schedule.schedule import ScheduleState
+from delayer.schedule.wall import UnknownZone, zone_of
+from delayer.store.admin.actions import change_connection
+from delayer.store.errors import ScheduleUnknown
+from delayer.store.schedules import reading
+
+T = TypeVar("T")
+MOST: Final = 10_000
+"""Maximum number of times that `preview` prints."""
+name_argument = click.argument("name", metavar="NAME")
+
+
+def url_of_schedules(context: click.Context) -> str:
+    """The store's URL. Raises Misused without a store."""
+    settings = request_of(context).settings()
+    if settings.store_url is None:
+        raise Misused(
+            "schedules need a store, and none is configured. Next: set store.url (docs/schedules.md); without a store, "
+            "a message cannot recur."
+        )
+    return settings.store_url
+
+
+def change(context: click.Context, doing: str, act: Callable[[Connection], Awaitable[T]]) -> T:
+    """Run one change on the store. Raises ScheduleRefused, StoreLost, BadStoreUrl, SchemaOutdated."""
+    url = url_of_schedules(context)
+
+    async def acted() -> T:
+        async with change_connection(url, doing) as connection:
+            return await act(connection)
+
+    return asyncio.run(acted())
+
+
+def look_at(context: click.Context, name: str) -> ScheduleRecord:
+    """Read a schedule. Raises ScheduleUnknown."""
+    found = ask_store(url_of_schedules(context), "show a schedule", lambda connection: reading.show(connection, name))
+    if found is None:
+        raise ScheduleUnknown(name)
+    return found
+
+
+def state_of(record: ScheduleRecord) -> str:
+    return f"{record.schedule.state}{f': {record.why}' if record.why else ''}"
+
+
+@click.command("list", short_help="List schedules by name, page by page.")
+@limit_option
+@click.option("--after", default="", metavar="NAME", help="Begin after this name.")
+@click.option("--state", type=click.Choice(list(map(str, ScheduleState))), help="Only those in this state.")
+@as_json
+@click.pass_context
+def list_(context: click.Context, *, limit: int, after: str, state: str | None, as_json: bool) -> None:
+    """List schedules in the order of their names: the rhythm, the next occurrence, how late the last one was.
+
+    \b
+    Examples:
+      delayer schedule list
+      delayer schedule list --state failed
+      delayer schedule list --json | jq -r '.schedules[] | [.name, .next_ms] | @tsv'
+    """
+    wanted = None if state is None else ScheduleState(state)
+    page = ask_store(
+        url_of_schedules(context), "list schedules", lambda connection: reading.find(connection, limit, after, wanted)
+    )
+    if as_json:
+        print_json({"schedules": list(map(for_programs.schedule, page.schedules)), "after": page.after})
+        return
+    if not page.schedules:
+        click.echo("No schedules match." if state or after else "There are no schedules.")
+        return
+    columns = ["name", "state", "rhythm", "next due", "last sent", "late by", "sent", "missed"]
+    print_table(columns, map(_row, page.schedules), right=(6, 7))
+    if page.after is not None:
+        note(f"There are more. Next: the same with --after {page.after}.")
+
+
+def _row(record: ScheduleRecord) -> tuple[object, ...]:
+    return (
+        record.name,
+        state_of(record),
+        rhythm_in_words(record.schedule.rhythm),
+        when(record.due_ms),
+        instant(record.made_ms),
+        duration(None if record.late_ms is None else max(0, record.late_ms) / 1000),
+        f"{record.made:,}",
+        f"{record.missed:,}",
+    )
+
+
+@click.command(short_help="Show one schedule.")
+@name_argument
+@as_json
+@click.pass_context
+def show(context: click.Context, *, name: str, as_json: bool) -> None:
+    """Show one schedule: its fields, its state, its waiting occurrence. Exit code 1 if there is none of this name.
+
+    \b
+    Examples:
+      delayer schedule show report
+      delayer schedule show report --json | jq -r .next_message
+    """
+    record = look_at(context, name)
+    if as_json:
+        print_json(for_programs.schedule(record))
+        return
+    rows: list[tuple[object, ...]] = [
+        ("name", name),
+        ("state", state_of(record)),
+        ("rhythm", rhythm_in_words(record.schedule.rhythm)),
+        ("next due", when(record.due_ms)),
+    ]
+    if record.waiting_id is not None:
+        rows.append(("waits as", Token(record.waiting_id, record.due_ms)))
+    late = duration(None if record.late_ms is None else max(0, record.late_ms) / 1000)
+    rows += [
+        ("last sent", f"{when(record.made_ms)}, late by {late}" if record.made_ms is not None else "-"),
+        ("sent", f"{record.made:,}"),
+        ("missed", f"{record.missed:,}"),
+        ("added", instant(record.added_ms)),
+        ("changed", instant(record.changed_ms)),
+    ]
+    print_table(["", ""], [*rows, *texts_of(record.schedule).items()])
+
+
+@click.command(short_help="Print the next times of a schedule.")
+@name_argument
+@click.option(
+    "--count", "-n", type=click.IntRange(1, MOST), default=5, show_default=True, help="How many times to print."
+)
+@as_json
+@click.pass_context
+def preview(context: click.Context, *, name: str, count: int, as_json: bool) -> None:
+    """Print the next times of a schedule, in its zone and in UTC, and the distance from each to the one before.
+
+    The distance shows the nights when the clocks change. Times are computed with the zone data of this host. Those of
+    a paused schedule are the times after a resume now. --jitter is not included.
+
+    \b
+    Examples:
+      delayer schedule preview report
+      delayer schedule preview report --count 400 --json
+    """
+    record = look_at(context, name)
+    rhythm = record.schedule.rhythm
+    try:
+        times = next_times(record, time.time_ns() // 1_000_000, count)
+        zone = zone_of(rhythm.zone if isinstance(rhythm, Cron) else "UTC")
+    except (BadCron, UnknownZone) as wrong:
+        raise CommandFailed(f"{name} cannot be computed: {wrong}.") from None
+    after = [None, *(at_ms - before for before, at_ms in pairwise(times))]
+    found = [
+        {"at_ms": at_ms, "local": _local(at_ms, zone), "utc": instant(at_ms), "after_ms": gap}
+        for at_ms, gap in zip(times, after, strict=False)
+    ]
+    if as_json:
+        print_json({"name": name, "rhythm": rhythm_in_words(rhythm), "zone": zone.key, "times": found})
+        return
+    click.echo(f"{name}: {rhythm_in_words(rhythm)}")
+    if not times:
+        click.echo(f"No time follows: {readable(state_of(record))}.")
+        return
+    print_table([zone.key, "UTC", "after"], [_previewed(one) for one in found], right=(2,))
+    if record.schedule.state is ScheduleState.PAUSED:
+        note(f"It is paused. Next: `delayer schedule resume {name}`.")
+    if len(times) < count:
+        note("No other time follows.")
+
+
+def _local(at_ms: int, zone: ZoneInfo) -> str:
+    try:
+        return datetime.fromtimestamp(at_ms // 1000, UTC).astimezone(zone).isoformat()
+    except (OverflowError, ValueError):
+        return instant(at_ms)  # Beyond the calendar.
+
+
+def _previewed(one: dict[str, Any]) -> tuple[str, str, str]:
+    gap = "" if one["after_ms"] is None else format_relative_time(one["after_ms"], 0).removeprefix("in ")
+    return one["local"], one["utc"], gap
