@@ -1,4 +1,4 @@
-"""Changes over HTTP: cancel, reschedule, retry, drop. Each needs the token and is written to the audit log.
+"""Changes over HTTP: of messages and of schedules. Each needs the token and is written to the audit log.
 
 The page's forms get pages as answers, after a confirmation if the change cannot be undone or does not list ids.
 Programs (with the token in a header, or ``Accept: application/json``) get JSON.
@@ -30,7 +30,10 @@ from delayer.http.recent import host_ms
 from delayer.http.view import STORE_ERRORS
 from delayer.set_aside.queues import Result, SetAsideName
 from delayer.store import held_messages, waiting
+from delayer.store.admin.actions import change_connection
 from delayer.store.admin.changes import MATCHED, OF_HELD, ChangeResult, StoredChange
+from delayer.store.errors import ScheduleRefused
+from delayer.store.schedules import changes as schedules
 from delayer.store.session import read_connection
 from delayer.store.waiting import Entry
 
@@ -40,6 +43,13 @@ _LOCKED: Final = "This needs the token: give it on the page, or send the header 
 _WRONG: Final = "That is not the token: expected `Authorization: Bearer TOKEN`."
 _ANSWERS: Final = ("back", "confirmed", "counted", "typed")
 """The fields of every form, in addition to the change itself."""
+
+_OF_SCHEDULES: Final = {
+    "pause": ("Paused", schedules.pause),
+    "resume": ("Resumed", schedules.resume),
+    "run": ("Sent now", schedules.run_now),
+}
+"""The verbs for schedules: the first words of the answer, and the change."""
 
 Form = Mapping[str, Sequence[str]]
 ChangeHandler = Callable[[Request, str, Form], Awaitable[ChangeResult | Response]]
@@ -122,6 +132,22 @@ class Actions:
             return await self._ask_about_ids(request, verb, form, told)
         edits = forms.read_retry_edits(form, unread_delays(inside.settings)) if verb == "retry" else NO_EDITS
         return await inside.change_aside(name, verb, frozenset(ids), who, edits)
+
+    async def schedules(self, request: Request, who: str, form: Form) -> ChangeResult:
+        """Pause or resume schedules, or send one more message of each now. One transaction for each schedule."""
+        forms.reject_unknown(form, ("verb", "name", *_ANSWERS))
+        verb, names = forms.verb(form, *_OF_SCHEDULES), forms.schedule_names(form)
+        request.state.back = forms.back(form, "/schedules")
+        past, change = _OF_SCHEDULES[verb]
+        refused: list[str] = []
+        async with change_connection(self.pages.answers.url, f"schedule {verb}") as connection:
+            for name in names:
+                try:
+                    await change(connection, name, who=who)
+                except ScheduleRefused as error:
+                    refused.append(f"{name[:100]}: {error}")
+        done = len(names) - len(refused)
+        return ChangeResult(past, done, len(names), refused, complete=not refused)
 
     async def _told(self, tokens: Sequence[Token]) -> dict[str, str]:
         """Describe each message in the store: its destination, instant, key and message_id."""

@@ -16,6 +16,7 @@ from delayer.core import readable
 from delayer.core.filters import Filter, Token, read_place, read_token
 from delayer.core.message import raw
 from delayer.format.refusal import RetryEdits
+from delayer.schedule.schedule import ScheduleState
 from delayer.store.admin.actions import NewDue
 
 _RAW: Final = ("route", "to_exchange", "to_key", "key", "message_id")
@@ -33,6 +34,8 @@ MOST_PAGES: Final = 100
 """Maximum number of pages in a trail, which fit into a URL of 8 KB."""
 MOST_NAMED: Final = 1_000
 """Maximum number of messages that a form names."""
+MOST_SCHEDULES: Final = 100
+"""Maximum number of schedules that a form names."""
 T = TypeVar("T")
 
 
@@ -201,6 +204,22 @@ def ids(form: Mapping[str, Sequence[str]]) -> list[str]:
     if len(found) > MOST_NAMED:
         raise FieldError(f"At most {MOST_NAMED} messages at once; use a filter, or the command line.")
     return found
+
+
+def schedule_names(form: Mapping[str, Sequence[str]]) -> list[str]:
+    """List the chosen schedules, each once. Raises FieldError."""
+    found = list(dict.fromkeys(form.get("name", [])))
+    if not 0 < len(found) <= MOST_SCHEDULES:
+        raise FieldError(f"name: expected 1 to {MOST_SCHEDULES} schedules, found {len(found)}")
+    return found
+
+
+def schedule_state(text: str) -> ScheduleState | None:
+    """Read a state; None for any. Raises FieldError."""
+    try:
+        return ScheduleState(text) if text else None
+    except ValueError:
+        raise FieldError(f"state: expected one of {', '.join(ScheduleState)}, found {text[:40]!r}") from None
 
 
 def new_due(form: Mapping[str, Sequence[str]], now_ms: int) -> NewDue:

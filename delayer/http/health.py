@@ -91,9 +91,11 @@ class Answers(View):
     async def metrics(self, _request: Request) -> Response:
         """/metrics, for Prometheus."""
         depths = await self.depths.get()
-        store = census = None
+        store = census = schedules = None
         if self.has_store:
-            store, census = await asyncio.gather(self.store.get(), self.census.get())
+            store, census, schedules = await asyncio.gather(self.store.get(), self.census.get(), self.schedules.get())
         ready, roles = not await self.not_ready(), metrics.roles(self.settings)
-        sources = MetricSources(self.inside.state(), store, census, depths, ready=ready, roles=roles)
+        sources = MetricSources(
+            self.inside.state(), store, census, depths, ready=ready, roles=roles, schedules=schedules
+        )
         return Response(generate_latest(sources), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -18,6 +18,7 @@ from delayer.core.counters import ROUTE_KINDS, Counters
 from delayer.core.message import as_text
 from delayer.http.view import DaemonState, Depths, Snapshot
 from delayer.store.admin.stats import COMPACTED, Census, StoreOverview
+from delayer.store.schedules.reading import ScheduleCounts
 
 PREFIX: Final = "delayer_"
 
@@ -90,6 +91,11 @@ METRICS: Final[Mapping[str, MetricKind]] = {
     "store_messages_total": _counter("kind", "changes of messages by all daemons since the store was created"),
     "segments": _gauge("state", "segments", "segments: all, broken ones, and those not restored in time"),
     "segment_messages": _gauge("state", "messages", "the messages in these segments"),
+    "schedules": _gauge("state", "schedules", "schedules, by state"),
+    "schedule_occurrences": _gauge(
+        "kind", "messages", "occurrences of these schedules: sent, and missed; fewer once a schedule is removed"
+    ),
+    "schedule_late_seconds": _gauge("", "seconds", "the most by which the last occurrence of a schedule was late"),
     # Per broker. Every daemon that queries it reports the same.
     "broker_up": _gauge("", "0 or 1", "whether the last query of the broker's queues succeeded"),
     "queue_messages": _gauge(
@@ -99,7 +105,7 @@ METRICS: Final[Mapping[str, MetricKind]] = {
         "queue", "messages", "messages that RabbitMQ itself delays or forwards, counted up to 12 s ago"
     ),
     "cascade_messages": _gauge("level", "messages", "messages waiting in a level of the cascade"),
-    "look_age_seconds": _gauge("part", "seconds", "age of the figures of store, backlog and queues"),
+    "look_age_seconds": _gauge("part", "seconds", "age of the figures of store, backlog, schedules and queues"),
 }
 
 
@@ -114,6 +120,7 @@ class MetricSources:
     ready: bool
     roles: Mapping[str, str] = field(default_factory=dict)
     """Queue roles by name; queues not listed are strays queues."""
+    schedules: Snapshot[ScheduleCounts] | None = None
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family of METRICS, in order, even without samples."""
@@ -147,6 +154,9 @@ def _all(sight: MetricSources) -> Iterator[MetricSample]:
     if sight.census is not None:
         yield from _of_census(sight.census, sight.state.counters)
         ages["backlog"] = sight.census.age
+    if sight.schedules is not None:
+        yield from _of_schedules(sight.schedules)
+        ages["schedules"] = sight.schedules.age
     yield from (("look_age_seconds", [part], age) for part, age in ages.items() if age is not None)
 
 
@@ -214,6 +224,16 @@ def _of_census(seen: Snapshot[Census], counters: Counters) -> Iterator[MetricSam
         for due, count in horizon.by_class(counts).items():
             found[name, due] += count
     yield from (("backlog_messages", [as_text(name), due], round(count)) for (name, due), count in found.items())
+
+
+def _of_schedules(seen: Snapshot[ScheduleCounts]) -> Iterator[MetricSample]:
+    if (counts := seen.fresh) is None:
+        return
+    yield from (("schedules", [state.value], number) for state, number in counts.states.items())
+    yield "schedule_occurrences", ["sent"], counts.made
+    yield "schedule_occurrences", ["missed"], counts.missed
+    if counts.late_ms is not None:
+        yield "schedule_late_seconds", [], max(counts.late_ms, 0) / 1000
 
 
 def _of_broker(seen: Snapshot[Depths], of: Mapping[str, str]) -> Iterator[MetricSample]:

@@ -1,4 +1,4 @@
-"""The page: overview, waiting, held and refused messages, one message. Read only; actions.py makes changes."""
+"""The page: overview, waiting, held and refused messages, one message, schedules. Only actions.py makes changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from delayer.config.texts import is_loopback, names_of, service_of
 from delayer.core import horizon
-from delayer.core.filters import OWN, Token, place_text, read_token
+from delayer.core.filters import OWN, Filter, Token, place_text, read_token
 from delayer.core.message import raw
 from delayer.core.readable import delayed_rows
 from delayer.format import reading
@@ -22,10 +22,13 @@ from delayer.http.access import Sessions, cookie_name
 from delayer.http.forms import FieldError, parse_form
 from delayer.http.health import Answers
 from delayer.http.view import NO_STORE, ROWS
+from delayer.schedule.schedule import ScheduleState
 from delayer.set_aside.queues import SetAsideName
 from delayer.store import held_messages, waiting
 from delayer.store.admin import audit_log, detail
 from delayer.store.admin.detail import FoundIn, FullMessage
+from delayer.store.errors import ScheduleUnknown
+from delayer.store.schedules import reading as schedules
 from delayer.store.session import read_connection
 
 MOST_COUNTED: Final = 1_000
@@ -288,6 +291,40 @@ class Pages:
         if by_program(request):
             return JSONResponse(there.as_dict())
         return await self.html(request, f"{name}.html", there=there, queue=self.answers.settings.refused.queue)
+
+    async def schedules(self, request: Request) -> Response:
+        """List schedules in the order of their names, of one state if the query names it."""
+        query = request.query_params
+        forms.reject_duplicates([name for name, _ in query.multi_items()])
+        forms.reject_unknown(query, ("state", "after", "trail"))
+        state, trail = forms.schedule_state(query.get("state", "")), forms.Trail.of(query)
+        async with read_connection(self.answers.url, "list schedules") as connection:
+            page = await schedules.find(connection, ROWS, trail.after, state)
+        form = forms.Search(Filter(), {} if state is None else {"state": state.value})
+        around = _around(request, form, trail, len(page.schedules), page.after or "")
+        rows = list(map(as_json.schedule, page.schedules))
+        if by_program(request):
+            return JSONResponse({"schedules": rows, "next": around["next"]})
+        back = "/schedules" + (f"?{request.url.query}" if request.url.query else "")
+        return await self.html(
+            request,
+            "schedules.html",
+            rows=rows,
+            states=list(ScheduleState),
+            total="",
+            bounded=False,
+            back=back,
+            **around,
+        )
+
+    async def schedule(self, request: Request) -> Response:
+        """Show one schedule, to a program."""
+        name = request.path_params["name"]
+        async with read_connection(self.answers.url, "show a schedule") as connection:
+            found = await schedules.show(connection, name)
+        if found is None:
+            raise HTTPException(404, str(ScheduleUnknown(name[:100])))
+        return JSONResponse(as_json.schedule(found))
 
     async def audit_log(self, request: Request) -> Response:
         before = forms.number(request.query_params.get("before", ""))

@@ -25,6 +25,8 @@ from delayer.store.admin import stats
 from delayer.store.admin.changes import ChangeResult
 from delayer.store.admin.stats import Census, StoreOverview
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
+from delayer.store.schedules import reading as schedules
+from delayer.store.schedules.reading import ScheduleCounts
 from delayer.store.session import read_connection
 
 
@@ -179,6 +181,7 @@ class View:
         self.inside = inside
         self.store = Cached(self._store, 2.0, "store")
         self.census = Cached(self._census, 20.0, "backlog", late=inf)
+        self.schedules = Cached(self._schedules, 20.0, "schedules", late=inf)
         self.depths = Cached[Depths](inside.depths, 15.0, "queues")
         # Requests share one query, because two concurrent reads of a queue would each see half of it.
         names: tuple[SetAsideName, ...] = ("refused", "strays")
@@ -190,7 +193,7 @@ class View:
 
     @property
     def _parts(self) -> Sequence[Cached[Any]]:
-        return self.store, self.census, self.depths, *self.aside.values()
+        return self.store, self.census, self.schedules, self.depths, *self.aside.values()
 
     def forget(self) -> None:
         """Make the next requests query again after a change."""
@@ -230,3 +233,7 @@ class View:
     async def _census(self) -> Census:
         async with read_connection(self.url, "count the backlog") as connection:
             return await stats.take_census(connection)
+
+    async def _schedules(self) -> ScheduleCounts:
+        async with read_connection(self.url, "count the schedules") as connection:
+            return await schedules.count(connection)

@@ -23,7 +23,7 @@ playwright = pytest.importorskip("playwright.async_api")
 CHROMIUM = shutil.which("chromium")
 TOKEN = "open-sesame-open-sesame"
 HOUR = 3_600_000
-PAGES = ("/", "/waiting", "/held", "/refused", "/audit-log", "/login")
+PAGES = ("/", "/waiting", "/held", "/refused", "/schedules", "/audit-log", "/login")
 
 NEEDS_CHROMIUM = [
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: `.ci/setup browser`"),

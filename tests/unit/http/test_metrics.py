@@ -20,7 +20,9 @@ from delayer.core.counters import MOST_ROUTES, OTHERS, ROUTE_KINDS, Counters
 from delayer.core.message import as_text
 from delayer.http.metrics import METRICS, PREFIX, MetricSources, roles
 from delayer.http.view import Depths, Snapshot
+from delayer.schedule.schedule import ScheduleState
 from delayer.store.admin.stats import COMPACTED, LANE_KINDS, Census, LaneOverview
+from delayer.store.schedules.reading import ScheduleCounts
 from delayer.store.segments import catalog
 from tests.support.web import samples
 from tests.unit.http.states import overview, state
@@ -65,6 +67,7 @@ def sight(**more: Any) -> MetricSources:
         ),
         "ready": True,
         "roles": roles(Settings()),
+        "schedules": Snapshot(ScheduleCounts(dict.fromkeys(ScheduleState, 0) | {ScheduleState.PAUSED: 4}, 9, 2, 1_500)),
     }
     return MetricSources(**whole | more)
 
@@ -116,6 +119,11 @@ def test_every_metric_is_served() -> None:
         (("delayer_queue_messages", "queue=delayer.delay-strays", "role=strays"), 1),
         (("delayer_delayed_messages", "queue=delays"), 3),
         (("delayer_cascade_messages", "level=0"), 2),
+        (("delayer_schedules", "state=paused"), 4),
+        (("delayer_schedules", "state=failed"), 0),
+        (("delayer_schedule_occurrences", "kind=sent"), 9),
+        (("delayer_schedule_occurrences", "kind=missed"), 2),
+        (("delayer_schedule_late_seconds",), 1.5),
         (("delayer_reconnects_total", "connection=intake"), 0),
         (("delayer_ready",), 1),
     ],
