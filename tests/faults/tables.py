@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.faults.scenes import BROKER, BROKER_CUT, DAEMON, ONCE, PERHAPS_TWICE, POSTGRES, STORE_CUT, TWICE, Copies, Row
 
@@ -109,6 +109,30 @@ RESTORE: Mapping[str, Row] = {
     "copy of its rows": restore("restore.copied", 0, PACKED),
     "deletion of the segment": restore("restore.deleted", 0, PACKED),
     "commit of the restore": restore("restore.committed", PACKED, 0, PERHAPS_TWICE),
+}
+
+
+class ScheduleRow(NamedTuple):
+    """A row of the crash table of schedules. ``fault``: the point, and the pass that counts. ``copies``: how often each
+    occurrence arrives. Those of the daemon's claim may come twice (G3); all others come once."""
+
+    fault: str
+    copies: Copies
+
+
+# A daemon dies in the release of an occurrence, whose transaction also writes the next one.
+SCHEDULE: Mapping[str, ScheduleRow] = {
+    "claim before the publish": ScheduleRow("release.claimed:3", ONCE),
+    "publish before the next occurrence": ScheduleRow("release.published:3", PERHAPS_TWICE),
+    "next occurrence before commit": ScheduleRow("schedule.copied:3", PERHAPS_TWICE),
+    "commit before the next claim": ScheduleRow("release.committed:3", ONCE),
+}
+# An operator's process dies in the change of a schedule, and the daemon goes on. Whether the change was committed.
+CHANGED: Mapping[tuple[str, str], bool] = {
+    ("cancel", "schedule.copied"): False,
+    ("pause", "schedule.committed"): True,
+    ("edit", "schedule.copied"): False,
+    ("edit", "schedule.committed"): True,
 }
 
 

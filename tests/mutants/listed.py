@@ -26,6 +26,44 @@ def of(file: str, test: str, *mutants: tuple[str, str, str], times: int = 1) -> 
 
 MUTANTS: Sequence[Mutant] = (
     *of(
+        "delayer/store/lanes/lane.py",
+        "tests/integration/test_schedules.py::test_a_release_writes_the_next_occurrence",
+        ("occurrence-not-noted", "            self.cursor.note_parked(min(dues))\n", ""),
+    ),
+    *of(
+        "delayer/store/lanes/settling.py",
+        "tests/integration/test_schedules.py::test_a_held_occurrence_does_not_stop_the_next",
+        ("held-occurrence-keeps-its-key", "_replace(key=None)", "_replace()"),
+    ),
+    *of(
+        "delayer/store/schedules/occurrences.py",
+        "tests/integration/test_schedules.py",
+        ("expired-for-all-policies", "and is_expired(record.schedule, record.waiting_ms, now_ms)", ""),
+        ("occurrence-of-any-id", "if one.id == record.waiting_id:", "if one.id != record.waiting_id:"),
+        ("rejected-occurrence-fails-all", "if len(planned) == 1:", "if planned:"),
+    ),
+    *of(
+        "delayer/store/sql/lock_run.sql",
+        "tests/integration/test_schedules.py::test_compaction_leaves_occurrences_alone",
+        ("occurrences-are-compacted", "key IS NULL OR", "true OR"),
+    ),
+    *of(
+        "delayer/store/admin/actions.py",
+        "tests/integration/test_schedules.py::test_a_rescheduled_occurrence_is_an_ordinary_message_and_the_next_one_waits",
+        ("rescheduled-occurrence-keeps-its-key", "await connection.execute(_UNKEY", "_ = (_UNKEY"),
+    ),
+    *of(
+        "delayer/store/schedules/changes.py",
+        "tests/integration/test_schedules.py::test_changes_and_releases_at_once",
+        ("change-without-cancel", "await keys.cancel_waiting(connection, used)", "keys.Cancelled()"),
+    ),
+    *of(
+        "delayer/store/schedules/zones.py",
+        "tests/integration/test_schedules_changed.py",
+        ("older-zone-data-win", "version <= known and not caught_up", "version == known and not caught_up"),
+        ("zone-data-do-not-catch-up", 'before not in ("", version)', "False"),
+    ),
+    *of(
         "delayer/store/rows/partitions.py",
         "tests/integration/test_store_mutants.py::test_a_row_that_comes_in_while_its_partition_is_dropped_stays",
         (
