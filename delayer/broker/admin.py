@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Self
 from urllib.parse import quote
@@ -22,7 +21,7 @@ from delayer.amqp.errors import ChannelClosed, ReplyCode
 from delayer.amqp.framing import unchecked
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding
-from delayer.broker.management_api import Management, Members, delayed_in, delayed_reason
+from delayer.broker.management_api import Management, delayed_in, delayed_reason
 from delayer.broker.pipelined_admin import (
     DELAYS_FROM,
     PATIENCE,
@@ -35,7 +34,7 @@ from delayer.broker.pipelined_admin import (
 )
 from delayer.broker.verify import Verifier
 from delayer.core.clocks import ClockOffset
-from delayer.core.readable import COUNTS_AGE, counted
+from delayer.core.readable import COUNTS_AGE
 from delayer.core.topology import Binding, Exchange, Topology
 
 ExchangeDelete = unchecked(ExchangeMethods.Delete)
@@ -100,18 +99,22 @@ class Remover:
         states = {name: await self.admin.state(name, doubtful=self.force) for name in queues}
         reasons = {name: _reason(state) for name, state in states.items() if state is not None}
         found = {f"queue {name}": reason for name, reason in reasons.items() if reason}
-        return found or await self._delayed_in(reasons)
+        return found or await self._unproven(reasons) or await self._delayed_in(reasons)
+
+    async def _unproven(self, queues: Collection[str]) -> dict[str, str]:
+        """AMQP counts no message in a queue whose members are down, so ask for one."""
+        for name in queues:
+            try:
+                if await self.admin.connection.has_message(name):
+                    return {f"queue {name}": "holds a message"}
+            except BrokerUnreachable as silent:
+                return {f"queue {name}": f"does not answer what needs a majority of its members: {silent}"}
+        return {}
 
     async def _delayed_in(self, queues: Collection[str]) -> dict[str, str]:
         levels = [one.name for one in self.topology.queues if one.forwards]
         delayed = await self.admin.delayed(queues, levels)
-        reasons = {f"queue {name}": reason for name, count in delayed.items() if (reason := delayed_reason(count))}
-        if self.admin.management is not None:
-            with suppress(BrokerRefused, BrokerUnreachable):  # Then the levels have a reason already.
-                members = await self.admin.management.members(queues)
-                unseen = {name: _kept(one) for name, one in members.items() if not delayed.get(name)}
-                reasons |= {f"queue {name}": reason for name, reason in unseen.items() if reason}
-        return reasons
+        return {f"queue {name}": reason for name, count in delayed.items() if (reason := delayed_reason(count))}
 
     async def _remove_exchange(self, exchange: Exchange) -> None:
         if isinstance(await self.admin.connection.ask(check_exchange(exchange.name)), ChannelClosed):
@@ -139,13 +142,6 @@ class Remover:
         accepted(await self.admin.connection.ask(QueueDelete(queue=name)))
         self.result.removed.append(f"queue {name}")
         return True
-
-
-def _kept(one: Members) -> str:
-    """Describe what AMQP does not show of a queue whose members are down: it answers that the queue is empty."""
-    if one.minority:
-        return f"has no majority: {one.minority} members are online"
-    return f"holds {counted(one.messages, 'message')} by its last count" if one.messages else ""
 
 
 def _reason(state: QueueState) -> str:

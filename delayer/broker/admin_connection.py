@@ -18,6 +18,7 @@ from aio_pika.abc import AbstractChannel, AbstractConnection
 from aiormq import exceptions as driver
 from aiormq.channel import EXCEPTION_MAPPING
 from aiormq.channel import Channel as Wire
+from pamqp import commands
 from pamqp.base import Frame
 
 from delayer.amqp.address import Address
@@ -98,6 +99,15 @@ class AdminConnection:
             return ChannelClosed(_CODES.get(type(error), 0), str(error))
         assert answer is not None, method  # Every method here has an answer.
         return answer
+
+    async def has_message(self, queue: str) -> bool:
+        """Whether a majority of the queue's members says that it has a message ready, which returns to the queue when
+        the connection ends. A count of 0 may also mean that they are down. Raises as :meth:`call`."""
+        try:
+            found = await self.call(lambda channel: channel.basic_get(queue))
+        except driver.ChannelLockedResource:  # A single active consumer, refused after the members agreed.
+            return False
+        return isinstance(found.delivery, commands.Basic.GetOk)
 
     async def _blocked(self) -> bool:
         """Whether the broker said that it accepts no publishes of this connection."""

@@ -24,18 +24,16 @@ from delayer.core.topology import Binding
 DATE_SECONDS: Final = 2.0
 """Maximum age of the ``Date`` header. It has whole seconds, and the server computes it once a second."""
 AWAY_SECONDS: Final = 30.0
-NAMES_AT_ONCE: Final = 20
-"""Maximum number of queues that one request names, so that its URL stays short."""
+NAMES_LENGTH: Final = 3000
+"""Maximum length of the queue names in the URL of a request, quoted. Servers take 8,000 characters of it."""
 _OTHER: Final = "this is not RabbitMQ's management API"
 
 
 class Members(NamedTuple):
-    """The members of a queue. ``online``: how many of them take part; None if unknown. Only quorum queues have that.
-    ``messages``: all of the queue's messages by its last count, which outlives its members; None if unknown."""
+    """The members of a queue. ``online``: how many of them take part; None if unknown. Only quorum queues have that."""
 
     copies: int
     online: int | None
-    messages: int | None = None
 
     @property
     def minority(self) -> str:
@@ -83,13 +81,15 @@ class Management:
     async def _queues(self, names: Iterable[str], columns: Mapping[str, object]) -> list[Any]:
         """Read the name and these columns of the queues that exist. The broker does not look at the vhost's other
         queues: reading eight thousand would take it more than five seconds."""
-        wanted, rows = sorted(set(names)), []
+        names, rows = frozenset(names), []
+        wanted = sorted(names)
         shape = {"page": int, "items": [{"name": str, **columns}]}
-        for start in range(0, len(wanted), NAMES_AT_ONCE):
-            some = "|".join(map(re.escape, wanted[start : start + NAMES_AT_ONCE]))
+        at_once = max(1, NAMES_LENGTH // max((len(quote(re.escape(name), safe="")) for name in wanted), default=1))
+        for start in range(0, len(wanted), at_once):
+            some = "|".join(map(re.escape, wanted[start : start + at_once]))
             which = f"page=1&page_size=500&use_regex=true&name={quote(f'^({some})$', safe='')}"
             _, items = await self.get(f"queues/{self.vhost}?columns=name,{','.join(columns)}&{which}", shape)
-            rows += items  # The broker ignores the case of letters, so there may be others too.
+            rows += [row for row in items if row[0] in names]  # The broker ignores the case of letters.
         return rows
 
     async def delayed(self, queues: Iterable[str]) -> dict[str, int | None]:
@@ -102,10 +102,10 @@ class Management:
 
     async def members(self, queues: Iterable[str]) -> dict[str, Members]:
         """Count the members of each of these queues."""
-        columns = {"members": [str], "slave_nodes": [str], "online": list | None, "messages": int | None}
+        rows = await self._queues(queues, {"members": [str], "slave_nodes": [str], "online": list | None})
         return {
-            name: Members(len(of) or 1 + len(more), len(online) if of and online is not None else None, messages)
-            for name, of, more, online, messages in await self._queues(queues, columns)
+            name: Members(len(of) or 1 + len(more), len(online) if of and online is not None else None)
+            for name, of, more, online in rows
         }
 
     async def bindings(self, path: str) -> list[tuple[Binding, dict[str, Any]]]:
@@ -159,7 +159,10 @@ class Management:
                     raise BrokerRefused(f"{self.where}: the management API refused the user ({error.code})") from error
                 raise BrokerUnreachable(f"{self.where}: the management API answered {error.code}") from error
         except OSError as error:
-            raise self._gone(f"{self.where}: {getattr(error, 'reason', error)}") from error
+            reason = getattr(error, "reason", error)
+            text = f"{self.where}: {reason}"
+            is_gone = isinstance(reason, TimeoutError | ConnectionRefusedError)
+            raise self._gone(text) if is_gone else BrokerUnreachable(text) from error
         except (ValueError, HTTPException) as error:
             raise BrokerUnreachable(f"{self.where}: {_OTHER}") from error
 

@@ -17,7 +17,7 @@ from delayer.amqp.errors import BrokerLost
 from delayer.broker.admin import Admin
 from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyMismatch
-from delayer.broker.management_api import Management, Members
+from delayer.broker.management_api import Management
 from delayer.broker.pipelined_admin import QueueState, pipelined_admin
 from delayer.core.cascade import CASCADE_KINDS, Cascade, due_topology, intake_topology
 from delayer.core.topology import Exchange, Queue, Topology, arguments
@@ -160,31 +160,39 @@ async def test_a_level_that_is_forwarding_a_message_is_not_removed(rabbitmq: Rab
         assert await admin.queue_exists(name)
 
 
-@pytest.mark.parametrize("is_counted", [True, False])
-async def test_a_queue_whose_members_do_not_run_is_not_removed(
-    rabbitmq: RabbitMQ, vhost: str, monkeypatch: pytest.MonkeyPatch, is_counted: bool
-) -> None:
-    """AMQP answers that it is empty. The management API has its last counts, and soon knows of the members."""
+async def test_a_queue_whose_members_do_not_run_is_not_removed(rabbitmq: RabbitMQ, vhost: str) -> None:
+    """AMQP may answer that it is empty."""
+    queues = tuple(Queue(name, arguments({"x-queue-type": "quorum"})) for name in ("delays", "down"))
+    await declare(vhost, Topology((), queues))
+    member = f"{{'{urlsplit(vhost).path[1:]}_down', node()}}"
+    rabbitmq.ctl("eval", f"ra:stop_server(quorum_queues, {member}).")
+    async with await Admin.connect(vhost, patience=2.0) as admin:
+
+        async def state(name: str, **_: object) -> QueueState:
+            return QueueState(0, 0)
+
+        admin.state = state  # type: ignore[method-assign]
+        removal = await admin.remove(Topology((), queues))
+    rabbitmq.ctl("eval", f"ra:restart_server(quorum_queues, {member}).")
+    assert removal.removed == []
+    ((name, reason),) = removal.left.items()
+    assert name == "queue down" and "does not answer what needs a majority of its members" in reason
+
+
+async def test_a_message_that_a_count_misses_stops_the_removal(vhost: str) -> None:
     queue = Queue("delays", arguments({"x-queue-type": "quorum"}))
     await declare(vhost, Topology((), (queue,)))
     await publish(vhost, "delays")
-    by_api = Management(rabbitmq.management_url, urlsplit(vhost).path[1:])
-    await eventually(lambda: by_api.members(["delays"]), lambda found: found["delays"].messages == 1)
+    async with await Admin.connect(vhost) as admin:
 
-    async def empty(_: object, names: list[str], *_more: object, **_kept: object) -> dict[str, QueueState]:
-        return dict.fromkeys(names, QueueState(0, 0))
+        async def state(name: str, **_: object) -> QueueState:
+            return QueueState(0, 0)
 
-    async def down(*_: object) -> dict[str, Members]:
-        return {"delays": Members(3, 1, 0)}
-
-    monkeypatch.setattr(Admin, "states", empty)
-    if not is_counted:
-        monkeypatch.setattr(Management, "members", down)
-    async with await Admin.connect(vhost, management_url=rabbitmq.management_url) as admin:
+        admin.state = state  # type: ignore[method-assign]
         removal = await admin.remove(Topology((), (queue,)))
-        assert await admin.queue_exists("delays")
-    why = "holds 1 message by its last count" if is_counted else "has no majority: 1 of 3 members are online"
-    assert removal.left == {"queue delays": why}
+    assert removal.left == {"queue delays": "holds a message"}
+    async with await Admin.connect(vhost) as admin:
+        await eventually(lambda: admin.depths(["delays"]), lambda depths: depths == {"delays": 1})
 
 
 async def test_a_message_that_arrives_during_the_removal_stops_it_there(
