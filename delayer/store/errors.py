@@ -88,6 +88,11 @@ class SchemaOutdated(Exception):
 
 _ADVICE: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str], ...] = (
     (DAMAGED, DAMAGE_ADVICE),
+    # With advice, a lane that met one keeps what the broker has confirmed, and settles it without another publish.
+    (
+        (asyncpg.DeadlockDetectedError, asyncpg.SerializationError),
+        "none, if this is rare: it is tried again; Postgres's log names the two transactions",
+    ),
     # The first class includes wrong passwords, missing roles, and hosts that pg_hba.conf does not list.
     (
         asyncpg.InvalidAuthorizationSpecificationError,

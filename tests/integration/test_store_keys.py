@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from delayer.core.errors import StoreLost
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import REPLACE, KeyMode
 from delayer.store.admin import actions
@@ -156,3 +157,29 @@ async def test_a_claim_that_loses_a_deadlock_takes_nothing_and_the_next_one_goes
         rows = await lane.claimers[0].claim(MANY, ROOM)
         assert bodies(rows) == [b"2"]
         await lane.claimers[0].settle(rows, [])
+
+
+async def test_a_settlement_that_loses_a_deadlock_keeps_its_lane(database: str) -> None:
+    """What the broker has confirmed is known to this process only: another owner would publish it again."""
+    async with opened(database) as store, owned(store) as [lane], sql(database) as other, sql(database) as admin:
+        await store.park(lane, [parcel(store.now_upper_ms() - 9 + n, b"%d" % n) for n in range(2)], [])
+        await release_all(lane)
+        for kind in ("held", "released"):
+            await admin.execute("INSERT INTO counter VALUES ($1, $2, 0) ON CONFLICT DO NOTHING", lane.number, kind)
+        await store.park(lane, [parcel(store.now_upper_ms() - 9 + n, b"%d" % n) for n in range(2)], [])
+        rows = await lane.claimers[0].claim(MANY, ROOM)
+        touch = "UPDATE counter SET n = n WHERE lane = $1 AND kind = $2"
+        await other.execute("SET deadlock_timeout = '1min'")
+        await other.execute("BEGIN")
+        await other.execute(touch, lane.number, "released")
+        hold = (rows[0], WHY)
+        settling = asyncio.create_task(lane.claimers[0].settle(rows[1:], [hold]))
+        await blocked(admin, "%")
+        await other.execute(touch, lane.number, "held")
+        await other.execute("COMMIT")
+        with pytest.raises(StoreLost, match="deadlock") as lost:
+            await settling
+        assert lost.value.advice and lane.owned
+        again = await lane.claimers[0].claim(MANY, ROOM)
+        await lane.claimers[0].settle(again, [])
+        assert bodies(again) == [b"0", b"1"]
