@@ -20,23 +20,23 @@ class Cancel:
     """Delete the waiting or held message of this key, or those of this key group. The cancel is not delivered."""
 
     key: bytes | KeyGroup
-    undelayed = False
+    undelayed = False  # Every plan (plan.py) states this: whether it is for a message that asks for no delay.
 
 
 Operation = Parcel | Cancel
 
 
 class Applied(NamedTuple):
-    """The effect of a batch of operations. ``cancelled``: the positions of single-key cancels that met a message."""
+    """The effect of a batch. ``cancelled``: the positions of the cancels of one key that removed a message."""
 
     cancelled: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
 class Term:
-    """The time in which one process applies operations with keys. Terms follow one another. ``seen``: the epoch of the
-    intake when the term's first delivery arrived. ``epoch``: the epoch to which the term's first batch with keys raised
-    it. Then a batch of an earlier term fails, however late it reaches the store."""
+    """The right of one subscription to apply operations with keys. ``seen``: ``intake`` in the table ``store``, as last
+    read when the term began. ``epoch``: that number once the term's first batch with keys has raised it; None before.
+    From then on the store rejects batches with keys of every earlier term, however late they arrive."""
 
     seen: int
     epoch: int | None = None
@@ -52,27 +52,29 @@ class Fold:
     """The messages replaced or cancelled later in the batch, and those that yield. They count as parked and
     cancelled."""
     keys: set[bytes] = field(default_factory=set)
-    """Every key in the batch. The store deletes the messages that wait under them, except those under :attr:`yielding`
-    ones, then settles the batch and writes ``kept``."""
+    """Every key in the batch. The store deletes the waiting and held messages of these keys, except the keys in
+    :attr:`yielding`. Then it settles the batch and writes ``kept``."""
     joining: set[bytes] = field(default_factory=set)
-    """The keys under which the message in ``kept`` yields to the one in the store, or continues its burst. No operation
-    of the batch before it ended that one."""
+    """The keys whose message in ``kept`` depends on what waits in the store: by its mode it is dropped if a message
+    waits (keep), or continues that message's burst (debounce). Without the keys whose stored message an earlier
+    operation of the batch replaced or cancelled."""
     groups: list[KeyGroup] = field(default_factory=list)
     """Key groups whose waiting messages the store also deletes."""
     met: set[int] = field(default_factory=set)
     """The positions of cancels that met a message of the batch."""
     open: dict[bytes, int] = field(default_factory=dict)
-    """By key, the position of a cancel with nothing before it in the batch. The store finds out if it met a message."""
+    """By key, the position of its cancel, if no operation before it in the batch concerns that key. Only the store can
+    tell whether this cancel removes a message."""
 
     @property
     def yielding(self) -> set[bytes]:
-        """The keys under which the message of the batch is dropped if one waits in the store."""
+        """The keys whose message in ``kept`` is dropped if another waits in the store."""
         return {parcel.key for parcel in self.kept if parcel.mode.keep and parcel.key in self.joining}
 
     def settle(self, waiting: Mapping[bytes, int | None], now_ms: int) -> Fold:
-        """Return what is left once the modes are applied. ``waiting``: the keys under which a message waited in the
-        store, each with the start of its burst, in epoch ms; None for a held one, whose burst is over. If the ceiling
-        has passed already, the message is due now, and not late."""
+        """Apply the modes, and return what is left. ``waiting``: for each key whose message waited or was held in the
+        store, when that message's burst began, in epoch ms; None if it was held, which ends a burst. A message whose
+        ceiling has passed already is due now, so it is not late."""
         left = replace(self, kept=[], dropped=[*self.dropped])
         for parcel in self.kept:
             keep, ceiling_ms = parcel.mode
@@ -102,7 +104,9 @@ def fold(operations: Sequence[Operation]) -> Fold:
     """
     left = Fold()
     kept: list[Parcel | None] = []
-    waiting: dict[bytes, int | None] = {}  # By key seen so far: the place of its waiting message in ``kept``, if any.
+    # Not as in :meth:`Fold.settle`: for each key of the batch so far, the place of its message in ``kept``; None if the
+    # batch has cancelled it.
+    waiting: dict[bytes, int | None] = {}
 
     def drop(key: bytes) -> bool:
         place = waiting[key]
@@ -118,6 +122,7 @@ def fold(operations: Sequence[Operation]) -> Fold:
             if parcel.mode.keep and waiting.get(key) is not None:
                 left.dropped.append(parcel)
                 return
+            # Whether the batch has left alone what waits in the store under this key.
             joins = key in left.joining if key in waiting else not key.startswith(tuple(left.groups))
             if key in waiting:
                 drop(key)
@@ -139,7 +144,7 @@ def fold(operations: Sequence[Operation]) -> Fold:
                 left.met.add(at)
         else:
             waiting[operation.key] = None
-            if not any(map(operation.key.startswith, left.groups)):  # Else nothing waits there any more.
+            if not any(map(operation.key.startswith, left.groups)):  # Else that group's cancel removed it.
                 left.open[operation.key] = at
     left.keys.update(waiting)
     left.kept = [parcel for parcel in kept if parcel is not None]

@@ -1,4 +1,4 @@
-"""Keeps the topology in force on the broker: restores and logs what was lost, and says what it cannot restore."""
+"""Keeps the topology in place: restores and logs what the broker lost, and reports what cannot be restored."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ log = structlog.get_logger(__name__)
 ROUND_SECONDS: Final = 60.0
 """Seconds between two rounds."""
 KEPT_ROUNDS: Final = 5
-"""Rounds in which a verdict of the management API outlives its last answer. Its node may be the one that died, and may
-not come back."""
+"""For how many rounds without an answer of the management API its last answer about majorities stays valid. The API may
+be on the node that died, and never return."""
 SHOWN: Final = 5
 """Maximum number of parts that a log line names."""
 AWAY: Final = (
@@ -38,10 +38,10 @@ SILENT: Final = "see the broker's log and `rabbitmq-diagnostics cluster_status`:
 
 
 class Seen(NamedTuple):
-    """What a round finds on the broker before it declares the topology.
+    """What the management API reports at the beginning of a round; None for what it does not report.
 
-    ``bindings``: those of the intake queue, whose loss would lose messages. ``minorities``: our queues without a
-    majority of their members, each with a description. None if the management API does not tell.
+    ``bindings``: the bindings of the intake queue; messages are lost while one is missing. ``minorities``: our queues
+    without a majority of their members, each with a description.
     """
 
     bindings: Collection[Binding] | None = None
@@ -55,18 +55,18 @@ class DeclaredTopology:
         self.reason = ""
         """Why the topology is not in place; empty if it is, as far as this is known."""
         self._declared: frozenset[TopologyPart] = frozenset()
-        self._lost: dict[TopologyPart, None] = {}  # In the last round.
-        self._unlogged: dict[TopologyPart, None] = {}  # Lost, and not all restored yet.
+        self._lost: dict[TopologyPart, None] = {}  # The parts that the last declaration found lost, and restored.
+        self._unlogged: dict[TopologyPart, None] = {}  # Lost, and not logged yet, because a declaration failed.
         self._lock = asyncio.Lock()
-        self._silent = False  # In the last round.
-        self._minorities: dict[str, str] = {}  # As in Seen, by the last answers.
-        self._untold = 0  # Rounds since the management API told them.
-        self._away = ""  # Why the management API did not answer in the last round.
-        self._unanswered = False  # Whether the intake queue's members did not answer in the last round.
+        self._silent = False  # Whether the broker left the last round unanswered.
+        self._minorities: dict[str, str] = {}  # As in Seen, by the last known answers.
+        self._untold = 0  # Rounds since the management API last reported minorities.
+        self._away = ""  # Why the management API did not answer in the last round; "" if it did.
+        self._unanswered = False  # Whether the intake queue was silent when it was last queried itself.
 
     async def keep(self, broker: PipelinedAdmin, settings: Settings, seen: Seen | None = None) -> None:
-        """Declare what the settings in force need, and note whether that succeeds. ``seen``: in a round. Raises what
-        :meth:`declare` does."""
+        """Declare the topology of the settings in force, and note whether it is in place. ``seen``: what the round has
+        found; None outside a round. Raises like :meth:`declare`."""
         began = bool(self._declared)
         try:
             again = await self.declare(broker, settings, seen and seen.bindings)
@@ -85,27 +85,33 @@ class DeclaredTopology:
             self._note(_some(self._minorities.values(), "; "), MAJORITY, began=began)
 
     async def _update_minorities(self, settings: Settings, counted: Mapping[str, str] | None) -> None:
-        """Query the intake queue itself, which was just declared. Its silence may be an election's, unless it was
-        silent or without a majority in the last round. ``counted``: as in Seen. What is unknown stays as it was, except
-        that the other queues are forgotten after KEPT_ROUNDS."""
+        """Update the queues without a majority. ``counted``: see :attr:`Seen.minorities`. If that is None, the last
+        answer stays valid for KEPT_ROUNDS. If it does not name the intake queue, query this queue itself, which was
+        just declared."""
         intake = next(one for one in topology_of(settings).queues if one.name == settings.intake.queue)
         before = self._minorities.get(intake.name, "")
         self._untold = 0 if counted is not None else self._untold + 1
         now = {} if self._untold > KEPT_ROUNDS else dict(self._minorities if counted is None else counted)
         if counted is None or intake.name not in counted:
             silent = await why_silent(settings.broker_url, intake)
-            now[intake.name] = before if silent is None else silent if before or self._unanswered else ""
-            self._unanswered = self._unanswered if silent is None else bool(silent)
+            if silent is None:  # The broker could not be queried, so the last result stays.
+                now[intake.name] = before
+            else:
+                # A first silence may be due to an election.
+                now[intake.name] = silent if before or self._unanswered else ""
+                self._unanswered = bool(silent)
         self._minorities = {name: reason for name, reason in now.items() if reason}
 
     def note_silence(self, reason: str) -> None:
-        """Note that a round got no answer on an open connection. One round may meet an election; two are a reason."""
+        """Note that the broker left a round unanswered on an open connection. One such round may be due to an election,
+        so only a second one in a row is a reason."""
         if self._silent:
             self._note(f"not known, because two rounds got no answer: {reason}", SILENT, began=True)
         self._silent = True
 
     def _note(self, reason: str, advice: str, *, began: bool) -> None:
-        """``began``: the topology was in place before. Otherwise the start logs the reason itself."""
+        """Set the reason, and log it if it is new. ``began``: whether the topology was declared before. If it was not,
+        the daemon is starting, and logs the failure itself."""
         reason = reason and f"the topology is not in place: {reason}"
         if reason and reason != self.reason and began:
             log.error("topology not in place", reason=reason, next_step=advice)
@@ -116,9 +122,9 @@ class DeclaredTopology:
     async def declare(
         self, broker: PipelinedAdmin, settings: Settings, present: Collection[Binding] | None = None
     ) -> list[TopologyPart]:
-        """Declare what these settings need. Log the parts that were there before and were lost; return those of them
-        that the last call restored already. ``present``: see Seen. Raises BrokerLost, BrokerRefused,
-        TopologyMismatch."""
+        """Declare the topology of these settings. Log the parts that were declared before and are missing. Return those
+        that were missing at the last call, too. ``present``: see :attr:`Seen.bindings`. Raises BrokerLost,
+        BrokerRefused, TopologyMismatch."""
         wanted = topology_of(settings)
         async with self._lock:
             missing: list[TopologyPart] = []
@@ -145,7 +151,7 @@ class DeclaredTopology:
         """Once a minute, check that the broker is still the store's, and declare the topology again."""
         while not await first_set(stopping, seconds=ROUND_SECONDS):
             if (intake := connections["intake"].current) is None:
-                continue  # Then it is not consumed.
+                continue  # The daemon is not ready anyway, because it does not consume the intake queue.
             opened = [one.current for one in connections.values() if one.current is not None]
             try:
                 for one in opened:
@@ -156,7 +162,7 @@ class DeclaredTopology:
                     await self.keep(broker, live.settings, seen)
             except WrongBroker as wrong:
                 for one in opened:
-                    one.drop(str(wrong))  # New ones are accepted or not, as at the start.
+                    one.drop(str(wrong))  # Each new connection is checked, as at the start.
             except BrokerUnreachable as silent:
                 self.note_silence(str(silent))
             except (BrokerLost, BrokerRefused, TopologyMismatch):
@@ -187,7 +193,8 @@ class DeclaredTopology:
 def _missing_bindings(
     intake: str, wanted: Topology, missing: Collection[TopologyPart], present: Collection[Binding] | None
 ) -> list[Binding]:
-    """The missing bindings of the intake queue, except those that a missing queue or exchange had."""
+    """Return the missing bindings of the intake queue; none if ``present`` is unknown. Ignores bindings lost along with
+    their queue or exchange."""
     ends = {one.name for one in missing if not isinstance(one, Binding)}
     if present is None or intake in ends:
         return []

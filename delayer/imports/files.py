@@ -111,7 +111,7 @@ class FileSource(ABC):
 
     @property
     def parameters(self) -> dict[str, object]:
-        """See Source. Raises SourceLost."""
+        """See ImportSource. Raises SourceLost."""
         if self._parameters is None:
             self._state = file_identity(self.path)
             with reading(self.path), self.path.open("rb") as file:
@@ -121,7 +121,7 @@ class FileSource(ABC):
         return self._parameters
 
     async def survey(self, unfinished: Run | None = None) -> Survey:
-        """See Source. Reads every line; skips and reports unreadable records."""
+        """See ImportSource. Reads every line; skips and reports unreadable records."""
         if self._survey is None:
             self._survey = self._look()
             if unfinished is None:
@@ -194,7 +194,7 @@ class FileSource(ABC):
         return count if self.meant.limit is None else min(count, self.meant.limit)
 
     async def resume(self, run: Run) -> None:
-        """See Source. Removes nothing, and skips committed records."""
+        """See ImportSource. Removes nothing, and skips committed records."""
         self._run = run
         self._to_come = (run.staged or 0) - run.committed
         if run.progress is not None:
@@ -230,14 +230,14 @@ class FileSource(ABC):
             return self._checked(self._file.read(length))
 
     async def remove(self, batch: ImportBatch) -> int:
-        """See Source. The file stays unchanged."""
+        """See ImportSource. The file stays unchanged."""
         return len(batch.items) + batch.again
 
     async def finish(self) -> dict[str, int]:
         return dict((await self.survey()).left)
 
     async def put_back(self, run: Run) -> int:
-        """See Source. Nothing was taken."""
+        """See ImportSource. Nothing was taken."""
         return (run.staged or 0) - run.committed
 
     async def close(self) -> None:

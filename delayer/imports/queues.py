@@ -162,7 +162,7 @@ class Queues(ABC):
         return {"broker": str(address_of(self.url)), **self.more_parameters(), **self.meant.as_dict()}
 
     async def survey(self, unfinished: Run | None = None) -> Survey:
-        """See Source. Only counts, because reading from a queue would count as a delivery."""
+        """See ImportSource. Only counts, because reading from a queue would count as a delivery."""
         survey = Survey()
         now_ms = await self.now()
         async with await admin_of(self.url) as admin:
@@ -191,7 +191,7 @@ class Queues(ABC):
         return survey
 
     async def stage(self, run: Run) -> None:
-        """See Source. Stages nothing, because the run reads the queues themselves."""
+        """See ImportSource. Stages nothing, because the run reads the queues themselves."""
         return
 
     async def resume(self, run: Run) -> None:
@@ -261,7 +261,7 @@ class Queues(ABC):
         return +found  # The sign drops zeros.
 
     async def put_back(self, run: Run) -> None:
-        """See Source. Uncommitted messages are already in their queue; removes committed messages still there."""
+        """See ImportSource. Uncommitted messages are already in their queue; removes committed messages still there."""
         await self.resume(run)
         await self._remove_known(run)
 

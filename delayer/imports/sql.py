@@ -90,7 +90,7 @@ class SqlTimeouts:
         return said | self.meant.as_dict()
 
     async def survey(self, unfinished: Run | None = None) -> Survey:
-        """See Source. Counts rows by destination, without reading headers or bodies."""
+        """See ImportSource. Counts rows by destination, without reading headers or bodies."""
         survey = Survey()
         async with self._database.connected() as connection:
             tables, there = await self._tables(connection, "" if unfinished is None else unfinished.token)
@@ -136,7 +136,7 @@ class SqlTimeouts:
             return staged or await self._move(connection, tables)
 
     async def resume(self, run: Run) -> None:
-        """See Source. A table without a staging table is read to its end, or did not exist when the run began."""
+        """See ImportSource. A table without a staging table is read to its end, or did not exist when the run began."""
         async with self._database.connected() as connection:
             tables, there = await self._tables(connection, run.token)
         self._staged = [one for one in tables if one.staged.name in there]
@@ -144,7 +144,7 @@ class SqlTimeouts:
         await self._remove(read_places(run.progress))
 
     async def next_batch(self) -> ImportBatch | None:
-        """See Source. The sizes of each table's soonest rows decide which of them fit one batch."""
+        """See ImportSource. The sizes of each table's soonest rows decide which of them fit one batch."""
         places = dict(self._removed)
         rows: list[Any] = []
         async with self._database.connected() as connection:

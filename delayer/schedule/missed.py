@@ -1,14 +1,18 @@
-"""What follows an occurrence, and what a stopped daemon missed. Pure.
+"""What follows an occurrence, and which late occurrences are sent. Pure.
 
-One occurrence of a schedule waits at any time. The next is computed when the waiting one is settled: released, held,
-cancelled or expired. The waiting one outlives a stop of every daemon, so it is the first of those missed. ``catch_up``
-says how many of these are sent at all:
+One occurrence of an active schedule waits at any time. The next one is computed when the waiting one is settled:
+released, held, cancelled or expired.
 
-- ``SKIP``: none. The waiting one expires, unsent, a minute after it was due.
-- ``ONCE``: the waiting one, however late.
-- more: the waiting one, and the latest of the others. Each is due already when it is written, so it leaves at once.
+An occurrence still unsent a minute after it was due is *late*. A restart or a failover takes less, so it makes none
+late. The waiting occurrence outlives a stop of every daemon, so it is always the first of the late ones. The field
+``catch_up`` (option ``--missed``) sets how many late ones are sent:
 
-An occurrence is missed if nobody could send it within a minute. So a restart or a failover misses none.
+- ``SKIP``: none. The waiting one expires.
+- ``ONCE``: the waiting one.
+- n > 1: the waiting one, then the latest n - 1 of the others. These are due before they are written, so each is sent
+  immediately.
+
+The other late occurrences are never sent. Only these count in ``missed``.
 """
 
 from __future__ import annotations
@@ -22,12 +26,12 @@ from delayer.schedule.rhythm import count_between
 from delayer.schedule.schedule import SKIP, Schedule, next_time
 
 LATE_MS: Final = MINUTE_MS
-"""An occurrence later than this is missed."""
+"""An occurrence still unsent this long after it was due is late."""
 
 
 class Following(NamedTuple):
-    """The next occurrence. ``at_ms``: the rhythm's time, without jitter; None if the schedule has ended, and ``why``.
-    ``missed``: how many occurrences before it are never sent."""
+    """The next occurrence. ``at_ms``: its time by the rhythm, without jitter; None if the schedule has ended, for the
+    reason ``why``. ``missed``: the number of occurrences before it that are never sent."""
 
     at_ms: int | None
     missed: int = 0
@@ -43,22 +47,25 @@ def starting(schedule: Schedule, now_ms: int, made: int = 0) -> Following:
 def renewed(
     before: Schedule, after: Schedule, *, waiting_ms: int, settled_ms: int, now_ms: int, made: int = 0
 ) -> Following:
-    """The occurrence that waits after an edit, or, if both schedules are equal, after a change of the zone data.
-    ``waiting_ms``: the time of the one that waits now. It stays if this time has come, as nothing else would send it.
-    ``settled_ms``: that of the last one settled, which may be ahead: a cancelled occurrence does not come back unless
-    the rhythm is new. Raises BadCron and UnknownZone."""
+    """Find the occurrence that waits after an edit, or, if both schedules are equal, after a change of the zone data.
+
+    ``waiting_ms``: the rhythm's time of the occurrence that waits before. It stays if this time has come, because
+    nothing else would send it. ``settled_ms``: the rhythm's time of the last settled occurrence. It is in the future if
+    that one was cancelled early: only a new rhythm brings its time back. Raises BadCron and UnknownZone."""
     if waiting_ms <= now_ms:
         return Following(waiting_ms)
     return _following(after, now_ms if before.rhythm != after.rhythm else max(now_ms, settled_ms), made)
 
 
 def following(schedule: Schedule, at_ms: int, now_ms: int, made: int = 0) -> Following:
-    """What follows the occurrence of the rhythm's time ``at_ms``, settled at ``now_ms``. ``made``: how many occurrences
-    were sent, with this one if it was. Raises BadCron and UnknownZone."""
+    """Find what follows the occurrence of the rhythm's time ``at_ms``, settled at ``now_ms``. ``made``: the number of
+    occurrences sent so far, including this one if it was sent. Raises BadCron and UnknownZone."""
+    # Occurrences of times up to this one are late, even with all of their jitter.
     until_ms = now_ms - LATE_MS - schedule.jitter_ms - 1
     if schedule.last_ms is not None:
         until_ms = min(until_ms, schedule.last_ms)
     late = count_between(schedule.rhythm, at_ms, until_ms)
+    # ``catch_up`` includes the settled occurrence, which was the first late one.
     missed = max(0, late - max(0, schedule.catch_up - 1))
     if missed:
         at_ms = until_ms if missed == late else _time_of(schedule, at_ms, until_ms, missed)
@@ -66,7 +73,7 @@ def following(schedule: Schedule, at_ms: int, now_ms: int, made: int = 0) -> Fol
 
 
 def is_expired(schedule: Schedule, at_ms: int, now_ms: int) -> bool:
-    """Whether the waiting occurrence of the rhythm's time ``at_ms`` is too late to be sent. It counts as missed."""
+    """Whether the waiting occurrence of the rhythm's time ``at_ms`` is late and not to be sent. It counts as missed."""
     return schedule.catch_up == SKIP and now_ms - due_ms(schedule, at_ms) > LATE_MS
 
 
@@ -81,7 +88,7 @@ def _following(schedule: Schedule, after_ms: int, made: int) -> Following:
 
 
 def _time_of(schedule: Schedule, after_ms: int, until_ms: int, ordinal: int) -> int:
-    """The time of the ``ordinal``-th occurrence after this instant, found by halves."""
+    """Find the time of the ``ordinal``-th occurrence after ``after_ms``, by bisection."""
     low, high = after_ms, until_ms
     while high - low > 1:
         middle = (low + high) // 2

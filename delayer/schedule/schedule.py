@@ -58,7 +58,7 @@ class Schedule:
     body: bytes = b""
     last_ms: int | None = None
     catch_up: int = ONCE
-    """How many of the occurrences that were missed are sent at all: none (``SKIP``), one (``ONCE``) or more."""
+    """How many late occurrences are sent (missed.py): none (``SKIP``), one (``ONCE``) or more."""
     jitter_ms: int = 0
     """Each occurrence is due up to this time later than the rhythm says."""
     max_occurrences: int | None = None

@@ -3,8 +3,9 @@
 A pass consumes the queue, and acknowledges the messages that it published again or dropped. Afterwards the broker
 returns the rest to their places.
 
-The rest is not acknowledged, and fills the prefetch of its consumer. Then another consumer continues after it. So a
-pass reaches every message and each is delivered once, because a quorum queue counts deliveries.
+Messages that stay are not acknowledged until the pass ends. When they fill the prefetch of the consumer, another
+consumer receives the messages behind them. So a pass reaches every message, and adds only one to each delivery count of
+a quorum queue.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ from delayer.format.envelope import Envelope, HoldNote, InvalidEnvelope, envelop
 from delayer.format.refusal import EntryPoints, Refusal, RetryEdits, build_retry, read_refusal
 
 REFUSE_SECONDS: Final = 2.0
-"""Within these seconds the daemon refuses a retried message again, if it still cannot delay it. It needs
+"""How long a retry waits for the daemon to refuse messages again that it still cannot delay. The daemon takes
 milliseconds."""
 PORTION: Final = 500
 """Messages that are published together. Each is acknowledged when it is confirmed."""
 RETURN_SECONDS: Final = 2.0
-"""Seconds that a pass waits until its messages are back in the queue. Another consumer may have taken them."""
+"""How long a pass waits until its messages are back in the queue. Some may never be, because another consumer may take
+them."""
 SetAsideName = Literal["refused", "strays"]
 """One of the two queues."""
 MAX_LISTED: Final = 10_000
@@ -160,10 +162,13 @@ ANY: Final = Selection()
 class Result:
     """The outcome of a pass.
 
-    ``matched`` messages match. A list has the first MAX_LISTED in ``found``. A change removed ``changed`` from the
-    queue, and ``remaining`` has the first MAX_NAMED of the rest, with the reason. ``missing``: ids without a message.
-    ``looked``: how many of ``depth`` messages were read; ``unread`` were not delivered. ``delayed``: how many the
-    broker itself delays, which no pass finds; None if unknown. ``may_delay``: whether it can delay messages.
+    ``depth``: messages ready at the beginning; ``looked``: how many were read; ``unread``: how many the broker did not
+    deliver. ``delayed``: messages that the broker itself delays, which no pass finds; None if unknown. ``may_delay``:
+    whether the broker can delay messages.
+
+    ``matched``: how many match. ``found``: the first MAX_LISTED of them, for a list. ``changed``: how many a change
+    removed from the queue. ``remaining``: the first MAX_NAMED of those it left, each with the reason. ``missing``: the
+    wanted ids that no message had.
     """
 
     depth: int
@@ -187,8 +192,8 @@ class Result:
 
     @property
     def hidden(self) -> str:
-        """The messages that no pass finds, for operators; "" if none. The broker's count lacks the latest messages, so
-        a pass that found nothing states its age."""
+        """Describe the messages that no pass finds, for operators; "" if there are none. The broker's count lacks the
+        latest messages, so after a pass without a match the text states how old the count may be."""
         if self.may_delay and self.delayed == 0 and not self.matched:
             return f"The broker itself delayed none there up to {COUNTS_AGE:.0f} s ago; later ones are not counted yet."
         why = delayed_reason(self.delayed)
@@ -203,7 +208,8 @@ class Result:
 Add = Callable[[int], Awaitable[None]]
 """Adds a number of changed messages to the audit log."""
 Publish = Callable[[Delivery, int], Outgoing | str]
-"""Returns how to publish a message again, or why not. The number is the maximum size of properties in a frame."""
+"""Builds the publish that retries a message, or returns why there is none. The number is the maximum size of properties
+in a frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +233,8 @@ class SetAside:
         return result
 
     async def change(self, verb: str, wanted: Selection, add: Add, limit: int | None = None) -> Result:
-        """Retry or drop (``verb``) the messages that match among the first ``limit``, or among all that exist now. Each
-        is in the audit log before it leaves the queue."""
+        """Retry or drop (``verb``) the messages that match among the first ``limit``, or among all now in the queue.
+        The audit log counts each one before it leaves the queue."""
         async with self._pass(wanted, limit) as (reader, publisher, result):
             async for portion in reader:
                 read = [(delivery, self._read(delivery, publisher.max_properties)) for delivery in portion]
@@ -246,17 +252,18 @@ class SetAside:
         return result
 
     async def count_returned(self, retried: Result) -> int:
-        """Return how many retried messages are in the queue again after REFUSE_SECONDS, including messages that have
-        arrived since."""
+        """Wait for REFUSE_SECONDS, and return how many messages have come into the queue since the retry: those refused
+        again, and new ones."""
         if not retried.changed:
             return 0
         await asyncio.sleep(REFUSE_SECONDS)
         return max((await self.find(limit=0)).depth + retried.changed - retried.depth, 0)
 
     async def _publish(self, publisher: AmqpPublisher, portion: Sequence[Delivery]) -> list[str]:
-        """Publish again. Returns for each message why it stays, or "" if its publish is confirmed."""
+        """Publish messages again. Returns for each why it stays, or "" if its publish is confirmed."""
         prepared = [self._build_retry(delivery, publisher.max_properties) for delivery in portion]
         outcomes = iter(await publisher.publish([one for one in prepared if isinstance(one, Outgoing)]))
+        # For each message the reason why it was not published, or else the outcome of its publish.
         whys = [one if isinstance(one, str) else next(outcomes) for one in prepared]
         return [why if isinstance(why, str) else "" if isinstance(why, Confirmed) else why.text for why in whys]
 
@@ -309,8 +316,9 @@ async def _wait_until_returned(reconnecting: ReconnectingConnection, queue: str,
 
 
 class QueueReader:
-    """Reads the next ``count`` messages of a queue in portions, but none that arrive later, because a retried message
-    may be refused again. It stops early after the last wanted message if delayer's own ids name all of them."""
+    """Reads the first ``count`` messages of a queue, in portions. It reads no later ones, because a retried message may
+    be refused and arrive again. If all wanted ids are delayer's own, which are unique, it stops once it has found them.
+    """
 
     def __init__(self, connection: ReconnectingConnection, queue: str, count: int, result: Result) -> None:
         self._queue = queue
@@ -331,7 +339,7 @@ class QueueReader:
                 self._unsettled = 0
             portion = await self._subscriptions[-1].next_batch(min(left, PORTION), 0.02)
             empty = 0 if portion else empty + 1
-            if empty == 3:  # Three seconds. Another consumer has the rest.
+            if empty == 3:  # Each empty batch is a second without a delivery, so another consumer has the rest.
                 self._result.unread = left
                 return
             self._result.looked += len(portion)
@@ -366,8 +374,8 @@ def refused_queue(
 def read_stray(delivery: Delivery, delivery_exchange: bytes, due_queue: bytes, max_properties: int) -> Envelope | str:
     """Read the envelope of a message in the strays queue. Returns the reason if it is not an envelope of ours.
 
-    If the cascade delivered a message to another address than the due queue, it is its publisher's own. Ignore its
-    headers then.
+    If a message left the cascade with a routing key that does not lead to the due queue, another publisher has put it
+    there. Its headers are not delayer's, so ignore them.
     """
     if delivery.exchange == delivery_exchange and not leads_to(delivery.routing_key, due_queue):
         found = as_text(delivery.routing_key)

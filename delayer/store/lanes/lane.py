@@ -1,9 +1,11 @@
-"""A lane: a part of the waiting and held messages, owned by this process while its connections live.
+"""A lane: a part of the waiting and held messages, which this process owns while its connections live.
 
-An ordinary lane has two sessions, each with a claimer. The first holds the lane's advisory lock. Each claimer can have
-one claim open, so the next claim begins while the last one is published and settled. The lane of a limited route has
-one claimer, which shares its session with other such lanes (locks.py). Losing any connection ends the lane. A claim
-still open on another connection may settle. Its rows are locked, so the lane's next owner waits for it.
+An ordinary lane has two sessions, each with a claimer. The first session holds the lane's advisory lock. A claimer has
+at most one open claim, so the next claim begins while the last one is published and settled. The lane of a limited
+route has one claimer, and shares its session with other such lanes (locks.py).
+
+A lane ends when it loses any of its connections. A claim open on another connection may still settle: its rows are
+locked, so the lane's next owner waits for it.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ STUCK_SECONDS: Final = 30.0
 STUCK_ADVICE: Final = 'look for this lane above; see "A lane that does not advance" in docs/operations.md'
 ANY_SIZE: Final = 1 << 62
 HORIZON_MS: Final = 61_000
-"""How far ahead a claim looks for the next row. If there is none, the lane claims again at that instant."""
+"""How far ahead a claim looks for the next row. If it finds none, the lane claims again when this time is over."""
 
 
 Take = Callable[[Connection, int, int], Awaitable[Claim]]
@@ -61,7 +63,9 @@ class PostgresClaimer:
         self.opened: Claim | None = None
         self._has_session = False
         self._large: Take | None = None
-        """What to claim one row of, if that row exceeds the byte limit: one claim of the process at a time may."""
+        """The method by which the next claim takes a single row, without a byte limit; usually None. Set when rows were
+        due and the last claim took none, probably because the first of them is too large. Only one claim of the process
+        at a time does this (session.py)."""
         self._lane = lane
         self._clock = lane.clock
 
@@ -73,7 +77,7 @@ class PostgresClaimer:
             await self.session.begin_claim(large=self._large is not None)
         except TimeoutError:
             if self._large == self._claim_held:
-                lane.cursor.pass_over_retries()  # Let the waiting rows go on.
+                lane.cursor.pass_over_retries()  # The next claims take waiting rows meanwhile.
             self._large = None
             return []
         self._has_session = True
@@ -87,7 +91,7 @@ class PostgresClaimer:
             reach("release.claimed")
         elif claim.expired:
             await self.settle((), ())
-        elif lane.skipped.full:
+        elif lane.skipped.full:  # No further row can be skipped until a pause ends, so do not spin.
             await asyncio.sleep(1.0)
         return claim.rows
 
@@ -98,7 +102,8 @@ class PostgresClaimer:
             try:
                 claim = await self._claim_once(connection, limit, max_bytes)
             except (asyncpg.DeadlockDetectedError, Rejected):
-                # Deadlock with a park that replaces several keyed messages. The park wins, and the lane claims again.
+                # A deadlock with a park that replaces several keyed messages, which the park wins; or the database
+                # rejects a row, which SkippedRows has noted. In both cases the lane claims again.
                 self._forget()
                 await connection.execute("ROLLBACK")
                 return NOTHING
@@ -121,7 +126,7 @@ class PostgresClaimer:
         for take in kinds:
             claim = await take(connection, limit, max_bytes)
             if large:
-                self._large = None  # Not before: if the claim is rejected, the next one needs the turn again.
+                self._large = None  # Only now: after a rejected claim, the next one must try the same again.
             if claim.rows or claim.expired:
                 self.opened = claim
                 return claim
@@ -136,7 +141,7 @@ class PostgresClaimer:
         if held:
             cursor.retrying = True
         elif await self._find_next_retry(connection) <= before:
-            if max_bytes == ANY_SIZE:
+            if max_bytes == ANY_SIZE:  # The size was not the reason, so another transaction has the due rows locked.
                 cursor.pass_over_retries()
             self._large = self._claim_held
         return Claim((NEVER_MS, 0), (NEVER_MS, 0), [read_held_row(record) for record in held], retries=bool(held))
@@ -159,9 +164,9 @@ class PostgresClaimer:
         full = len(rows) >= limit or sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows) >= max_bytes
         last, next_ms = place_of(rows[-1]) if rows else start, None
         if not full or (rows and rows[-1].due_ms > before):
-            # A claim that is not full may still have rows after it, because a cancel can remove some while the claim
-            # waits for a lock. If the last row is not due yet, read the store's clock as well, because it may have been
-            # set.
+            # Query what follows. Due rows may follow even a claim that is not full, because a cancel can remove some of
+            # its rows while it waits for their locks. If its last row is not due yet by our estimate, the store's clock
+            # may have been set, so this query also reads the clock.
             asked = clock.monotonic()
             next_ms, server_ms = await connection.fetchrow(statements.NEXT_DUE, lane.number, *last, horizon_ms, claimed)
             clock.observe(asked, server_ms, clock.monotonic())
@@ -228,7 +233,7 @@ class PostgresClaimer:
         return settlement
 
     async def _find_next_retry(self, connection: Connection) -> int:
-        """Query the lane's next retry, as this transaction leaves the held rows, and set it in the cursor."""
+        """Query the lane's next retry, including the changes of this transaction, and set it in the cursor."""
         cursor = self._lane.cursor
         soonest, cursor.retry_ms = cursor.retry_ms, NEVER_MS
         try:
@@ -237,7 +242,7 @@ class PostgresClaimer:
             cursor.expect_retry(soonest)
             raise
         retry_ms = NEVER_MS if found is None else found
-        # The answer may be older than a row held and noted since.
+        # Keep a sooner retry that was noted while the query ran.
         cursor.expect_retry(retry_ms)
         return retry_ms
 
@@ -305,9 +310,14 @@ class PostgresClaimer:
 
 @dataclass(eq=False)
 class PostgresLane:
-    """Implements release.ports.Lane. Created by locks.py. ``unlock`` frees the lane and unshared connections. ``lock``:
-    the connection with its lock. ``pool``: for scans. ``days``: with a partition. ``release_seconds``: how long an open
-    claim is kept from the idle timeout."""
+    """Implements release.ports.Lane. Created by locks.py.
+
+    ``epoch``: the number of this ownership; each owner raises it, and the store rejects writes with an older one.
+    ``cursor``: where and when claims begin. ``unlock``: frees the lane, and closes sessions that no other lane shares.
+    ``lock``: the connection that holds the advisory lock. ``pool``: the connections for scans. ``days``: the days that
+    have a partition. ``release_seconds``: how long an open claim is kept from the server's idle timeout. ``history``:
+    whether settlements write the history.
+    """
 
     number: int
     route: bytes | None
@@ -324,7 +334,7 @@ class PostgresLane:
 
     def __post_init__(self) -> None:
         self.claimers = [PostgresClaimer(self, session) for session in self.sessions]
-        # A claim that waits for an instant would block other limited routes from the shared session.
+        # Limited routes claim rows only once they are due: waiting in a claim would block the other routes' session.
         self.window_ms = WINDOW_MS if self.route is None else 0
         self.skipped = SkippedRows(self.number, self.clock)
         self.closed = False
@@ -332,7 +342,7 @@ class PostgresLane:
         self.ended = asyncio.Event()
         """Set after :meth:`close`."""
         self.on_end: Callable[[], object] = bool
-        """Called when the lane loses a connection, and when it is closed."""
+        """Called when the lane loses a connection, and when it is closed. ``bool`` does nothing."""
         self.advanced_at = -math.inf
         """When it last settled a claim, in monotonic seconds."""
         self._busy_since: float | None = None
@@ -373,7 +383,7 @@ class PostgresLane:
 
     @property
     def behind(self) -> bool:
-        """Whether the lane has had due rows for BEHIND_SECONDS without a break. A limited route may cause this, too."""
+        """Whether the lane has had due rows for BEHIND_SECONDS without a break. ``max_rate`` may be the reason."""
         return self._busy_since is not None and self.clock.monotonic() - self._busy_since > BEHIND_SECONDS
 
     @property
@@ -477,8 +487,9 @@ class PostgresLane:
                 log.warning("store unreachable", doing="scan", lane=self.number, error=describe(error))
 
     async def scan(self) -> None:
-        """Find unannounced rows: written by hand, by another tool, or by a commit in doubt. A pooled connection reads
-        them, because it reads dead entries too, at about 4 us each. Raises StoreLost, the driver's errors."""
+        """Find rows that nobody announced: written by hand, by another tool, or by a commit in doubt. A scan also reads
+        dead index entries, at about 4 us each. It uses a pooled connection, so no claim waits for it. Raises StoreLost,
+        the driver's errors."""
         watermark, horizon_ms = self.watermark, self.clock.now_upper_ms() + HORIZON_MS
         where = self.number, pool.BEGINNING_MS, 0, horizon_ms, self.skipped.ids
         async with pool.borrow(self.pool) as connection:

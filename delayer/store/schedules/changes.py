@@ -1,8 +1,8 @@
 """Changes of schedules by operators. Each is one transaction, with its entry in the audit log.
 
-A change first cancels the waiting occurrences of its schedules, like a cancel by key, in the order of keys.py: so it
-waits for a release under way, and from then on no other transaction changes these schedules. It then writes them with
-their next occurrences. The old ones count as cancelled.
+A change first cancels the waiting occurrences of its schedules, as a cancel by key does, and locks in the order of
+keys.py. So it waits for a release under way, and no other transaction changes these schedules until it commits. Then it
+writes the schedules with their next occurrences. The old occurrences count as cancelled.
 
 Every function raises ScheduleRefused if it cannot do what was asked, StoreLost, and the driver's errors; then nothing
 is changed. ``who`` is for the audit log. Instants come from the store's clock.
@@ -48,8 +48,9 @@ class LogEntry(NamedTuple):
 
 
 Revision = Callable[[ScheduleRecord | None, int], PlannedRecord | None]
-"""What becomes of a schedule: from its record (None: there is none) and the time to the record to write. None deletes
-the schedule. Pure, because it may be called again. Raises ScheduleRefused."""
+"""Returns the new record of a schedule, or None to delete it. Its arguments are the old record (None if the schedule
+does not exist) and the time, in epoch ms. It is pure, because it is called more than once: to find the days that need a
+partition, and in each attempt of the transaction. Raises ScheduleRefused."""
 
 
 async def add(connection: Connection, schedule: Schedule, *, who: str) -> ScheduleRecord:
@@ -67,8 +68,8 @@ async def add(connection: Connection, schedule: Schedule, *, who: str) -> Schedu
 async def edit(
     connection: Connection, name: str, change: Callable[[Schedule], Schedule], *, who: str
 ) -> ScheduleRecord:
-    """Replace a schedule by what ``change``, a pure function, makes of it; name, id and state stay. Its waiting
-    occurrence is written again. One whose time has come stays; of others the next one is found by the new rhythm."""
+    """Replace a schedule by the result of ``change``, a pure function; name, id and state stay. The waiting occurrence
+    is rewritten: for the same time if that has come, otherwise for the next time of the new rhythm."""
 
     def edited(there: ScheduleRecord | None, now_ms: int) -> PlannedRecord:
         there = _known(there, name)
@@ -98,7 +99,7 @@ async def resume(connection: Connection, name: str, *, who: str) -> ScheduleReco
     def resumed(there: ScheduleRecord | None, now_ms: int) -> PlannedRecord:
         there = _known(there, name)
         if there.schedule.state is ScheduleState.ACTIVE:
-            return PlannedRecord(there, None)
+            return PlannedRecord(there, None)  # Not written: ``unless`` ends the transaction first.
         planned = begin(there, now_ms)
         if planned.record.schedule.state is ScheduleState.ENDED:
             raise _ended(planned.record)
@@ -152,9 +153,9 @@ class ScheduleDifference(NamedTuple):
 async def apply(
     connection: Connection, wanted: Sequence[Schedule], *, who: str, prune: bool = False, dry_run: bool = False
 ) -> ScheduleDifference:
-    """Make the schedules of the store equal to ``wanted``, all or none. Ids and states in the store stay, so that a
-    pause outlives this. ``prune``: remove all others. ``dry_run``: change nothing. Returns the difference, which is
-    that before the change."""
+    """Add and edit schedules in one transaction, so that the store has all of ``wanted``. Ids and states in the store
+    stay, so a paused schedule stays paused. ``prune``: remove all other schedules. ``dry_run``: change nothing. Returns
+    the difference before the change."""
     there = await table.read(connection, [one.name for one in wanted])
     if prune:
         there = {record.name: record async for page in reading.pages(connection) for record in page}
@@ -235,10 +236,12 @@ async def _change(
     *,
     unless: Collection[ScheduleState] = (),
 ) -> list[ScheduleRecord]:
-    """Carry out these revisions, by name, in one transaction, unless the schedules are in such a state. Without
-    ``entry`` their definitions stay. Returns the records written."""
+    """Carry out these revisions, by name, in one transaction, and return the new records. ``entry``: for the audit log;
+    without it, write only the progress of the schedules. ``unless``: if all are in one of these states, change nothing.
+    """
     now_ms = await connection.fetchval(_NOW)
     there = await table.read(connection, revisions)
+    # A first call, to find the days that need a partition. The transaction calls the revisions again.
     planned = [revision(there.get(name), now_ms) for name, revision in revisions.items()]
     days = {one.parcel.due_ms // DAY_MS for one in planned if one is not None and one.parcel is not None}
     await make_missing(connection, days, PARK_SECONDS)

@@ -121,8 +121,8 @@ async def copy(connection: Connection, parcels: Sequence[tuple[Parcel, int]]) ->
 
 
 async def find_expired(connection: Connection, rows: Iterable[Due], now_ms: int) -> set[int]:
-    """The ids of those claimed rows that are occurrences too late to be sent. ``now_ms``: lower bound of the store's
-    clock. Asks the store only about those that are late. Raises the driver's errors."""
+    """Return the ids of the claimed rows that are late occurrences and not to be sent (is_expired). LATE_MS only spares
+    the query for those that are not late. ``now_ms``: lower bound of the store's clock. Raises the driver's errors."""
     late = {
         due.id: name_of(due.parcel.key)
         for due in rows
