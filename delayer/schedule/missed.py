@@ -68,7 +68,7 @@ def following(schedule: Schedule, at_ms: int, now_ms: int, made: int = 0) -> Fol
     # ``catch_up`` includes the settled occurrence, which was the first late one.
     missed = max(0, late - max(0, schedule.catch_up - 1))
     if missed:
-        at_ms = until_ms if missed == late else _time_of(schedule, at_ms, until_ms, missed)
+        at_ms = until_ms if missed == late else _last_but(schedule, late - missed, at_ms, until_ms)
     return _following(schedule, at_ms, made)._replace(missed=missed)
 
 
@@ -87,11 +87,18 @@ def _following(schedule: Schedule, after_ms: int, made: int) -> Following:
     return Following(None, why=last)
 
 
-def _time_of(schedule: Schedule, after_ms: int, until_ms: int, ordinal: int) -> int:
-    """Find the time of the ``ordinal``-th occurrence after ``after_ms``, by bisection."""
-    low, high = after_ms, until_ms
+def _last_but(schedule: Schedule, count: int, after_ms: int, until_ms: int) -> int:
+    """Find the time before the last ``count`` ones that are not later than ``until_ms``: later than ``after_ms``.
+
+    Search backwards from the end, in steps of twice the length, and bisect the last step. So the cost depends on how
+    far back that time is, and not on how long the outage was."""
+    length, low = MINUTE_MS, max(after_ms, until_ms - MINUTE_MS)
+    while low > after_ms and count_between(schedule.rhythm, low, until_ms) <= count:
+        length *= 2
+        low = max(after_ms, until_ms - length)
+    high = until_ms
     while high - low > 1:
         middle = (low + high) // 2
-        enough = count_between(schedule.rhythm, after_ms, middle) >= ordinal
-        low, high = (low, middle) if enough else (middle, high)
+        is_before = count_between(schedule.rhythm, middle, until_ms) > count
+        low, high = (middle, high) if is_before else (low, middle)
     return high
