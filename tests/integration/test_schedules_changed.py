@@ -11,8 +11,9 @@ from zoneinfo import ZoneInfo
 import asyncpg
 import pytest
 
+from delayer.amqp.properties import Properties
 from delayer.core.units import DAY_MS
-from delayer.schedule import wall
+from delayer.schedule import occurrence, wall
 from delayer.schedule.rhythm import Cron, Every
 from delayer.schedule.schedule import Schedule, ScheduleState
 from delayer.store.admin import audit_log
@@ -142,6 +143,8 @@ async def test_run_now_sends_one_more_message_and_the_schedule_stays(database: s
             await lane.scan()
         [due] = [one for lane in lanes for one in await release_all(lane)]
         assert (due.id, due.parcel.key, named(due)[0]) == (id_, None, "tick")
+        message_id = Properties.parse(due.parcel.properties).short("message_id")
+        assert message_id != occurrence.message_id(before.schedule.id, due.due_ms).encode()
         assert await check_waiting(admin) == before
         await conserved(admin)
 
@@ -258,6 +261,9 @@ async def test_a_schedule_without_its_zone_goes_on_when_the_data_have_it(databas
         added = await changes.add(admin, schedule(rhythm=BERLIN), who="me")
         await admin.execute("UPDATE schedule SET zone = 'Europe/Atlantis'")
         await ZoneWatch(lambda: [copy_of(tmp_path, "2099a", "Europe/Berlin")]).run_upkeep(store.pool)
+        assert (await check_waiting(admin)).schedule.state is ScheduleState.FAILED
+        with pytest.raises(ScheduleRefused, match=r"which failed: .*Atlantis"):
+            await changes.resume(admin, "tick", who="me")
         assert (await check_waiting(admin)).schedule.state is ScheduleState.FAILED
         await admin.execute("UPDATE schedule SET zone = 'Europe/Berlin'")
         await ZoneWatch(lambda: [copy_of(tmp_path, "2099b", "Europe/Berlin")]).run_upkeep(store.pool)

@@ -85,7 +85,7 @@ async def pause(connection: Connection, name: str, *, who: str) -> ScheduleRecor
     def paused(there: ScheduleRecord | None, _now_ms: int) -> PlannedRecord:
         there = _known(there, name)
         if there.schedule.state is ScheduleState.ENDED:
-            raise _ended(there)
+            raise _without_next(there)
         return PlannedRecord(stop(there, ScheduleState.PAUSED), None)
 
     [record] = await _change(connection, {name: paused}, _entry(who, "pause", name))
@@ -101,8 +101,8 @@ async def resume(connection: Connection, name: str, *, who: str) -> ScheduleReco
         if there.schedule.state is ScheduleState.ACTIVE:
             return PlannedRecord(there, None)  # Not written: ``unless`` ends the transaction first.
         planned = begin(there, now_ms)
-        if planned.record.schedule.state is ScheduleState.ENDED:
-            raise _ended(planned.record)
+        if planned.record.schedule.state is not ScheduleState.ACTIVE:
+            raise _without_next(planned.record)
         return planned
 
     active = {ScheduleState.ACTIVE}
@@ -128,7 +128,8 @@ async def run_now(connection: Connection, name: str, *, who: str) -> int:
         async with pool.transaction(connection):
             there = _known((await table.read(connection, [name])).get(name), name)
             now_ms: int = await connection.fetchval(_NOW)
-            parcel = occurrence(there.schedule, now_ms)._replace(due_ms=now_ms)
+            # No rhythm has a negative time, so no occurrence has this message id.
+            parcel = occurrence(there.schedule, -now_ms)._replace(due_ms=now_ms)
             [lane] = await _lanes(connection, [name])
             log_id = await audit_log.begin(connection, *_entry(who, "run", name))
             await audit_log.add(connection, log_id, 1)
@@ -333,10 +334,9 @@ def _known(there: ScheduleRecord | None, name: str) -> ScheduleRecord:
     return there
 
 
-def _ended(record: ScheduleRecord) -> ScheduleRefused:
-    return ScheduleRefused(
-        [f"state: expected a schedule with a next time, found {record.name}, which ended: {record.why}"]
-    )
+def _without_next(record: ScheduleRecord) -> ScheduleRefused:
+    found = f"{record.name}, which {record.schedule.state.value}: {record.why}"
+    return ScheduleRefused([f"state: expected a schedule with a next time, found {found}"])
 
 
 def _entry(who: str, verb: str, name: str) -> LogEntry:
