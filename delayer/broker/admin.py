@@ -102,11 +102,13 @@ class Remover:
         return found or await self._unproven(reasons) or await self._delayed_in(reasons)
 
     async def _unproven(self, queues: Collection[str]) -> dict[str, str]:
-        """AMQP counts no message in a queue whose members are down, so ask for one."""
+        """AMQP counts no message in a queue whose members are down, so ask for one, and count again."""
         for name in queues:
             try:
                 if await self.admin.connection.has_message(name):
                     return {f"queue {name}": "holds a message"}
+                if (state := await self.admin.state(name)) is not None and (reason := _reason(state)):
+                    return {f"queue {name}": reason}
             except BrokerUnreachable as silent:
                 return {f"queue {name}": f"does not answer what needs a majority of its members: {silent}"}
         return {}
@@ -137,6 +139,9 @@ class Remover:
             return True
         if not self.force and (reason := _reason(state)):
             self.result.left[f"queue {name}"] = reason
+            return False
+        if not self.force and (reasons := await self._unproven([name])):
+            self.result.left |= reasons
             return False
         # Also deletes the queue's messages, because quorum queues do not have "if empty".
         accepted(await self.admin.connection.ask(QueueDelete(queue=name)))

@@ -102,11 +102,14 @@ class AdminConnection:
 
     async def has_message(self, queue: str) -> bool:
         """Whether a majority of the queue's members says that it has a message ready, which returns to the queue when
-        the connection ends. A count of 0 may also mean that they are down. Raises as :meth:`call`."""
+        the connection ends. A count of 0 may also mean that they are down. Says no for a queue with a single active
+        consumer, after its members agreed to refuse: count again. Raises as :meth:`call`."""
         try:
             found = await self.call(lambda channel: channel.basic_get(queue))
-        except driver.ChannelLockedResource:  # A single active consumer, refused after the members agreed.
-            return False
+        except (driver.ChannelLockedResource, driver.ChannelNotFoundEntity):
+            return False  # It has a single active consumer, and refuses this after its members agreed; or it is gone.
+        except driver.ChannelClosed as error:
+            raise BrokerRefused(f"{self.where}: {_text(error)}") from error
         return isinstance(found.delivery, commands.Basic.GetOk)
 
     async def _blocked(self) -> bool:

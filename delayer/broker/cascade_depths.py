@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from delayer.amqp.errors import BrokerLost, ChannelClosed, ReplyCode
@@ -71,8 +70,10 @@ async def cascade_depths(
         management = Management.beside(url, management_url)
         delayed = await delayed_in(every, management)
         if management is not None and None not in delayed.values():
-            with suppress(BrokerRefused, BrokerLost):  # AMQP counts no messages in a queue whose members are down.
+            try:  # AMQP counts no messages in a queue whose members are down.
                 delayed |= {name: None for name, one in (await management.members(every)).items() if one.minority}
+            except (BrokerRefused, BrokerLost):
+                delayed = dict.fromkeys(every)
         delayed = delayed if delays else {name: count for name, count in delayed.items() if count != 0}
     hidden = [name for name in every if _forbidden(answers[name])]
     depths = {name: None if isinstance(one, ChannelClosed) else one for name, one in answers.items()}

@@ -161,8 +161,8 @@ class Management:
         except OSError as error:
             reason = getattr(error, "reason", error)
             text = f"{self.where}: {reason}"
-            is_gone = isinstance(reason, TimeoutError | ConnectionRefusedError)
-            raise self._gone(text) if is_gone else BrokerUnreachable(text) from error
+            is_short = isinstance(reason, ConnectionResetError | BrokenPipeError)  # One of many parallel requests.
+            raise BrokerUnreachable(text) if is_short else self._gone(text) from error
         except (ValueError, HTTPException) as error:
             raise BrokerUnreachable(f"{self.where}: {_OTHER}") from error
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple
 
+from delayer.cli.output import SHOWN, quoted
 from delayer.config.model import Settings
 from delayer.core.clocks import ClockOffset
 from delayer.core.errors import StoreLost
 from delayer.core.readable import counted, duration
+from delayer.schedule.schedule import ScheduleState
 from delayer.schedule.zone_data import zone_data, zone_directories
 from delayer.store import schema, servers
 from delayer.store.admin import needs, stats
@@ -52,6 +54,7 @@ async def check_store(report: CheckReport, settings: Settings, url: str) -> Cloc
                 connections = await needs.connection_need(connection)
                 rights = await needs.missing_rights(connection, history=settings.store.history_days > 0)
                 zones = await reading.zone_version(connection)
+                failed = await reading.find(connection, SHOWN, state=ScheduleState.FAILED)
                 # The lanes of routes that no daemon has used yet.
                 limited = len({route.from_ for route in settings.routes if route.max_rate})
                 need = need._replace(limited=max(need.limited, limited))
@@ -81,6 +84,9 @@ async def check_store(report: CheckReport, settings: Settings, url: str) -> Cloc
     _lanes(report, seen)
     _messages(report, seen)
     _zones(report, zones)
+    for record in failed.schedules:
+        advice = f"correct it (`delayer schedule edit {record.name}`), then `delayer schedule resume {record.name}`"
+        report.add("schedule", "off", f"{quoted(record.name)} sends nothing: {record.why}", advice)
     return server.clock
 
 

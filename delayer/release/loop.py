@@ -107,9 +107,10 @@ class LaneRelease:
                 log.warning("release interrupted", lane=self.lane.number, reason=str(lost))
                 failed = True
             except StoreLost as lost:
-                if not lost.advice:
+                if not (lost.advice or lost.conflict):
                     raise
-                # An operator has to act, and every process would meet the same: it keeps the lane, and tries again.
+                # Another process would meet the same, until an operator acts. And after a conflict it would publish
+                # again what the broker has confirmed to this one. So it keeps the lane, and tries again.
                 log.warning("release interrupted", lane=self.lane.number, reason=str(lost), next_step=lost.advice)
                 failed = True
             else:

@@ -88,11 +88,6 @@ class SchemaOutdated(Exception):
 
 _ADVICE: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str], ...] = (
     (DAMAGED, DAMAGE_ADVICE),
-    # With advice, a lane that met one keeps what the broker has confirmed, and settles it without another publish.
-    (
-        (asyncpg.DeadlockDetectedError, asyncpg.SerializationError),
-        "none, if this is rare: it is tried again; Postgres's log names the two transactions",
-    ),
     # The first class includes wrong passwords, missing roles, and hosts that pg_hba.conf does not list.
     (
         asyncpg.InvalidAuthorizationSpecificationError,
@@ -135,7 +130,8 @@ def to_store_lost(doing: str, error: BaseException) -> StoreLost:
         driver = driver.__cause__
     told = describe(driver or error)
     advice = next((text for kind, text in _ADVICE if isinstance(driver, kind)), "")
-    return StoreLost(f"{doing}: {told}", advice or errors.certificate_advice(told, *errors.OF_STORE))
+    advice = advice or errors.certificate_advice(told, *errors.OF_STORE)
+    return StoreLost(f"{doing}: {told}", advice, conflict=isinstance(driver, WORTH_REPEATING))
 
 
 def plain_reason(error: object) -> str:

@@ -19,7 +19,7 @@ from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyMismatch
 from delayer.broker.management_api import Management
 from delayer.broker.pipelined_admin import QueueState, pipelined_admin
-from delayer.core.cascade import CASCADE_KINDS, Cascade, due_topology, intake_topology
+from delayer.core.cascade import CASCADE_KINDS, ONE_CONSUMER, Cascade, due_topology, intake_topology
 from delayer.core.topology import Exchange, Queue, Topology, arguments
 from delayer.format.refusal import EntryPoints, RetryEdits
 from delayer.set_aside import queues
@@ -179,18 +179,21 @@ async def test_a_queue_whose_members_do_not_run_is_not_removed(rabbitmq: RabbitM
     assert name == "queue down" and "does not answer what needs a majority of its members" in reason
 
 
-async def test_a_message_that_a_count_misses_stops_the_removal(vhost: str) -> None:
-    queue = Queue("delays", arguments({"x-queue-type": "quorum"}))
+@pytest.mark.parametrize("one_consumer", [False, True])
+async def test_a_message_that_the_first_count_misses_stops_the_removal(vhost: str, one_consumer: bool) -> None:
+    more = {ONE_CONSUMER: True} if one_consumer else {}
+    queue = Queue("delays", arguments({"x-queue-type": "quorum", **more}))
     await declare(vhost, Topology((), (queue,)))
     await publish(vhost, "delays")
     async with await Admin.connect(vhost) as admin:
+        truth, answers = admin.state, [QueueState(0, 0)]
 
-        async def state(name: str, **_: object) -> QueueState:
-            return QueueState(0, 0)
+        async def state(name: str, **_: object) -> QueueState | None:
+            return answers.pop() if answers else await truth(name)
 
         admin.state = state  # type: ignore[method-assign]
         removal = await admin.remove(Topology((), (queue,)))
-    assert removal.left == {"queue delays": "holds a message"}
+    assert removal.left == {"queue delays": "holds 1 message" if one_consumer else "holds a message"}
     async with await Admin.connect(vhost) as admin:
         await eventually(lambda: admin.depths(["delays"]), lambda depths: depths == {"delays": 1})
 

@@ -184,6 +184,18 @@ async def test_check_names_the_version_of_the_zone_data(delayer: Run, database: 
         assert (newest in row["found"]) or result == "ok"
 
 
+async def test_check_names_a_schedule_that_failed(delayer: Run, database: str) -> None:
+    delayer("schedule", "add", *BERLIN)
+    assert not any(row["what"] == "schedule" for row in checked(delayer))
+    async with sql(database) as connection:
+        await connection.execute(
+            "UPDATE schedule SET state = 'failed', why = 'no such zone', waiting_id = NULL, waiting_at = NULL"
+        )
+    [row] = [row for row in checked(delayer) if row["what"] == "schedule"]
+    assert (row["result"], row["found"]) == ("off", '"berlin" sends nothing: no such zone')
+    assert "schedule resume berlin" in row["advice"]
+
+
 def checked(run: Run) -> list[dict[str, str]]:
     """The rows of `delayer check`, which fails here for other reasons."""
     return json.loads(run("check", "--json", expect=1).stdout)["checks"]
