@@ -50,8 +50,6 @@ STUCK_ADVICE: Final = 'look for this lane above; see "A lane that does not advan
 ANY_SIZE: Final = 1 << 62
 HORIZON_MS: Final = 61_000
 """How far ahead a claim looks for the next row. If it finds none, the lane claims again when this time is over."""
-
-
 Take = Callable[[Connection, int, int], Awaitable[Claim]]
 
 
@@ -487,9 +485,8 @@ class PostgresLane:
                 log.warning("store unreachable", doing="scan", lane=self.number, error=describe(error))
 
     async def scan(self) -> None:
-        """Find rows that nobody announced: written by hand, by another tool, or by a commit in doubt. A scan also reads
-        dead index entries, at about 4 us each. It uses a pooled connection, so no claim waits for it. Raises StoreLost,
-        the driver's errors."""
+        """Find rows that nobody announced: written by hand, by another tool, or by a commit in doubt. It uses a pooled
+        connection, so no claim waits for it. Raises StoreLost, the driver's errors."""
         watermark, horizon_ms = self.watermark, self.clock.now_upper_ms() + HORIZON_MS
         where = self.number, pool.BEGINNING_MS, 0, horizon_ms, self.skipped.ids
         async with pool.borrow(self.pool) as connection:

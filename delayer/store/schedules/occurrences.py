@@ -79,8 +79,8 @@ Placed = tuple[PlannedRecord, int]
 
 
 async def write(connection: Connection, planned: Sequence[Placed]) -> tuple[list[Placed], list[WaitingOccurrence]]:
-    """Write the next occurrences. Returns the records with their ids: one that the database rejects has failed, and
-    none of the others. Raises the driver's other errors."""
+    """Write the next occurrences. Returns the records with their ids. If the database rejects an occurrence, only
+    its own schedule fails. Raises the driver's other errors."""
     await connection.execute("SAVEPOINT occurrences")
     try:
         found = await _write(connection, planned)
