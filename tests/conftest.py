@@ -32,6 +32,7 @@ SLOW = (
     "tests/acceptance/test_drain.py",
     "tests/acceptance/test_ended_connections.py",
     "tests/acceptance/test_examples.py",
+    "tests/acceptance/test_frameworks.py",
     "tests/acceptance/test_http.py",
     "tests/acceptance/test_page.py",
     "tests/acceptance/test_switch_under_load.py",

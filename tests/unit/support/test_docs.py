@@ -1,4 +1,4 @@
-"""Tests and pages that the documentation names exist."""
+"""Tests and pages that the documentation names exist, and its page of frameworks names evidence for each of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
+FRAMEWORKS = ROOT / "tests" / "acceptance" / "frameworks"
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / ".github").glob("*.md"), ROOT / "README.md"], key=str)
 
 
@@ -23,3 +24,22 @@ def test_every_test_named_on_a_page_exists(page: Path) -> None:
 def test_every_linked_page_exists(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Wolverine", "MassTransit", "EasyNetQ", "Spring AMQP", "NestJS", "Moleculer"),
+        *("Laravel", "Symfony Messenger", "Celery", "Dramatiq", "taskiq", "Foundatio"),
+    ],
+)
+def test_every_framework_was_run_or_its_source_was_read(name: str) -> None:
+    page = (ROOT / "docs" / "frameworks.md").read_text()
+    found = re.search(rf"\n## {name}\n\n(Run by the test|Source read): (.*?\d\.\d.*)\n", page)
+    assert found is not None
+    is_run, versions = found[1] == "Run by the test", re.findall(r"\d+\.\d+\.\d+", found[2])
+    assert f'("{name}", "' in (ROOT / "tests/acceptance/test_frameworks.py").read_text() or not is_run
+    assert re.search(rf"\n\| \[{name}\]\(#.*{versions[0]}.*\| {'test' if is_run else 'source read'} \|\n", page)
+    if is_run and name != "Symfony Messenger":  # which is Debian's
+        pinned = (FRAMEWORKS / "requirements.txt").read_text() + (FRAMEWORKS / "package.json").read_text()
+        assert all(version in pinned for version in versions)
