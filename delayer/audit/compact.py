@@ -1,7 +1,7 @@
 """`delayer compact`: pack rows due in the far future into segments.
 
 The driver cuts the backlog into windows, and executors pack them (:func:`work`). At the end, the partitions that lost
-rows are shrunk (store/segments/compact.py). All state is in the store, so a killed job or task is simply rerun.
+rows are shrunk (store/admin/shrink.py). All state is in the store, so a killed job or task is simply rerun.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from delayer.core.readable import Say
 from delayer.core.segment import SegmentBroken
 from delayer.core.units import DAY_MS, HOUR_MS
 from delayer.store import pool
+from delayer.store.admin import shrink
 from delayer.store.admin.traffic import Traffic
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, check_arrow, describe
 from delayer.store.segments import compact
@@ -31,7 +32,7 @@ from delayer.store.session import read_connection
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from delayer.store.segments.compact import ShrinkResult
+    from delayer.store.admin.shrink import ShrinkResult
 
 _traffic = Traffic()
 """One per process, because a Spark worker runs many tasks in sequence."""
@@ -220,7 +221,7 @@ async def numbers(url: str, planned: CompactionPlan, rows: int) -> Numbers:
     check_arrow()
     async with read_connection(url, "plan", "delayer compact plan", _PATIENT) as connection:
         found = await connection.fetch(_NUMBERS, planned.after_ms, compact.LARGEST, timeout=DAY_MS / 1000)
-        disk_bytes = await compact.size(connection)
+        disk_bytes = await shrink.size(connection)
         fullest = max(planned.windows, key=lambda window: window.rows, default=None)
         ratio = await compact.packed_share(connection, fullest, rows) if fullest else 0.0
     hours = {(lane, hour): figures for lane, hour, *figures in found}
@@ -262,5 +263,5 @@ def finish(
     began = time.monotonic()
     windows = [one.window for one in packed if one.made or one.lost]  # A lost commit may have emptied a day.
     touched = {day for one in windows for day in range(one.first_ms // DAY_MS, one.last_ms // DAY_MS + 1)}
-    shrunk = asyncio.run(compact.shrink(url, touched, planned.now_ms // DAY_MS, say))
+    shrunk = asyncio.run(shrink.shrink(url, touched, planned.now_ms // DAY_MS, say))
     return CompactionResult(packed, shrunk, seconds, time.monotonic() - began)

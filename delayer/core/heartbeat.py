@@ -1,8 +1,12 @@
-"""The port of the watchdog: every loop that must not stall reports its progress there."""
+"""Progress: when a lane or a queue counts as stuck, and the port of the watchdog, where loops report theirs."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
+
+STUCK_SECONDS: Final = 30.0
+"""A lane with due rows, or a queue with unsettled deliveries, counts as stuck after this time without progress. A claim
+or a batch takes at most ten seconds while broker and store are well."""
 
 
 class Heartbeat(Protocol):

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from delayer.config.texts import service_of
+from delayer.core.heartbeat import STUCK_SECONDS
 from delayer.core.readable import duration
 from delayer.http import metrics
 from delayer.http.metrics import MetricSources
@@ -54,7 +55,7 @@ def not_ready(state: DaemonState, intake: str, store: StoreOverview | None, erro
             found.append(f"the store's schema is {store.schema_found or 'missing'}, expected {store.schema_expected}")
     else:
         # The daemon also knows of a lane whose claims wait for a lock, although no row of it may be due yet.
-        stuck = dict.fromkeys(state.stuck, "settled no claim for 30 s") | {
+        stuck = dict.fromkeys(state.stuck, f"settled no claim for {duration(STUCK_SECONDS)}") | {
             lane.number: f"had due messages for {duration(lane.stuck_ms / 1000)}, and releases none"
             for lane in store.lanes
             if lane.stuck_ms and (lane.number in state.lanes or not lane.alive)

@@ -15,9 +15,11 @@ from delayer import __version__
 from delayer.config.model import Settings
 from delayer.core import horizon
 from delayer.core.counters import ROUTE_KINDS, Counters
+from delayer.core.heartbeat import STUCK_SECONDS
 from delayer.core.message import as_text
 from delayer.http.view import DaemonState, Depths, Snapshot
-from delayer.store.admin.stats import COMPACTED, Census, StoreOverview
+from delayer.store.admin.census import COMPACTED, Census
+from delayer.store.admin.stats import StoreOverview
 from delayer.store.schedules.reading import ScheduleCounts
 
 PREFIX: Final = "delayer_"
@@ -86,7 +88,9 @@ METRICS: Final[Mapping[str, MetricKind]] = {
     "next_due_timestamp_seconds": _gauge("", "unix seconds", "when the next row is due; missing if nothing waits"),
     "overdue_seconds": _gauge("", "seconds", "time since the next row was due; 0 if it is not due yet"),
     "store_lanes": _gauge("state", "lanes", "lanes with a living owner, and without"),
-    "stuck_lanes": _gauge("", "lanes", "lanes that have had due messages for 30 s without settling a claim"),
+    "stuck_lanes": _gauge(
+        "", "lanes", f"lanes that have had due messages for {STUCK_SECONDS:.0f} s without settling a claim"
+    ),
     "unowned_messages": _gauge("", "messages", "rows that wait in lanes without a living owner"),
     "store_messages_total": _counter("kind", "changes of messages by all daemons since the store was created"),
     "segments": _gauge("state", "segments", "segments: all, broken ones, and those not restored in time"),

@@ -22,7 +22,7 @@ from delayer.format import reading
 from delayer.format.reading import message_id, preview, value_text
 from delayer.http.recent import host_ms
 from delayer.http.view import DaemonState
-from delayer.store.admin.stats import COMPACTED, NONE_THERE, Census
+from delayer.store.admin.census import COMPACTED, NONE_THERE, Census
 
 _UNSEEN: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"

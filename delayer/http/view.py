@@ -21,9 +21,10 @@ from delayer.core.errors import StoreLost
 from delayer.format.refusal import RetryEdits
 from delayer.http.recent import Step
 from delayer.set_aside.queues import Result, SetAsideName
-from delayer.store.admin import stats
+from delayer.store.admin import census, stats
+from delayer.store.admin.census import Census
 from delayer.store.admin.changes import ChangeResult
-from delayer.store.admin.stats import Census, StoreOverview
+from delayer.store.admin.stats import StoreOverview
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from delayer.store.schedules import reading as schedules
 from delayer.store.schedules.reading import ScheduleCounts
@@ -45,7 +46,7 @@ class DaemonState:
     usable: bool  # whether there is a lane to park into
     refusal: str  # why the store refuses this daemon until an operator acts, or ""
     stalled: Sequence[str]  # names of the loops without progress
-    stuck: Sequence[int]  # numbers of its lanes that have had due messages for 30 s and settled no claim
+    stuck: Sequence[int]  # numbers of its lanes that have had due messages for STUCK_SECONDS and settled no claim
     unsettled: Mapping[str, float]  # queue -> seconds since which nothing read from it was settled, if more than 30
     unsteady: Mapping[str, str]  # queue -> why its consumer is interrupted again and again
     topology: str  # why the topology is not in place, or ""
@@ -232,7 +233,7 @@ class View:
 
     async def _census(self) -> Census:
         async with read_connection(self.url, "count the backlog") as connection:
-            return await stats.take_census(connection)
+            return await census.take_census(connection)
 
     async def _schedules(self) -> ScheduleCounts:
         async with read_connection(self.url, "count the schedules") as connection:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 
 from delayer.core.units import DAY_MS
-from delayer.store.admin import stats
+from delayer.store.admin import census
 from delayer.store.admin.stats import overview
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.rows import partitions
@@ -180,7 +180,7 @@ async def looked(url: str) -> None:
 
 async def sampled(url: str) -> None:
     async with read_connection(url, "count") as connection:
-        assert sum((await stats.take_census(connection, most_pages=50)).counts.values()) > FEW
+        assert sum((await census.take_census(connection, most_pages=50)).counts.values()) > FEW
 
 
 @pytest.mark.parametrize("look", [looked, sampled])

@@ -10,9 +10,9 @@ import asyncpg
 
 from delayer.core.units import DAY_MS
 from delayer.release.ports import Lane
+from delayer.store.admin import shrink as shrinking
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAYS_AHEAD, name_of
-from delayer.store.segments import compact
 from tests.integration.segments_store import apart
 from tests.support.logged import capture_logs
 from tests.support.place import compact_all, eventually
@@ -39,8 +39,8 @@ class Scene(NamedTuple):
     async def empty(self) -> None:
         await self.admin.execute("DELETE FROM message")
 
-    async def shrink(self, *days: int, **more: int) -> compact.ShrinkResult:
-        return await compact.shrink(self.url, set(days), self.today, lambda _done, _of: None, **more)
+    async def shrink(self, *days: int, **more: int) -> shrinking.ShrinkResult:
+        return await shrinking.shrink(self.url, set(days), self.today, lambda _done, _of: None, **more)
 
 
 KEEP_KEYED = "SELECT FROM message WHERE key IS NOT NULL FOR UPDATE"
@@ -62,13 +62,13 @@ async def test_emptied_partitions_are_dropped_and_the_rest_shrink(database: str)
         first, last = partly * DAY_MS + 100, (partly + 1) * DAY_MS
         await it.admin.execute("DELETE FROM message WHERE due_at >= $1 AND due_at < $2", first, last)
         said: list[tuple[int, int]] = []
-        shrunk = await compact.shrink(database, {near, partly, emptied}, it.today, lambda *done: said.append(done))
+        shrunk = await shrinking.shrink(database, {near, partly, emptied}, it.today, lambda *done: said.append(done))
         assert shrunk.dropped == (name_of(emptied),)
         assert shrunk.vacuumed == (name_of(near), name_of(partly))
         assert shrunk.left == ()
         assert said == [(0, 3), (1, 3), (2, 3), (3, 3)]
         assert shrunk.bytes_after < 0.5 * shrunk.bytes_before
-        assert shrunk.bytes_after == await compact.size(it.admin)
+        assert shrunk.bytes_after == await shrinking.size(it.admin)
         assert await partitions.read_days(it.admin) == {near, partly, untouched}
         assert await it.admin.fetchval("SELECT count(*) FROM message") == 100 + ROWS
 
@@ -84,10 +84,10 @@ async def test_the_next_compaction_finishes_a_killed_one(database: str) -> None:
         async with it.other.transaction():
             await it.other.execute(KEEP_KEYED)
             assert await apart(database, compact_all) == 1
-        before = await compact.size(it.admin)
+        before = await shrinking.size(it.admin)
         shrunk = await it.shrink()
         assert (shrunk.dropped, shrunk.vacuumed) == ((name_of(emptied),), (name_of(partly),))
-        assert await compact.size(it.admin) < 0.2 * before
+        assert await shrinking.size(it.admin) < 0.2 * before
         again = await it.shrink()
         assert (again.dropped, set(again.vacuumed) - {"message_default"}) == ((), set()), "no work is left"
 
@@ -98,7 +98,7 @@ async def test_space_kept_by_an_older_snapshot_is_reported_and_freed_the_next_ti
         day = it.today + DAYS_AHEAD + 2
         await it.park(day, 1, key=b"k")
         await it.park(day)
-        before = await compact.size(it.admin)
+        before = await shrinking.size(it.admin)
         async with it.other.transaction(isolation="repeatable_read"):
             await it.other.execute(KEEP_KEYED)
             assert await apart(database, compact_all) == 1
@@ -107,10 +107,10 @@ async def test_space_kept_by_an_older_snapshot_is_reported_and_freed_the_next_ti
             assert (shrunk.dropped, shrunk.vacuumed, shrunk.left) == ((), (), (name_of(day),))
             assert [entry["event"] for entry in logged] == ["partition not vacuumed"]
             # Postgres 16 and later add pages in advance, and VACUUM returns those that never had a row.
-            assert await compact.size(it.admin) >= 0.9 * before
+            assert await shrinking.size(it.admin) >= 0.9 * before
         shrunk = await it.shrink()
         assert (shrunk.vacuumed, shrunk.left) == ((name_of(day),), ())
-        assert await compact.size(it.admin) < 0.3 * before
+        assert await shrinking.size(it.admin) < 0.3 * before
 
 
 async def test_a_daemon_that_knew_a_dropped_partition_keeps_working(database: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from delayer.core import horizon
 from delayer.core.message import Target
 from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
-from delayer.store.admin import stats
+from delayer.store.admin import census
 from delayer.store.admin.stats import RESTORED_MS, overview, restored_ms
 from delayer.store.session import read_connection
 from tests.support.fakes import WHY
@@ -87,9 +87,9 @@ def test_how_late_is_late_follows_from_when_daemons_restore() -> None:
     ]  # fmt: skip
 
 
-async def counted(database: str, **more: int) -> stats.Census:
+async def counted(database: str, **more: int) -> census.Census:
     async with read_connection(database, "count") as connection:
-        return await stats.take_census(connection, **more)
+        return await census.take_census(connection, **more)
 
 
 async def test_a_small_backlog_is_counted_exactly(database: str) -> None:
@@ -145,5 +145,5 @@ async def test_segments_are_spread_without_being_read(database: str) -> None:
         await store.park(lane, [parcel(first + n * MINUTE_MS) for n in range(500)], [])
         assert await compact_all(admin) >= 1
         found = await counted(database)
-        assert {route for route, _ in found.counts} == {stats.COMPACTED}
+        assert {route for route, _ in found.counts} == {census.COMPACTED}
         assert sum(found.counts.values()) == pytest.approx(500)

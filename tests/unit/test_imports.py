@@ -26,8 +26,10 @@ OF_SEGMENTS = (
     "delayer.store.postgres",  # the daemon's restore
     "delayer.store.rows.keys",  # removes a cancelled message from its segment
     "delayer.store.admin.actions",  # a change restores its segment first
-    "delayer.store.admin.stats",  # counts them, and reads none
-    "delayer.store.admin.draining",  # the same
+    # These count segments, and read none.
+    "delayer.store.admin.stats",
+    "delayer.store.admin.census",
+    "delayer.store.admin.draining",
     "delayer.audit",  # Spark's jobs, compaction, restore
     "delayer.cli.segments",
 )

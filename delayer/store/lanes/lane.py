@@ -23,6 +23,7 @@ from asyncpg import Connection
 
 from delayer.core.errors import LaneLost, Rejected, StoreLost
 from delayer.core.faultpoint import reach
+from delayer.core.heartbeat import STUCK_SECONDS
 from delayer.core.hold import Hold
 from delayer.core.message import WINDOW_MS, Due
 from delayer.core.units import DAY_MS
@@ -44,8 +45,6 @@ LONGEST_SLEEP: Final = 60.0
 BEHIND_SECONDS: Final = 2.0
 """A lane with due rows for this long is behind. One second would be too short: a broker that starts a new log file
 confirms nothing for that long."""
-STUCK_SECONDS: Final = 30.0
-"""A lane with due rows for this long that settled no claim is stuck. A claim takes at most ten seconds."""
 STUCK_ADVICE: Final = 'look for this lane above; see "A lane that does not advance" in docs/operations.md'
 ANY_SIZE: Final = 1 << 62
 HORIZON_MS: Final = 61_000

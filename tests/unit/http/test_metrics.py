@@ -21,7 +21,8 @@ from delayer.core.message import as_text
 from delayer.http.metrics import METRICS, PREFIX, MetricSources, roles
 from delayer.http.view import Depths, Snapshot
 from delayer.schedule.schedule import ScheduleState
-from delayer.store.admin.stats import COMPACTED, LANE_KINDS, Census, LaneOverview
+from delayer.store.admin.census import COMPACTED, Census
+from delayer.store.admin.stats import LANE_KINDS, LaneOverview
 from delayer.store.schedules.reading import ScheduleCounts
 from delayer.store.segments import catalog
 from tests.support.web import samples

@@ -9,7 +9,7 @@ import pytest
 
 from delayer.http import render
 from delayer.http.render import ENVIRONMENT
-from delayer.store.admin.stats import COMPACTED, Census, DestinationCount
+from delayer.store.admin.census import COMPACTED, Census, DestinationCount
 
 NOW = 1_800_000_000_000
 STATIC = Path(render.__file__).parent / "static"
