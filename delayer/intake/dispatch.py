@@ -20,7 +20,7 @@ from delayer.amqp.values import Confirmed, Delivery, Outgoing, Pace
 from delayer.core.backoff import first_of_each, pause_ms
 from delayer.core.counters import Counted, Counters
 from delayer.core.delay_headers import whole_seconds_until
-from delayer.core.errors import NotTaken, Unconfirmed
+from delayer.core.errors import NotTaken, Rejected, Unconfirmed
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold, Outcome
 from delayer.core.message import Parcel
@@ -30,7 +30,8 @@ from delayer.format.reading import message_id
 from delayer.format.refusal import refused_properties
 from delayer.held import report_held
 from delayer.intake.ports import Backlog, IntakeSettings
-from delayer.intake.session import AckTracker, write_by_halves
+from delayer.intake.session import AckTracker
+from delayer.retry import write_by_halves
 
 log = structlog.get_logger(__name__)
 MAX_ATTEMPTS: Final = 10
@@ -133,8 +134,8 @@ class Dispatch:
             for portion in self._portions(len(objections)):
                 await self._hold_in_broker(objections[portion], acks)
 
-    async def refuse(self, delivery: Delivery, rejected: str, acks: AckTracker) -> None:
-        """Refuse a delivery that the store's database rejects for the reason ``rejected``."""
+    async def refuse(self, delivery: Delivery, rejected: Rejected, acks: AckTracker) -> None:
+        """Refuse a delivery that the store's database rejects."""
         reason = f"the database of the store rejects it: {rejected}"
         await self.publish([to_refused(delivery, reason, self.live.names(), self.new_id())], acks)
 
@@ -200,7 +201,7 @@ class Dispatch:
             await self.backlog.hold([(one.parcel, one.whole_hold) for one in some])
             self._accept_held(some, acks)
 
-        await write_by_halves(objections, hold, lambda one, reason: self.refuse(one.delivery, reason, acks))
+        await write_by_halves(objections, hold, lambda one, rejected: self.refuse(one.delivery, rejected, acks))
 
     async def _hold_in_broker(self, objections: Sequence[Objection], acks: AckTracker) -> None:
         batch = self._build_retries(objections)

@@ -38,7 +38,8 @@ from delayer.intake.consume import Handler
 from delayer.intake.dispatch import Dispatch, Objection, Publication, to_refused
 from delayer.intake.ports import Backlog, IntakeSettings
 from delayer.intake.replies import build_reply, send_replies
-from delayer.intake.session import KEPT_BYTES, Session, write_by_halves
+from delayer.intake.session import KEPT_BYTES, Session
+from delayer.retry import write_by_halves
 
 log = structlog.get_logger(__name__)
 
@@ -363,7 +364,7 @@ class IntakeHandler(KeepingHandler):
         """Apply a batch. If a batch with keys fails, no other begins in this session, because the broker redelivers it
         and later batches must follow it."""
         await write_by_halves(
-            batch, self._write, lambda one, reason: self._dispatch.refuse(one[0], reason, self._session.acks)
+            batch, self._write, lambda one, rejected: self._dispatch.refuse(one[0], rejected, self._session.acks)
         )
         if keyed:
             self._applying_keys = False

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Final, TypeVar
 
 from delayer.amqp.values import Delivery
-from delayer.core.errors import Rejected
 from delayer.core.faultpoint import reach
+from delayer.core.heartbeat import STUCK_SECONDS
 from delayer.intake.ports import Subscription
 from delayer.retry import LOSSES, raise_first, take_failures
 
@@ -107,10 +107,6 @@ class AckTracker:
             self._subscription.ack(tag, multiple=False)
         self._single |= self._accepted
         self._accepted.clear()
-
-
-STUCK_SECONDS: Final = 30.0
-"""After this time the intake counts as stuck. A batch takes at most ten seconds while broker and store are well."""
 
 
 @dataclass
@@ -224,19 +220,3 @@ class Session:
             await asyncio.wait(tasks)
             await asyncio.sleep(0)  # The callbacks of the tasks run now.
         raise_first(take_failures(self._lost), unless=LOSSES)
-
-
-async def write_by_halves(
-    items: Sequence[T], write: Callable[[Sequence[T]], Awaitable[None]], refuse: Callable[[T, str], Awaitable[None]]
-) -> None:
-    """Write items in one transaction. If the database rejects it, write each half separately, in order, down to the
-    item at fault, and refuse that one with the reason. Raises the other errors of ``write`` and ``refuse``."""
-    try:
-        return await write(items)
-    except Rejected as error:
-        reason = str(error)
-    if len(items) == 1:
-        return await refuse(items[0], reason)
-    middle = len(items) // 2
-    await write_by_halves(items[:middle], write, refuse)
-    await write_by_halves(items[middle:], write, refuse)

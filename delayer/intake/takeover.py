@@ -18,13 +18,15 @@ from delayer.amqp.properties import decoded, parsed
 from delayer.amqp.values import Delivery
 from delayer.core.cascade import Cascade
 from delayer.core.counters import Counters
+from delayer.core.errors import Rejected
 from delayer.core.hold import unfit
 from delayer.core.levels import LEVEL_HEADERS, due_at_level
 from delayer.core.message import Parcel, Target
 from delayer.intake.consume import Handler, Intake
 from delayer.intake.handle import parcel
 from delayer.intake.ports import Backlog, Clock
-from delayer.intake.session import AckTracker, write_by_halves
+from delayer.intake.session import AckTracker
+from delayer.retry import write_by_halves
 
 log = structlog.get_logger(__name__)
 
@@ -77,9 +79,9 @@ class LevelTakeover(Handler):
         await self.backlog.apply(parcels)
         self.counters.add("parked", [one.route for one in parcels])
 
-    async def _hold(self, rejected: Parcel, reason: str) -> None:
+    async def _hold(self, one: Parcel, rejected: Rejected) -> None:
         """Hold a message, because RabbitMQ drops one that returns to its level too often."""
-        await self.backlog.hold([(rejected, unfit(reason))])
+        await self.backlog.hold([(one, unfit(str(rejected)))])
 
     def _is_too_often(self, delivery: Delivery, headers: dict[bytes, object]) -> bool:
         if not (delivery.redelivered and self.cascade.counts_deliveries):

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final, NamedTuple
 
 import asyncpg
@@ -24,6 +26,7 @@ from delayer.core.errors import Rejected
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Due, is_occurrence
 from delayer.format.rows import COLUMNS_WITH_ID, HELD_COLUMNS, hold_columns, moved_row
+from delayer.retry import write_by_halves
 from delayer.schedule.record import Fate
 from delayer.store import statements
 from delayer.store.clock import StoreClock
@@ -134,28 +137,21 @@ class Settlement:
     """When the occurrences are due that were written into the lane, in place of those of the claim."""
 
     async def write(self, rows: Sequence[Settled]) -> None:
-        """Write ``rows``, or each half separately if the database rejects one. Raises the driver's other errors."""
-        if (error := await self._try(rows, history=self.history)) is None:
-            return
-        if len(rows) > 1:
-            middle = len(rows) // 2
-            await self.write(rows[:middle])
-            await self.write(rows[middle:])
-        else:
-            await self._write_plain(rows[0], error)
+        """Write ``rows``, and with little data those that the database rejects. Raises the driver's other errors."""
+        await write_by_halves(rows, partial(self._try, history=self.history), self._write_plain)
 
-    async def _write_plain(self, row: Settled, error: asyncpg.PostgresError) -> None:
+    async def _write_plain(self, row: Settled, rejected: Rejected) -> None:
         """Write a rejected row with as little data as possible. If the database does not even delete it from ``held``,
         it stays there."""
-        (due, hold, *_), reason = row, describe(error)
+        (due, hold, *_), reason = row, str(rejected)
         log.error("row rejected", lane=self.lane, id=due.id, reason=reason, next_step=NEXT_STEP)
-        text = plain_reason(error)
+        text = plain_reason(rejected.__cause__)
         if hold is not None:
             hold = replace(hold, text=text)
         elif due.attempts:
             hold = Hold(HoldKind.UNFIT, f"delivered, but {text}", may_be_delivered=True)
-        if await self._try([row._replace(hold=hold)], history=False) is None:
-            return
+        with suppress(Rejected):
+            return await self._try([row._replace(hold=hold)], history=False)
         if hold is None:
             # Only its key is left behind, without a message.
             self.counted["cancelled" if row.expired else "released"] += 1
@@ -165,15 +161,14 @@ class Settlement:
             await self.connection.copy_records_to_table("message", records=records, columns=COLUMNS_WITH_ID)
         self.skipped.add(due.id, due.due_ms, reason)
 
-    async def _try(self, rows: Sequence[Settled], *, history: bool) -> asyncpg.PostgresError | None:
-        """Write ``rows``. If the database rejects their data, writes none and returns the error."""
+    async def _try(self, rows: Sequence[Settled], *, history: bool) -> None:
+        """Write ``rows``, or none if the database rejects their data. Raises Rejected."""
         await self.connection.execute("SAVEPOINT settled")
         try:
             await self._write(rows, history=history)
         except REJECTED as error:
             await self.connection.execute("ROLLBACK TO settled")
-            return error
-        return None
+            raise Rejected(describe(error)) from error
 
     async def _write(self, rows: Sequence[Settled], *, history: bool) -> None:
         """Write ``rows``. Waiting rows are already deleted; held ones (``attempts`` > 0) are still in ``held``."""

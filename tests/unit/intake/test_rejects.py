@@ -15,7 +15,7 @@ from delayer.core.hold import Hold
 from delayer.core.message import Parcel
 from delayer.core.operations import Applied, Cancel, Operation
 from delayer.intake.dispatch import Dispatch, Objection
-from delayer.intake.session import write_by_halves
+from delayer.retry import write_by_halves
 from tests.support.fakes import WHY, ScriptedLane, ScriptedStore, due
 from tests.unit.intake.test_classify import Gathered, asks, cancel
 from tests.unit.store.backlog_scene import at_work
@@ -87,7 +87,7 @@ async def test_a_rejected_reason_becomes_a_plain_one(others: int, plain_too: boo
             raise Rejected("hold: planted")
         await hold(lane, parcels)
 
-    async def refuse(item: tuple[Parcel, Hold], _reason: str) -> None:
+    async def refuse(item: tuple[Parcel, Hold], _rejected: Rejected) -> None:
         refused.append(item[0])
 
     store.hold = rejecting  # type: ignore[method-assign]
