@@ -145,10 +145,6 @@ class LiveSettings:
         """Whether held messages go to the store, because it has a lane for them or no message may enter the cascade."""
         return self._store.usable or not uses_cascade(self.settings)
 
-    @property
-    def restore_ahead_ms(self) -> int:
-        return self.settings.store.restore_ahead_ms
-
     def names(self) -> Endpoints:
         """This daemon's exchanges and queues."""
         return Endpoints(

@@ -34,10 +34,10 @@ from delayer.intake.handle import DueHandler, IntakeHandler
 from delayer.intake.takeover import LevelTakeover, intake_of
 from delayer.release.loop import LaneRelease, ReleaseService
 from delayer.release.ports import Lane
-from delayer.release.restore import SegmentRestorer
 from delayer.retry import first_set
 from delayer.store.backlog import PostgresBacklog
 from delayer.store.postgres import PostgresStore
+from delayer.store.restoring import SegmentRestorer
 
 log = structlog.get_logger(__name__)
 
@@ -146,7 +146,8 @@ class Daemon:
             self.store.configure(connect, rates_of(settings))
             self.services.add("store", self.store.run, last=True)
             self.services.add("release", ReleaseService(self.store, self._release).run, last=True)
-            self.services.add("restoring", SegmentRestorer(self.store, self.live, self.counters).run)
+            restorer = SegmentRestorer(self.store, lambda: self.live.settings.store.restore_ahead_ms, self.counters)
+            self.services.add("restoring", restorer.run)
 
     @property
     def _consumers(self) -> dict[str, QueueConsumer]:

@@ -9,7 +9,6 @@ from typing import Protocol
 
 from delayer.core.hold import Hold, Limits
 from delayer.core.message import Due
-from delayer.core.segment import Restoration
 
 
 class Claimer(Protocol):
@@ -74,22 +73,6 @@ class Releases(Protocol):
         """Yield each lane when this process gets it, until the store stops. The receiver closes the lane."""
 
 
-class Segments(Protocol):
-    """The compacted messages of the store."""
-
-    async def wait_usable(self) -> None:
-        """Wait until the store is usable."""
-
-    async def restore(self, ahead_ms: int) -> Restoration:
-        """Restore the segment due first into its lane; None if no first message is due within ``ahead_ms``. Skips
-        broken segments and those others are restoring. One transaction restores the segment and notifies the lane's
-        owner, without blocking the event loop. An unreadable segment is marked, and returned only this once. Raises
-        StoreLost; then nothing is changed."""
-
-    def now_upper_ms(self) -> int | None:
-        """An upper bound of the store's clock, epoch milliseconds; None before the store was first reached."""
-
-
 class ReleaseSettings(Protocol):
     """The settings of the release, read for every claim, so a reload applies from the next claim on."""
 
@@ -99,10 +82,6 @@ class ReleaseSettings(Protocol):
     @property
     def rates(self) -> Mapping[bytes, float]:
         """The rate limit of each limited route, in messages per second."""
-
-    @property
-    def restore_ahead_ms(self) -> int:
-        """How long before its first message is due to restore a segment."""
 
     def now_lower_ms(self) -> int:
         """A lower bound of the clock. Messages due by it are due."""

@@ -48,7 +48,7 @@ Connect = Callable[[], Awaitable[PostgresStore]]
 
 @dataclass(eq=False)
 class PostgresBacklog:
-    """Implements the ports of intake and release: Backlog, Releases, Segments. Works even before a store is reached.
+    """Implements the ports of intake and release: Backlog, Releases. Works even before a store is reached.
 
     ``link``: the broker connection for publishing. Without it a process keeps its lanes for ``away_seconds``.
     """
@@ -194,7 +194,8 @@ class PostgresBacklog:
         return lanes[next(self._turn) % len(lanes)]
 
     async def restore(self, ahead_ms: int) -> Restoration:
-        """Restore the soonest segment: see release.ports.Segments."""
+        """Restore the soonest segment whose first message is due within ``ahead_ms``. Raises StoreLost; then nothing is
+        changed."""
         store = self._require_store()
         return await store.restore(store.now_upper_ms() + ahead_ms)
 

@@ -203,7 +203,10 @@ class PostgresStore:
             lane.cursor.note_held(retry_ms)
 
     async def restore(self, horizon_ms: int) -> Restoration:
-        """Restore the soonest segment, if its first message is due by ``horizon_ms`` (release.ports.Segments)."""
+        """Restore the segment due first into its lane, and notify the lane's owner, in one transaction, without
+        blocking the event loop. None if no first message is due by ``horizon_ms``. Skips broken segments and those that
+        others are restoring. Marks an unreadable segment, and returns it only this once. Raises StoreLost; then nothing
+        is changed."""
         with translate_errors("restore"):
             async with pool.borrow(self.pool) as connection:
                 following = await catalog.next_due(connection)

@@ -15,11 +15,10 @@ from delayer.core.counters import Counters
 from delayer.core.message import Parcel
 from delayer.core.segment import Locked, Restored
 from delayer.core.units import DAY_MS
-from delayer.release.restore import POLL_SECONDS, SegmentRestorer
 from delayer.store.admin.stats import overview
+from delayer.store.restoring import POLL_SECONDS, SegmentRestorer
 from delayer.store.rows import partitions
 from tests.integration.lanes_shared import Process, running
-from tests.support.fakes import ScriptedLive
 from tests.support.place import compact_all, eventually
 from tests.support.store import opened, owned, parcel, sql
 
@@ -40,7 +39,7 @@ CREATE TRIGGER cut BEFORE DELETE ON segment FOR EACH STATEMENT EXECUTE FUNCTION 
 def restorer(process: Process) -> tuple[SegmentRestorer, Counters]:
     """The restoring part of a daemon, and its counters."""
     counters = Counters()
-    return SegmentRestorer(process.backlog, ScriptedLive(), counters), counters
+    return SegmentRestorer(process.backlog, lambda: DAY_MS, counters), counters
 
 
 @asynccontextmanager

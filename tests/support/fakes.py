@@ -375,7 +375,6 @@ class ScriptedLive:
     """Milliseconds from the lower bound of the clock to the upper one."""
     limits: Limits = field(default_factory=dict)
     holds_in_store: bool = True
-    restore_ahead_ms: int = 86_400_000
     rates: Mapping[bytes, float] = field(default_factory=dict)
 
     def policy(self) -> Policy:

@@ -14,9 +14,9 @@ from structlog.testing import capture_logs
 
 from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Restored
-from delayer.release import restore as module
-from delayer.release.restore import SegmentRestorer
-from tests.support.fakes import NOW, ScriptedLive, ScriptedStore, until
+from delayer.store import restoring as module
+from delayer.store.restoring import SegmentRestorer
+from tests.support.fakes import NOW, ScriptedStore, until
 from tests.unit.store import backlog_scene
 
 HOUR_MS = 3_600_000
@@ -30,9 +30,9 @@ class Scene:
         self.store = keeping.store
         self.counters = keeping.counters
         self.heartbeat = keeping.heartbeat
-        self.live = ScriptedLive()
+        self.ahead_ms = DAY_MS
         self.stopping = asyncio.Event()
-        self.restoring = SegmentRestorer(keeping.backlog, self.live, self.counters)
+        self.restoring = SegmentRestorer(keeping.backlog, lambda: self.ahead_ms, self.counters)
 
 
 @asynccontextmanager
@@ -63,7 +63,7 @@ def far(segment: int, messages: int = 10) -> Restored:
 async def test_segments_due_within_restore_ahead_are_restored() -> None:
     async with scene() as it:
         assert await it.restoring.poll() == module.POLL_SECONDS
-        it.live.restore_ahead_ms = 2 * DAY_MS  # like a reload
+        it.ahead_ms = 2 * DAY_MS  # like a reload
         await it.restoring.poll()
         assert it.store.horizons == [NOW + DAY_MS, NOW + 2 * DAY_MS]
 

@@ -9,6 +9,7 @@ when all daemons were down. It marks an unreadable segment and continues with th
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -18,8 +19,8 @@ from delayer.core.backoff import LogThrottle
 from delayer.core.counters import Counters
 from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Locked, Restored
-from delayer.release.ports import ReleaseSettings, Segments
 from delayer.retry import LOSSES, Backoff, raise_first, take_failures
+from delayer.store.backlog import PostgresBacklog
 
 log = structlog.get_logger(__name__)
 
@@ -41,8 +42,10 @@ _BROKEN: Final = (
 
 @dataclass(eq=False)
 class SegmentRestorer:
-    segments: Segments
-    live: ReleaseSettings
+    """Restores the segments of the store whose first message is due within ``ahead_ms()``."""
+
+    backlog: PostgresBacklog
+    ahead_ms: Callable[[], int]
     counters: Counters
     _throttle: LogThrottle = field(default_factory=LogThrottle)
 
@@ -62,7 +65,7 @@ class SegmentRestorer:
         # The watchdog watches only the traffic, which continues without restores. Each statement here has a deadline.
         retry = Backoff(lambda: None, stopping)
         while not stopping.is_set():
-            await self.segments.wait_usable()
+            await self.backlog.wait_usable()
             try:
                 seconds = await self.poll()
             except (StoreLost, MemoryError) as error:
@@ -83,7 +86,7 @@ class SegmentRestorer:
         """Restore the soonest segment if it is time. Returns the seconds until the next poll. Raises StoreLost."""
         running = asyncio.get_running_loop()
         began = running.time()
-        found = await self.segments.restore(self.live.restore_ahead_ms)
+        found = await self.backlog.restore(self.ahead_ms())
         took = running.time() - began
         match found:
             case None:
@@ -91,7 +94,7 @@ class SegmentRestorer:
             case Restored():
                 self.counters.restored += found.messages
                 log.info("segment restored", **found._asdict(), seconds=round(took, 3))
-                now_ms = self.segments.now_upper_ms()
+                now_ms = self.backlog.now_upper_ms()
                 urgent = now_ms is not None and found.first_due_ms < now_ms + URGENT_MS
                 return 0.0 if urgent else REST * took
             case Locked():
