@@ -15,7 +15,7 @@ from delayer.daemon.wiring import Daemon
 from delayer.format.refusal import RetryEdits
 from delayer.http.recent import Recent, host_ms
 from delayer.http.server import HttpPart
-from delayer.http.view import DaemonState, Depths
+from delayer.http.view import ConnectionState, DaemonState, Depths
 from delayer.set_aside.change import SetAsideChange, find_messages
 from delayer.set_aside.queues import Result, Selection, SetAsideName
 from delayer.store.admin.changes import ChangeResult
@@ -47,7 +47,10 @@ class DaemonInside:
             started_ms=self._started_ms,
             consuming=daemon.consuming(),
             intake=daemon.intake,
-            connections=daemon.connections.as_dict(),
+            connections={
+                use: ConnectionState(one.current is not None, one.blocked, one.connects)
+                for use, one in daemon.connections.items()
+            },
             store=store.configured,
             lanes=store.numbers,
             usable=store.usable,

@@ -57,13 +57,6 @@ class Connections(dict[str, ReconnectingConnection]):
     def open(self) -> list[Connection]:
         return [one.current for one in self.values() if one.current is not None]
 
-    def as_dict(self) -> dict[str, dict[str, int]]:
-        """For each connection: connected, blocked, and the number of connects."""
-        return {
-            use: {"connected": one.current is not None, "blocked": one.blocked, "connects": one.connects}
-            for use, one in self.items()
-        }
-
 
 STORE_WAIT: Final = 2.0
 """Seconds that consuming waits for a lane before it logs that there is none, and waits again."""
@@ -175,11 +168,11 @@ class Daemon:
         return "active" if self._intake.active or self.store.is_alone else "standby"
 
     def _condition(self) -> str:
-        connections = self.connections.as_dict().values()
+        connections = self.connections.values()
         stuck = self.unsettled() | self.unsteady()
         return condition(
-            connected=all(one["connected"] for one in connections),
-            blocked=any(one["blocked"] for one in connections),
+            connected=all(one.current is not None for one in connections),
+            blocked=any(one.blocked for one in connections),
             no_lane=self.store.reason,
             stuck=[*map("lane {}".format, self.store.stuck), *map("queue {!r}".format, stuck)],
             intake=self.intake,
@@ -250,7 +243,7 @@ class Daemon:
 
     def _reached(self) -> tuple[int, bool]:
         """Changes when a connection to the broker is open again, or the store is usable again."""
-        return sum(one["connects"] for one in self.connections.as_dict().values()), self.store.usable
+        return sum(one.connects for one in self.connections.values()), self.store.usable
 
     def _takeovers(self) -> list[QueueConsumer]:
         """Build a takeover for each level, longest first. They share a dedicated connection and 16 MiB of prefetch. A

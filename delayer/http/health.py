@@ -30,9 +30,9 @@ def not_ready(state: DaemonState, intake: str, store: StoreOverview | None, erro
     """
     found = [f"queue {queue!r} is not consumed" for queue, is_ in {intake: False, **state.consuming}.items() if not is_]
     publishing = state.connections["publish"]
-    if not publishing["connected"]:
+    if not publishing.connected:
         found.append("nothing is delivered: no connection to publish by")
-    elif publishing["blocked"]:
+    elif publishing.blocked:
         found.append("nothing is delivered: the broker accepts no publishes (a resource alarm)")
     if state.mode == "store" and not state.usable:
         found.append("no lane of the store is owned")

@@ -171,9 +171,9 @@ def _of_process(state: DaemonState) -> Iterator[MetricSample]:
     yield from (("consuming", [queue], int(is_)) for queue, is_ in state.consuming.items())
     yield "intake_active", [], int(state.intake == "active")
     for use, connection in state.connections.items():
-        yield "connected", [use], int(connection["connected"])
-        yield "blocked", [use], int(connection["blocked"])
-        yield "reconnects_total", [use], max(connection["connects"] - 1, 0)
+        yield "connected", [use], int(connection.connected)
+        yield "blocked", [use], int(connection.blocked)
+        yield "reconnects_total", [use], max(connection.connects - 1, 0)
     if state.store:
         yield "lanes", [], len(state.lanes)
         yield "lanes_lost_total", [], counters.lanes_lost

@@ -112,7 +112,7 @@ TITLES: Final = {"minutes": "The coming hour", "hours": "Two days", "days": "Two
 
 def blocked(state: DaemonState) -> bool:
     """Whether the broker has blocked a connection of this process."""
-    return any(line["blocked"] for line in state.connections.values())
+    return any(line.blocked for line in state.connections.values())
 
 
 def series(census: Census | None) -> list[dict[str, Any]]:

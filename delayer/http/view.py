@@ -31,6 +31,14 @@ from delayer.store.schedules.reading import ScheduleCounts
 from delayer.store.session import read_connection
 
 
+class ConnectionState(NamedTuple):
+    """A connection to the broker. ``connects``: how often it was opened."""
+
+    connected: bool
+    blocked: bool
+    connects: int
+
+
 @dataclass(frozen=True, slots=True)
 class DaemonState:
     """The state of this process."""
@@ -40,7 +48,7 @@ class DaemonState:
     started_ms: int  # epoch milliseconds
     consuming: Mapping[str, bool]  # queue -> whether the daemon consumes it
     intake: str  # "active", or "standby" if another daemon is known to get the messages; "" if it does not consume
-    connections: Mapping[str, Mapping[str, int]]  # use -> {"connected", "blocked", "connects"}
+    connections: Mapping[str, ConnectionState]  # by use: "intake", "publish" and others
     store: bool  # whether a store is configured
     lanes: Sequence[int]  # numbers of the lanes that it releases
     usable: bool  # whether there is a lane to park into

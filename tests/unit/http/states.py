@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from delayer.core.counters import Counters
-from delayer.http.view import DaemonState
+from delayer.http.view import ConnectionState, DaemonState
 from delayer.store import schema
 from delayer.store.admin.stats import LaneOverview, StoreOverview
 from delayer.store.segments.catalog import OverdueSegments, SegmentTotals
 
-LINE = {"connected": True, "blocked": False, "connects": 1}
+LINE = ConnectionState(connected=True, blocked=False, connects=1)
 
 
 def state(counters: Counters | None = None, **more: Any) -> DaemonState:
@@ -21,7 +21,7 @@ def state(counters: Counters | None = None, **more: Any) -> DaemonState:
         "started_ms": 1_800_000_000_000,
         "consuming": {"delays": True},
         "intake": "active",
-        "connections": {use: dict(LINE) for use in ("intake", "publish")},
+        "connections": dict.fromkeys(("intake", "publish"), LINE),
         "store": True,
         "lanes": [1, 2, 7],
         "usable": True,

@@ -16,7 +16,7 @@ GOOD, OLD, NONE = overview(), overview("9999"), overview(None)
 COUNTERS = dict.fromkeys(LANE_KINDS, 0)
 LANES = [LaneOverview(n, "", n < 4, COUNTERS, 1, None, stuck_ms=(n - 1) * 40_000) for n in range(1, 5)]
 DUE = {"delays": True, "delays.due": False}
-BLOCKED, CUT = ({"publish": {**LINE, **line}} for line in ({"blocked": True}, {"connected": False}))
+BLOCKED, CUT = ({"publish": line} for line in (LINE._replace(blocked=True), LINE._replace(connected=False)))
 STILL = "lane {} has had due messages for {}, and releases none"
 UNCLAIMED = "lane 7 has settled no claim for 30 s"
 UNSETTLED = "queue 'delays': nothing that was read from it was settled for 42 s"

@@ -24,7 +24,7 @@ from delayer.store.admin.changes import ChangeResult
 from tests.support.fakes import until
 from tests.support.logged import capture_logs
 from tests.support.web import Web
-from tests.unit.http.states import state
+from tests.unit.http.states import LINE, state
 
 TOKEN = "open-sesame-open-sesame"
 EVIL = "<script>alert(1)</script>"
@@ -49,7 +49,7 @@ class Inside:
         self.looks = 0
 
     def state(self) -> DaemonState:
-        lines = {"publish": {"connected": True, "blocked": self.blocked, "connects": 1}}
+        lines = {"publish": LINE._replace(blocked=self.blocked)}
         return state(mode="native", store=False, connections=lines)
 
     async def depths(self) -> Depths:
