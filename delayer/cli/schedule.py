@@ -27,6 +27,9 @@ from delayer.store.errors import ScheduleRefused
 from delayer.store.schedules import changes
 from delayer.store.schedules.changes import ScheduleDifference
 
+of_one = joined(name_argument, as_json, click.pass_context)
+"""The parameters of a command for one schedule."""
+
 
 def tell(past: str, record: ScheduleRecord, *, as_json: bool) -> None:
     """Say what became of a schedule."""
@@ -195,9 +198,7 @@ def apply(context: click.Context, *, file: str, dry_run: bool, prune: bool, as_j
 
 
 @schedule.command(short_help="Stop a schedule until it is resumed.")
-@name_argument
-@as_json
-@click.pass_context
+@of_one
 def pause(context: click.Context, *, name: str, as_json: bool) -> None:
     """Stop a schedule until `resume`: its waiting occurrence is cancelled, and none counts as missed.
 
@@ -210,9 +211,7 @@ def pause(context: click.Context, *, name: str, as_json: bool) -> None:
 
 
 @schedule.command(short_help="Let a paused or failed schedule go on.")
-@name_argument
-@as_json
-@click.pass_context
+@of_one
 def resume(context: click.Context, *, name: str, as_json: bool) -> None:
     """Let a paused or failed schedule go on with the first time of its rhythm after now.
 
@@ -225,9 +224,7 @@ def resume(context: click.Context, *, name: str, as_json: bool) -> None:
 
 
 @schedule.command(short_help="Delete a schedule.")
-@name_argument
-@as_json
-@click.pass_context
+@of_one
 def remove(context: click.Context, *, name: str, as_json: bool) -> None:
     """Delete a schedule with its waiting occurrence. Messages of it that are held or were rescheduled stay.
 
@@ -243,9 +240,7 @@ def remove(context: click.Context, *, name: str, as_json: bool) -> None:
 
 
 @schedule.command(short_help="Send one more message of a schedule now.")
-@name_argument
-@as_json
-@click.pass_context
+@of_one
 def run(context: click.Context, *, name: str, as_json: bool) -> None:
     """Send one more message of a schedule now, in any state. Its rhythm does not change.
 
