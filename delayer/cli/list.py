@@ -110,6 +110,23 @@ def list_(
             }
         )
         return
+    if found.messages:
+        _print_list(found)
+    else:
+        everything = wanted.everything and not tokens and after is None
+        click.echo("No messages wait." if everything else f"No messages match{' so far' if found.bounded else ''}.")
+        if not found.bounded and after is None and not wanted.everything:
+            note_no_match("delayer held list")
+    say_native(settings)
+    if found.broken:
+        note(f"{len(found.broken)} segments cannot be read and may hold more messages: see docs/backlog.md.")
+    if found.bounded:
+        note(f"The page ended at its limit of rows; there may be more. Next: the same with --after {place}.")
+    elif place is not None:
+        note(f"There are more. Next: the same with --after {place}.")
+
+
+def _print_list(found: FoundPage) -> None:
     rows = [
         (
             one.place.token,
@@ -123,20 +140,7 @@ def list_(
         )
         for one in found.messages
     ]
-    if rows:
-        print_table(["id", "due", "route", "to", "bytes", "message_id", "key", "segment"], rows, right=(4,))
-    else:
-        everything = wanted.everything and not tokens and after is None
-        click.echo("No messages wait." if everything else f"No messages match{' so far' if found.bounded else ''}.")
-        if not found.bounded and after is None and not wanted.everything:
-            note_no_match("delayer held list")
-    say_native(settings)
-    if found.broken:
-        note(f"{len(found.broken)} segments cannot be read and may hold more messages: see docs/backlog.md.")
-    if found.bounded:
-        note(f"The page ended at its limit of rows; there may be more. Next: the same with --after {place}.")
-    elif place is not None:
-        note(f"There are more. Next: the same with --after {place}.")
+    print_table(["id", "due", "route", "to", "bytes", "message_id", "key", "segment"], rows, right=(4,))
 
 
 CHECKED: Final = 1 << 20
