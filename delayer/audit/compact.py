@@ -115,7 +115,7 @@ _RIGHTS: Final = "run it with a URL of the role that owns the schema (docs/secur
 
 _PATIENT: Final = {"statement_timeout": "0"}
 
-# To estimate what a compaction saves and costs, in bytes, as measured by bench/backlog.py.
+# For the estimate of what a compaction saves and costs. bench/backlog.py measured these bytes.
 ROW_BYTES: Final = 250
 """Bytes of a row on disk, not counting its body and properties: other columns, row header and index entry."""
 LOG_BYTES: Final = 300

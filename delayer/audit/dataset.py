@@ -77,7 +77,7 @@ class Partition(NamedTuple):
 
     @classmethod
     def of(cls, day: int, route: bytes) -> Partition:
-        """Return the partition of this day and route. Days beyond the calendar go to its first or last one."""
+        """Return the partition of this day and route. Days beyond the calendar go to its first or last day."""
         return cls(min(max(day, 0), LAST_DAY), as_text(route))
 
     @property
@@ -229,8 +229,8 @@ class PlainDataset:
 
     def commit(self, kept: Iterable[Path], written: Mapping[Partition, Path], gone: Iterable[Path]) -> None:
         """Sync the ``kept`` and ``written`` files to disk, then make them visible: link the kept files into the new
-        directory, and exchange it with the former one. ``gone``: files that were replaced, or whose partition is now
-        empty. Raises OSError, Unfit."""
+        directory, and exchange both directories. ``gone``: files that were replaced, or whose partition is now empty.
+        Raises OSError, Unfit."""
         for file in kept:
             (self.root / file.parent).mkdir(parents=True, exist_ok=True)
             os.link(self.former_root / file, self.root / file)

@@ -83,7 +83,7 @@ class LaneState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AuditedStore:
-    """What both audits read at one instant. ``now_ms``: the store's clock then; on a replica that lags by
+    """The figures that both audits read at one instant. ``now_ms``: the store's clock then; on a replica that lags by
     ``behind_ms``, the instant it had reached. ``counters``: by lane and kind. ``schedules``: rows of SCHEDULES."""
 
     now_ms: int

@@ -119,7 +119,7 @@ def chart(
         if bar.unread:
             unread.add(slot)
     top = max(bars, key=lambda bar: bar.messages)
-    late = (now_ms - start) // width // together  # This slot and the later ones are not over yet.
+    late = (now_ms - start) // width // together  # This slot and later slots are not over yet.
     paths = {"--bad": "", "--warn": "", "--bar": ""}
     for slot, messages in sorted(heights.items()):
         paths["--bad" if slot < late else "--warn" if slot in unread else "--bar"] += (

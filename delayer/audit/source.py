@@ -5,7 +5,7 @@
 
 =============  =========================================================================================================
 relation       one of RELATIONS: a table and its columns
-snapshot       an exported snapshot (delayer/audit/extract.py). Without it, each task sees the store as of its own start
+snapshot       an exported snapshot (delayer/audit/extract.py). Without it, each task reads the store as of its start
 sample         the share of the pages to read, 0 to 1
 split_bytes    bytes that one task reads; ``batch_bytes``: bytes that it keeps in memory at a time
 =============  =========================================================================================================
@@ -275,7 +275,7 @@ def _pieces(heap: HeapTable, split_bytes: int, sample: float) -> Iterator[tuple[
 
 
 NAME: Final = "delayer"
-# Only tables with rows, because a partitioned table has none itself. Sizes include values out of line.
+# A partitioned table has no rows itself, so it is left out. Sizes include values out of line.
 _HEAPS: Final = """
 SELECT c.relname::text AS name, pg_relation_size(c.oid) / current_setting('block_size')::bigint AS pages,
        pg_table_size(c.oid) AS size
@@ -335,7 +335,8 @@ class StoreReader(DataSourceReader):
         self._reading = partial(connection.reading, url, first, int(options.get("batch_bytes", 8 << 20)))
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Plan the tasks. Raises StoreLost. An empty relation gets one without page ranges, because Spark wants one."""
+        """Plan the tasks. Raises StoreLost. Spark requires a task even for an empty relation, which has no page
+        ranges."""
         with self._reading() as reading:
             found = [HeapTable(*row) for row in reading.rows(_HEAPS.format(table=RELATIONS[self._name].table))]
         days = frozenset(day for heap in found if (day := day_of(heap.name)) is not None)

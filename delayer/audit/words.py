@@ -44,7 +44,8 @@ def tone(share: Share) -> str:
 
 
 def destinations(report: AuditReport) -> list[Share]:
-    """Pick the destinations to show. Those that would not accept their messages come first, even the smallest."""
+    """Pick the destinations to show. Destinations that would not accept their messages come first, even the
+    smallest."""
     return sorted(report.calendar.destinations, key=lambda one: tone(one) != "bad")
 
 

@@ -90,7 +90,7 @@ async def _results(attempts: Iterable[Awaitable[T]], losses: list[Loss]) -> list
 
 
 async def _places(address: Address) -> list[Address]:
-    """Return a copy for each address of the host, or this one if there is only one. Raises BrokerUnreachable."""
+    """Return a copy for each address of the host; only itself if the host has one address. Raises BrokerUnreachable."""
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
             places = await look_up(address.host, address.port)

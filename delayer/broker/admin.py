@@ -102,7 +102,7 @@ class Remover:
         return found or await self._unproven(reasons) or await self._delayed_in(reasons)
 
     async def _unproven(self, queues: Collection[str]) -> dict[str, str]:
-        """AMQP counts no message in a queue whose members are down, so ask for one, and count again."""
+        """AMQP counts no message in a queue whose members are down, so try to get a message, and count again."""
         for name in queues:
             try:
                 if await self.admin.connection.has_message(name):

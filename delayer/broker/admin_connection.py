@@ -101,9 +101,9 @@ class AdminConnection:
         return answer
 
     async def has_message(self, queue: str) -> bool:
-        """Whether a majority of the queue's members says that it has a message ready, which returns to the queue when
-        the connection ends. A count of 0 may also mean that they are down. Says no for a queue with a single active
-        consumer, after its members agreed to refuse: count again. Raises as :meth:`call`."""
+        """Whether the queue has a message ready. A majority of its members must answer, while a count of 0 may also
+        mean that they are down. The message returns to the queue when the connection ends. False for a queue with a
+        single active consumer, once its members agreed to refuse: count again. Raises as :meth:`call`."""
         try:
             found = await self.call(lambda channel: channel.basic_get(queue))
         except (driver.ChannelLockedResource, driver.ChannelNotFoundEntity):

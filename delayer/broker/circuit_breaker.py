@@ -1,4 +1,5 @@
-"""Circuit breakers of destinations. While one is open, its messages are held immediately instead of published.
+"""Circuit breakers of destinations. While a breaker is open, the messages of its destination are held at once,
+unpublished.
 
 A breaker is *closed* (not in the table), *open* until a time, or *half-open* after it. A half-open breaker lets one
 batch through as a probe, which closes the breaker or opens it for longer. This module does not publish.

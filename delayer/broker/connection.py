@@ -184,7 +184,7 @@ class ReconnectingConnection:
             return connection
 
         connection = await first_success(addresses, attempt, self._address)
-        for address, lost in failed.items():  # Another one hides it, but not forever.
+        for address, lost in failed.items():  # Another connection may hide the loss, but not forever.
             if (advice := _advice(lost)) and self.throttle.is_new(f"{address}: {lost}"):
                 log.error("broker refused", broker=str(address), reason=str(lost), next_step=advice)
         return connection

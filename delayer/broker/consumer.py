@@ -154,8 +154,8 @@ class AmqpConsumer:
     """Satisfies intake.ports.Consumer. Each queue has its own connection, because pausing one must not pause another.
     Consumers that share a connection share its ``flow_control``; otherwise each subscription has its own.
 
-    ``adaptive_prefetch``: the sizes of a queue's messages so far, so that a subscription may become ``overrun`` and the
-    next one reads more or less ahead. ``one_active``: whether the queue has a single active consumer.
+    ``adaptive_prefetch``: the sizes of a queue's messages so far, so that a subscription may become ``overrun``, and
+    its successor reads more or less ahead. ``one_active``: whether the queue has a single active consumer.
     """
 
     reconnecting: ReconnectingConnection

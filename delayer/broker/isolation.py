@@ -96,7 +96,8 @@ class FaultSearch:
         return fresh, sorted(index for one in groups.keys() & probed for index in groups[one])
 
     def has_found(self, sent: int, lost: _Loss | None) -> bool:
-        """Whether ``lost`` proves one message at fault: the broker closed something, and the portion was that one."""
+        """Whether ``lost`` proves one message at fault: the broker closed something after that message was sent
+        alone."""
         if isinstance(lost, ConnectionLost) and not self.is_exclusive:
             return False  # A message of another round may have ended the connection.
         return sent == 1 and lost is not None and not isinstance(lost, ConfirmTimeout)
@@ -187,8 +188,8 @@ class Isolation:
     async def publish(
         self, pending: Pending, indexes: Sequence[int], suspicion: Suspicion = Suspicion.DESTINATION
     ) -> None:
-        """Publish these messages once all are due. A message that was written and has no outcome is then in doubt; one
-        that was not written may be published again.
+        """Publish these messages once all are due. A message that was written and has no outcome is then in doubt; an
+        unwritten message may be published again.
 
         If all may end connections, each gets an outcome within two seconds, because the rest of the batch waits.
         """
@@ -215,7 +216,7 @@ class Isolation:
     async def _settle(self, case: _Case) -> None:
         """Publish in rounds. Raises BrokerLost.
 
-        The broker confirms nothing before it closes, so the messages before the one at fault are published twice.
+        The broker confirms nothing before it closes, so the messages before the message at fault are published twice.
         """
         batch = case.pending.batch
         while todo := case.pending.publishable(case.indexes):
@@ -315,7 +316,7 @@ class Isolation:
         messages, a missing permission those with the same key."""
         batch, outcomes = case.pending.batch, case.pending.outcomes
         if isinstance(lost, ConnectionLost):
-            # Messages known to end connections only end the second one, at each retry.
+            # Messages known to end connections end only the second connection, at each retry.
             if case.search.suspicion is not Suspicion.ALL_END_CONNECTIONS:
                 self.isolating_until = _now() + ISOLATE_SECONDS
             outcomes[index] = closed_connection(lost.code, lost.text)

@@ -37,7 +37,7 @@ class Members(NamedTuple):
 
     @property
     def minority(self) -> str:
-        """Describe members that are no majority, without which the queue takes and gives nothing; "" if they are."""
+        """Describe the online members, if the queue is stalled because they are not a majority; "" if they are."""
         if self.online is None or 2 * self.online > self.copies:
             return ""
         return f"{self.online} of {self.copies}"

@@ -101,8 +101,8 @@ MOST_AT_ONCE: Final = 256
 PROBE_MS: Final = 500
 """Delay of the message that probes whether the broker delays messages."""
 PROBE_LATE_MS: Final = 10_000
-"""How late that message may be on a busy broker. If it is later, the broker counts as one that does not delay messages.
-A broker that ignores the time delivers the message immediately, so this timeout costs nothing there."""
+"""How late that message may be on a busy broker. If it is later, the broker counts as unable to delay messages. A
+broker that ignores the time delivers the message immediately, so this timeout costs nothing there."""
 
 
 class QueueState(NamedTuple):

@@ -241,7 +241,7 @@ async def _verdict_on(admin: Admin, is_queue: bool, name: bytes) -> RouteVerdict
 
 
 async def _read_exchange(management: Management, name: str) -> ExchangeRoutes:
-    """An alternate exchange by argument has priority over one by policy."""
+    """An alternate exchange by argument has priority over that of a policy."""
     shape = {"type": str, "internal": bool, "arguments": dict, "policy": str | None}
     path = f"exchanges/{management.vhost}/{quote(name, safe='')}?columns={','.join(shape)}"
     type_, internal, arguments, policy = await management.get(path, shape)

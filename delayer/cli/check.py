@@ -187,7 +187,7 @@ async def _daemon(report: CheckReport, settings: Settings) -> None:
 
 
 async def _bond(report: CheckReport, admin: Admin, store_url: str | None) -> None:
-    """Check that the broker is the one that the store belongs to."""
+    """Check that the store belongs to this broker."""
     try:
         store = None if store_url is None else await setup.identity(store_url)
     except (StoreLost, BadStoreUrl, SchemaOutdated):
@@ -364,7 +364,7 @@ async def _left_in_the_cascade(report: CheckReport, admin: Admin, due_queue: str
         # Query this first, because a broker also denies the right to read a missing queue.
         if not await admin.queue_exists(due_queue) or await admin.may_consume(due_queue):
             return
-    except BrokerRefused:  # RabbitMQ 4.3 shows queues only to users with the configure right, so this one is unknown.
+    except BrokerRefused:  # RabbitMQ 4.3 shows queues only to users with the configure right, so this queue is unknown.
         return
     found = f"left from native mode, and this user may not consume it: {quoted(due_queue)}. The daemon is not ready"
     advice = "the rights of native mode until the cascade is empty, or `delayer topology remove --only-cascade`"

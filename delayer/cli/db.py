@@ -26,7 +26,7 @@ def upgrade(request: Request) -> None:
 
     The database has to exist with the encoding UTF8, and the role in store.url has to own it: `createdb -E UTF8 -T
     template0 --locale C -O delayer delayer`. If one role owns the schema and another one runs the daemon
-    (docs/security.md), run this as the owner. A store that a newer delayer upgraded stays as it is; exit code 1.
+    (docs/security.md), run this as the owner. A store that a newer delayer upgraded is not changed; exit code 1.
 
     \b
     Examples:
@@ -58,7 +58,7 @@ def upgrade(request: Request) -> None:
 @as_json
 @click.pass_context
 def current(context: click.Context, as_json: bool) -> None:
-    """Show the schema of the store, and the one needed. Exit code 1 if they differ.
+    """Show the schema of the store, and the schema needed. Exit code 1 if they differ.
 
     \b
     Examples:
@@ -133,7 +133,7 @@ def skip_ids(request: Request, by: int) -> None:
     \b
     Examples:
       delayer db skip-ids
-      delayer db skip-ids --by 1000000000000000     # a second store for the same consumers: a range of its own
+      delayer db skip-ids --by 1000000000000000     # a second store for the same consumers: its own range of ids
     """
     first = asyncio.run(setup.skip_ids(store_url(request.settings()), by))
     click.echo(f"The next message gets an id of {first:,} or more.")

@@ -222,7 +222,7 @@ def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool,
     """Move the backlog to the side where new delays go, so that the other side can be given up. First switch the
     mode and reload the daemon. It keeps releasing messages of both sides.
 
-    Messages keep their due instants. Each portion is confirmed on its new side before it leaves the old one. An
+    Messages keep their due instants. Each portion is confirmed on its new side before it leaves the old side. An
     interruption may leave one portion on both sides; run the command again.
 
     To native: rows that wait longer than a minute. Messages with a key stay unless --keys-too, because the cascade

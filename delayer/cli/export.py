@@ -39,9 +39,9 @@ def export(context: click.Context, /, *, file: Path, force: bool, **given: Any) 
     properties, keys, due instants. `delayer import jsonl` reads it, into any store.
 
     The soonest messages come first; then, without a filter, the held messages with their reasons. Without a filter, the
-    schedules come before them all; each stands for its waiting message, too. The file is one
-    snapshot of the store, taken when the export begins. Nothing is removed, and daemons, compaction and restore may go
-    on. To move a backlog, stop the daemons first. The file holds messages in the clear, so protect it.
+    schedules come before them all; each also represents its waiting message. The file is one snapshot of the store,
+    taken when the export begins. Nothing is removed, and daemons, compaction and restore may go on. To move a backlog,
+    stop the daemons first. The file holds messages in the clear, so protect it.
 
     Exit code 1 if a segment does not read back; all others are written. Exit code 1 if the reader of a pipe has gone;
     the pipe did not get the last line, which has the number of messages. Exit code 3 if FILE cannot take more; FILE is

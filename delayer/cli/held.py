@@ -34,8 +34,8 @@ from delayer.store.held_messages import HeldEntry
 @click.group(short_help="List, retry or drop held messages.")
 def held() -> None:
     """List, retry or drop held messages, which their destination did not take. The daemon retries each message with
-    growing pauses. Messages that came too late for their route (late_limit) wait for a retry by hand. `delayer show
-    ID` has the details of one. `delayer list --help` says what an ID is.
+    growing pauses. Messages that came too late for their route (late_limit) wait for a retry by hand. `delayer show ID`
+    has the details of a message. `delayer list --help` says what an ID is.
     """
 
 

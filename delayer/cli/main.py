@@ -142,7 +142,7 @@ def cli(
     The file, the environment (DELAYER_INTAKE__MAX_DELAY=30d) and flags (--set intake.max_delay=30d) can set every key
     of the configuration. The environment overrides the file, and flags override both.
 
-    Exit codes: 0 done, 1 a check found something, 2 usage or configuration, 3 something that is needed is out of reach.
+    Exit codes: 0 done, 1 a check found something, 2 usage or configuration, 3 something needed is unavailable.
     Examples of the last: broker, store, a program that is not installed, room on a disk. A verb that acts on messages
     exits with 1 too if no message matches. After Ctrl-C a verb exits with 130. After SIGTERM audit, compact, restore
     and backlog export exit with 143.

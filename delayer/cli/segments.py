@@ -90,8 +90,8 @@ def compact(
     The command may be interrupted and repeated: every message is either a row or in exactly one segment. At the end it
     drops emptied partitions.
 
-    Exit code 1 if a segment did not read back (its messages stayed rows). Exit code 3 if the store is out of reach,
-    Java is missing, or Spark gave up.
+    Exit code 1 if a segment did not read back (its messages stayed rows). Exit code 3 if the store is unreachable, Java
+    is missing, or Spark gave up.
 
     \b
     Examples:
@@ -187,7 +187,7 @@ def restore(context: click.Context, *, within_ms: int | None, everything: bool, 
     version without segments. Daemons may keep running, and the command may be interrupted and repeated.
     Segments that are marked as broken are tried again.
 
-    Exit code 1 if a segment is broken. Exit code 3 if the store is out of reach, or delayer[segments] is missing.
+    Exit code 1 if a segment is broken. Exit code 3 if the store is unreachable, or delayer[segments] is missing.
 
     \b
     Examples:

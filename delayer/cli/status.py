@@ -174,8 +174,8 @@ def status(context: click.Context, as_json: bool, watch: bool) -> None:
     next due instant. Show rates and lateness over the last minutes, and the depths of all queues, the cascade's levels
     among them.
 
-    It names parts that do not answer. Exit code 3 if the broker or a configured store is out of reach. Exit code 1
-    if the store's schema is not the one that this program needs.
+    It names parts that do not answer. Exit code 3 if the broker or a configured store is unreachable. Exit code 1 if
+    this program needs another schema of the store.
 
     \b
     Examples:

@@ -47,10 +47,10 @@ def topology() -> None:
 @click.option("--accept-broker", is_flag=True, help="Let the store belong to this broker from now on.")
 @click.pass_obj
 def apply(request: Request, accept_broker: bool) -> None:
-    """Declare missing queues and exchanges. Existing ones stay as they are; safe to repeat.
+    """Declare missing queues and exchanges. Existing objects are not changed; safe to repeat.
 
-    A store belongs to one broker: daemons do not deliver its messages to another one. After a broker was rebuilt,
-    --accept-broker gives the store to the new one.
+    A store belongs to one broker: daemons do not deliver its messages to another broker. After a broker was rebuilt,
+    --accept-broker gives the store to the new broker.
 
     \b
     Examples:

@@ -99,7 +99,7 @@ class _Limited:
             self.report()
 
     def report(self, begin: float = -WINDOW_SECONDS) -> None:
-        """End the window, report the lines left out, and begin one if told when."""
+        """End the window, and report the lines left out. Begin another window if its start is given."""
         left_out, self._left_out = self._left_out, Counter()
         self._begun = begin
         self._passed.clear()

@@ -1,4 +1,4 @@
-"""The configuration as one frozen tree. The file spells keys like the aliases; durations are ``…_ms`` integers."""
+"""The configuration as one frozen tree. The aliases are the keys of the file; durations are ``…_ms`` integers."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def read_file(path: Path | None) -> SettingsSource:
         expected, found = "a file that can be read", error.strerror or str(error)
     except RecursionError:
         expected, found = "TOML that can be read", "thousands of levels"
-    except ValueError as error:  # Also bytes that are not UTF-8, and a number with thousands of digits.
+    except ValueError as error:  # TOML errors, bytes that are not UTF-8, or a number too long.
         expected, found = "TOML in UTF-8, with quotes around text", str(error)
     else:
         return source

@@ -24,7 +24,7 @@ def without_effect(settings: Settings) -> list[str]:
 
 
 def unread_delays(settings: Settings) -> dict[bytes, str]:
-    """Exchanges whose routes do not read ``x-delay`` first, each with the reason why a new one is ignored."""
+    """Exchanges whose routes do not read ``x-delay`` first, each with the reason why a new ``x-delay`` is ignored."""
     found: dict[bytes, str] = {}
     for route in settings.routes:
         forms = () if route.retry else route.delay_from

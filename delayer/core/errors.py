@@ -33,7 +33,7 @@ class Unconfirmed(BrokerLost):
 class StoreLost(Exception):
     """The store is unreachable, or the transaction failed. Nothing is committed, but if the connection broke during the
     commit, that is in doubt. ``advice``: how an operator can fix the cause, as an imperative; may be empty.
-    ``conflict``: whether the transaction lost against another one, and may succeed if it is repeated."""
+    ``conflict``: whether the transaction lost a conflict with another, and may succeed if it is repeated."""
 
     def __init__(self, text: str, advice: str = "", *, conflict: bool = False) -> None:
         super().__init__(text)

@@ -3,7 +3,7 @@
 ``DELAYER_FAULT=park.copied`` kills the process (SIGKILL) when it first reaches that point, ``park.copied:3`` the third
 time. ``park.copied:1:stop`` stops it (SIGSTOP) instead, so that a test can kill the broker or the database, and resume
 it with SIGCONT. The points are the rows of the crash tables in docs/guarantees.md, and the steps of compacting,
-restoring, importing and draining. Those of schedules are in transactions of releases and of operators.
+restoring, importing and draining. The points of schedules are in transactions of releases and of operators.
 """
 
 from __future__ import annotations

@@ -115,8 +115,8 @@ def outcome_of(answer: Answer) -> Outcome:
 
 
 def unanswered(seconds: float, exchange: bytes, routing_key: bytes) -> Hold:
-    """The outcome of a publish not confirmed within ``seconds`` while the broker confirmed others. A queue behind
-    ``exchange`` and ``routing_key`` does not answer. It may still accept the message later."""
+    """The outcome of a publish that the broker did not confirm within ``seconds``, while it confirmed others. A queue
+    behind ``exchange`` and ``routing_key`` does not answer. It may still accept the message later."""
     where = f"exchange {as_text(exchange)!r}, key {as_text(routing_key)!r}"
     text = f"no confirm within {seconds:g} s: {where}: a queue behind them does not answer"
     return Hold(HoldKind.UNANSWERED, text, may_be_delivered=True)

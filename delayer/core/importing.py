@@ -237,7 +237,7 @@ def read_rewrite(text: str) -> Rewrite:
     _, pattern, replacement = found.groups()
     try:
         compiled = re.compile(pattern)
-        # Check that the referenced groups exist; a pattern without a match would not reveal a missing one.
+        # Check that the referenced groups exist; a pattern without a match would not reveal a missing group.
         re.compile(f"{pattern}|").sub(replacement, "")
     except (re.error, IndexError) as error:
         raise ValueError(f"{expected}; this one does not compile: {error}") from None

@@ -29,8 +29,8 @@ MARKS: Final = frozenset({LAST_DUE, RECEIVED_AT, X_DEATH}) | _FIRST_DEATH
 
 
 def is_over(due_ms: int | None, headers: Mapping[bytes, object], now_ms: int) -> bool:
-    """Whether the delay that a release left in the message is the one that has passed. ``due_ms``: its due time in
-    epoch ms. A relative one (None) counts again, because it may be new, and nothing may be early."""
+    """Whether the delay in the message is left from a release, and has passed. ``due_ms``: its due time in epoch ms. A
+    relative delay (None) counts again, because it may be new, and nothing may be early."""
     if due_ms is None or LAST_DUE not in headers:
         return False
     last_due = headers[LAST_DUE]

@@ -52,7 +52,8 @@ class Target(NamedTuple):
 
 
 class KeyMode(NamedTuple):
-    """What a message does to the one that waits under its key. It replaces it, unless ``keep``: then it is dropped."""
+    """What a message does to the message that waits under its key. It replaces it, unless ``keep``: then it is
+    dropped."""
 
     keep: bool = False
     ceiling_ms: int | None = None

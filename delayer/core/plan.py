@@ -341,7 +341,7 @@ def target_of(request: DelayRequest, route: Route, policy: Policy) -> Target:
     return _checked(exchange, routing_key, request.exchange, policy.own_queues, policy.own_exchanges)
 
 
-@lru_cache(maxsize=4096)  # Most messages have the target of an earlier one.
+@lru_cache(maxsize=4096)  # Most messages have the target of an earlier message.
 def _checked(
     exchange: bytes, routing_key: bytes, source: bytes, own_queues: frozenset[bytes], own_exchanges: frozenset[bytes]
 ) -> Target:
@@ -381,7 +381,7 @@ def key_of(source: bytes, value: object, policy: Policy) -> bytes:
 
 
 def _key(request: DelayRequest, route: Route, policy: Policy, due_ms: int, start_ms: int) -> bytes | None:
-    """Return the key from ``x-delay-key``, the saga or ``key_from``; None without one. Raises Unacceptable."""
+    """Return the key from ``x-delay-key``, the saga or ``key_from``; None if there is none. Raises Unacceptable."""
     headers, header = request.headers, route.key_header
     if KEY in headers:
         return key_of(KEY, headers[KEY], policy)

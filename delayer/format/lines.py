@@ -15,8 +15,8 @@ message, or the first one of its burst (KeyMode), was parked. ``token``, only wi
 a message published and held before it waited (core/hold.py), so its copies have that id. Other imported messages get
 new ids, because ids of one store mean other messages in another.
 
-A line with ``schedule``, a name, is a schedule, with how far it has come. It stands for the occurrence that waits,
-which has no line of its own. Its fields are those of the table ``schedule``. The last line, such as ``{"v": 1,
+A line with ``schedule``, a name, is a schedule, with how far it has come. It also represents the occurrence that waits,
+which has no separate line. Its fields are those of the table ``schedule``. The last line, such as ``{"v": 1,
 "messages": 1000}``, has the number of messages and schedules, so that a reader detects a truncated file.
 """
 

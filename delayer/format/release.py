@@ -117,8 +117,8 @@ def released_properties(properties: Properties, id: bytes, due_ms: int) -> bytes
 
 
 def _turned(raw: bytes, type_at: int, stop: int) -> bytes:
-    """Flip the sign of the delay. Empty for a value that stays: a value that is not positive is a mark already, and an
-    unreadable value did not delay this message."""
+    """Flip the sign of the delay. Return b"" if the value stays, because it is not positive and so a mark already, or
+    because it is unreadable and did not delay this message."""
     try:
         positive = read_delay_ms(value_at(raw, type_at, stop)) > 0
     except (UnreadableDelay, MalformedTable):

@@ -22,7 +22,7 @@ _CARRIED = ("route", "exchange", "routing_key", "to_exchange", "to_key", "proper
 COLUMNS = ("due_at", "checksum", "lane", "format", *_CARRIED)
 COLUMNS_WITH_ID = (*COLUMNS, "id")
 COLUMNS_WITH_KEY = (*COLUMNS_WITH_ID, "parked_at")
-"""Of a message that debounces, ``parked_at`` is that of the first one of its burst."""
+"""``parked_at`` of a message that debounces is that of the first message of its burst."""
 # The order of a row from a claim. Read by position, because a name costs a look-up per value.
 READ = ("id", "due_at", "checksum", "format", *_CARRIED)
 HELD_COLUMNS = (*COLUMNS_WITH_ID, "retry_at", "attempts", "kind", "reason", "may_be_delivered", "isolated", "token")

@@ -51,8 +51,8 @@ HEADERS: Final = {
 
 
 def host_is_ours(host: str, listen: str) -> bool:
-    """Whether a request's ``Host`` names this server. On loopback, only loopback names do, because any other name may
-    be a foreign one that points a browser here. Pure."""
+    """Whether a request's ``Host`` names this server. On loopback, only loopback names are accepted, because any other
+    name may belong to a site that points a browser here. Pure."""
     if not is_loopback(listen.rpartition(":")[0]):
         return True
     try:

@@ -48,7 +48,8 @@ class Recent:
             self.note(host_ms())
 
     def note(self, now_ms: int) -> None:
-        """End a step, unless one ended within five seconds. If the clock was set back, forget all earlier steps."""
+        """End a step, unless a step ended within the last five seconds. If the clock was set back, forget all earlier
+        steps."""
         at_ms = now_ms // STEP_MS * STEP_MS
         if at_ms <= self._at_ms < at_ms + STEP_MS:
             return

@@ -1,8 +1,8 @@
 """Reads the schedules of Celery beat: the file that beat keeps, and a settings module. Celery need not be installed.
 
-beat's file is a shelf of pickles. Only the types named here are made; every other one becomes a stand-in that does
-nothing, so a forged file cannot run code. A settings module is Python, and is run, with stand-ins for Celery if that is
-not installed. No task is run or imported by this.
+beat's file is a shelf of pickles. Only the types named here are created. A stand-in that does nothing replaces every
+other type, so a forged file cannot run code. A settings module is Python, and is run, with stand-ins for Celery if that
+is not installed. No task is run or imported by this.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _load_zone(name: str, _from_cache: object = None) -> ZoneInfo:
 
 
 def _attribute(of: object, name: str) -> Any:
-    """Stands for ``getattr``, by which a ZoneInfo is pickled."""
+    """The stand-in for ``getattr``, by which a ZoneInfo is pickled."""
     if (of, name) != (ZoneInfo, "_unpickle"):
         raise pickle.UnpicklingError(f"getattr of {name!r}")
     return _load_zone

@@ -49,7 +49,7 @@ def database_url(text: str) -> URL:
         raise BadSource(f"the source's URL cannot be read: expected {_EXPECTED}") from None
     if "odbc_connect" in url.normalized_query:  # May contain a password in any form.
         raise BadSource("the source's URL: expected the server, the database and the driver in it, found odbc_connect")
-    if url.port is not None and not 0 < url.port <= 65_535:  # The network would take it modulo 65536.
+    if url.port is not None and not 0 < url.port <= 65_535:  # The driver would reduce it modulo 65536.
         raise BadSource("the source's URL: expected a port from 1 to 65535")
     if url.drivername not in {*DRIVERS, *DRIVERS.values()}:
         raise BadSource(f"the source's URL: expected {_EXPECTED}, found {url.drivername}://")

@@ -259,7 +259,7 @@ class SqlTimeouts:
         return Counter(name for _, name in islice(dues, limit))
 
     async def _soonest(self, connection: AsyncConnection, queries: Mapping[str, Select[Any]]) -> Iterator[Any]:
-        """Merge the queries' rows by their first column, the due instant. The second is the name of their table."""
+        """Merge the queries' rows by their first column, the due instant, and insert the table's name as the second."""
         found = [
             [(due, name, *more) for due, *more in await connection.execute(query)] for name, query in queries.items()
         ]

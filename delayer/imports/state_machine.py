@@ -41,7 +41,8 @@ class CountMismatch(Exception):
 
 class ImportSource(Protocol):
     """The messages of another system, named ``name`` in `delayer import`. ``parameters`` choose the messages, without
-    passwords; a resumed run needs equal ones. Every method may raise SourceLost, and ImportImpossible if it says so."""
+    passwords; a resumed run needs equal parameters. Every method may raise SourceLost, and ImportImpossible if it says
+    so."""
 
     @property
     def name(self) -> str: ...

@@ -80,8 +80,8 @@ class TimeoutTable:
         return table.c[self._spelled[name]]
 
     def create(self, dialect: sa.Dialect) -> list[str]:
-        """Create the empty staging table and its index in reading order. In MySQL the primary key has that order,
-        because rows are stored in its order, and an index would lead to another page for each row."""
+        """Create the empty staging table and its index in reading order. MySQL stores rows in the order of the primary
+        key, so there the primary key has that order, and each page is read once."""
         prepare = dialect.identifier_preparer
         source, staged = prepare.format_table(self.source), prepare.format_table(self.staged)
         order = ", ".join(prepare.quote(self._spelled[name]) for name in ("time", "id"))

@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 UNSTEADY_LOSSES: Final = 5
 UNSTEADY_SECONDS: Final = 60.0
-"""So many interruptions within so many seconds show that a part of the messages cannot be settled."""
+"""UNSTEADY_LOSSES interruptions within UNSTEADY_SECONDS show that a part of the messages cannot be settled."""
 
 
 class Handler(ABC):
@@ -74,7 +74,7 @@ class Intake:
 
     RabbitMQ closes the channel of a consumer that leaves a delivery unacknowledged for 30 minutes. So the subscription
     ends after ``give_back_after`` seconds in which fewer deliveries than ``prefetch`` were begun while more waited. Its
-    deliveries return to the queue. No delivery is handled when it is older than twice that.
+    deliveries return to the queue. A delivery older than twice that is not handled.
     """
 
     queue: str
@@ -214,7 +214,7 @@ class QueueConsumer:
                 reach("intake.read")
                 session.acks.add(batch)
                 self.handler.handle(batch)
-                del batch  # Free it before the next one, which may take long to arrive.
+                del batch  # Free it before the next batch, which may take long to arrive.
             await session.wait_for_room(lambda: self.handler.is_full)
             if session.has_succeeded or not (has_read or session.is_busy):
                 session.has_succeeded = False

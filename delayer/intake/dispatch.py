@@ -126,8 +126,8 @@ class Dispatch:
             raise NotTaken(text, advice=OWN_QUEUE)
 
     async def hold(self, objections: Sequence[Objection], acks: AckTracker) -> None:
-        """Hold messages, and accept the deliveries of the held ones. Raises BrokerLost, StoreLost; NotTaken if the
-        cascade or the strays queue does not take one."""
+        """Hold messages, and accept the deliveries of those held. Raises BrokerLost, StoreLost; NotTaken if the cascade
+        or the strays queue does not take a message."""
         if objections and self.live.holds_in_store:
             await self._hold_in_store(objections, acks)
         elif objections:

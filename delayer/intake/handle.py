@@ -106,8 +106,8 @@ def classify(
 
 
 def read_request(delivery: Delivery, properties: Properties, consulted: frozenset[bytes] = CONSULTED) -> DelayRequest:
-    """Read the delay request from a message's headers, limited to ``consulted``. Of repeated headers the first wins, as
-    for the broker, unless it is an ``x-delay`` that is a mark. Collects all ``CC`` and ``BCC``. Raises
+    """Read the delay request from a message's headers, limited to ``consulted``. If a header is repeated, the first
+    wins, as for the broker, unless it is an ``x-delay`` that is a mark. Collects all ``CC`` and ``BCC``. Raises
     MalformedTable."""
     raw = properties.raw
     headers: dict[bytes, object] = {}
@@ -313,8 +313,8 @@ class IntakeHandler(KeepingHandler):
             )
 
     def _policy(self) -> Policy:
-        """Return the policy of the next batch. If kept messages fill half of the prefetch or of KEPT_BYTES, no further
-        ones are kept."""
+        """Return the policy of the next batch. If kept messages fill half of the prefetch or of KEPT_BYTES, no more are
+        kept."""
         policy, acks = self._live.policy(), self._session.acks
         crowded = acks.kept * 2 > self._session.prefetch or acks.kept_bytes * 2 > KEPT_BYTES
         return replace(policy, keep_ms=0) if crowded and policy.keep_ms else policy

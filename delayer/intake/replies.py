@@ -28,8 +28,8 @@ KEY: Final = b"x-delayer-key"
 
 
 def build_reply(properties: Properties, key: bytes, token: bytes, *, cancelled: bool) -> Outgoing | None:
-    """Build the reply to a cancel, which goes directly to its queue. None without a ``reply_to``, or if it is a direct
-    one, which is not a queue."""
+    """Build the reply to a cancel, which goes directly to its queue. None without a ``reply_to``, or if that is a
+    direct reply, which is not a queue."""
     reply_to = properties.short("reply_to")
     if not reply_to or is_direct_reply(b"", reply_to):
         return None

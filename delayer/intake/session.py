@@ -21,7 +21,8 @@ T = TypeVar("T")
 KEPT_BYTES: Final = 16 << 20
 """A session reads no batch while it keeps this many bytes. It keeps large messages, and those not due yet."""
 LARGE_BYTES: Final = 1 << 20
-"""A delivery with a larger body counts as kept. The number of batches in flight bounds the memory of the others."""
+"""A delivery with a larger body counts as kept. The number of batches in flight bounds the memory of smaller
+deliveries."""
 
 
 class AckTracker:
@@ -59,7 +60,7 @@ class AckTracker:
         return len(self._kept)
 
     def add(self, deliveries: Iterable[Delivery]) -> None:
-        """Add deliveries, in the order in which the broker sent them. Large ones count as kept."""
+        """Add deliveries, in the order in which the broker sent them. Large deliveries count as kept."""
         for delivery in deliveries:
             self._order.append(delivery.tag)
             if len(delivery.body) > LARGE_BYTES:

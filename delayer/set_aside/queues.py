@@ -135,7 +135,7 @@ def _stray_facts(due_ms: int | None, to: Target, route: bytes, held: HoldNote) -
 
 
 class Selection(NamedTuple):
-    """A filter of messages. An empty one matches all."""
+    """A filter of messages. An empty selection matches all."""
 
     ids: frozenset[str] = frozenset()
     reason: str = ""
@@ -234,7 +234,7 @@ class SetAside:
 
     async def change(self, verb: str, wanted: Selection, add: Add, limit: int | None = None) -> Result:
         """Retry or drop (``verb``) the messages that match among the first ``limit``, or among all now in the queue.
-        The audit log counts each one before it leaves the queue."""
+        The audit log counts each message before it leaves the queue."""
         async with self._pass(wanted, limit) as (reader, publisher, result):
             async for portion in reader:
                 read = [(delivery, self._read(delivery, publisher.max_properties)) for delivery in portion]
@@ -253,7 +253,7 @@ class SetAside:
 
     async def count_returned(self, retried: Result) -> int:
         """Wait for REFUSE_SECONDS, and return how many messages have come into the queue since the retry: those refused
-        again, and new ones."""
+        again, and new messages."""
         if not retried.changed:
             return 0
         await asyncio.sleep(REFUSE_SECONDS)
@@ -316,9 +316,9 @@ async def _wait_until_returned(reconnecting: ReconnectingConnection, queue: str,
 
 
 class QueueReader:
-    """Reads the first ``count`` messages of a queue, in portions. It reads no later ones, because a retried message may
-    be refused and arrive again. If all wanted ids are delayer's own, which are unique, it stops once it has found them.
-    """
+    """Reads the first ``count`` messages of a queue, in portions. It does not read later messages, because a retried
+    message may be refused and arrive again. If all wanted ids are delayer's own, which are unique, it stops once it has
+    found them."""
 
     def __init__(self, connection: ReconnectingConnection, queue: str, count: int, result: Result) -> None:
         self._queue = queue

@@ -76,7 +76,7 @@ class PostgresBacklog:
         self._upkeep: asyncio.Task[None] | None = None
 
     def configure(self, connect: Connect, routes: Collection[bytes] = ()) -> None:
-        """Set the store to which :meth:`run` connects. ``routes``: the limited ones, which get their own lanes."""
+        """Set the store to which :meth:`run` connects. ``routes``: the limited routes, which get their own lanes."""
         self.configured, self._connect, self._ownership.routes = True, connect, routes
 
     @property
@@ -91,7 +91,7 @@ class PostgresBacklog:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this process was the store's only one at the last poll."""
+        """Whether this process was the store's only process at the last poll."""
         return self.reached and self._ownership.live == 1
 
     @property
@@ -171,7 +171,7 @@ class PostgresBacklog:
         await self._write(lambda store, lane: store.hold(lane, plain), bulk=bulk)
 
     async def _write(self, work: Callable[[PostgresStore, PostgresLane], Awaitable[T]], *, bulk: bool) -> T:
-        """Write into a lane, or into the next one if the lane is lost during the write."""
+        """Write into a lane, or into the next lane if the first is lost during the write."""
         while True:
             store = self._require_store()
             lane = self._own_lane(bulk=bulk)

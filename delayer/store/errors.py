@@ -28,7 +28,7 @@ STORE_RUNS = "check store.url, and that Postgres runs"
 DRIVER_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
 
 # A well-formed transaction lost against another, and may succeed if repeated. Postgres reports a check violation if a
-# day's partition was attached after a row of that day was routed to the default one.
+# day's partition was attached after a row of that day was routed to the default partition.
 WORTH_REPEATING = (asyncpg.DeadlockDetectedError, asyncpg.SerializationError, asyncpg.CheckViolationError)
 
 # The database rejects a statement's data by their values, a constraint, a trigger or a limit, and would reject them
@@ -135,7 +135,7 @@ def to_store_lost(doing: str, error: BaseException) -> StoreLost:
 
 
 def plain_reason(error: object) -> str:
-    """A hold reason that every database can store, instead of one that made the database reject the hold."""
+    """A hold reason that every database can store, instead of the reason that the database rejected."""
     return f"the database rejected the data of this hold (SQLSTATE {getattr(error, 'sqlstate', 'unknown')})"
 
 

@@ -128,7 +128,8 @@ class SameServer:
         self._identifier: int | None = None
 
     async def check(self, connection: Connection) -> None:
-        """Cut a connection to another server than the first one. Raises StoreLost, and the driver's errors."""
+        """Close a connection to another server than the first connection's. Raises StoreLost, and the driver's
+        errors."""
         found = None
         try:
             found = await connection.fetchval("SELECT system_identifier FROM pg_control_system()")

@@ -151,8 +151,8 @@ class PostgresStore:
         return self.identity
 
     async def give_broker(self, declare: Callable[[], Awaitable[None]]) -> bool:
-        """Declare the store's exchange and record that the store has a broker; False, without declaring, if it already
-        has one. Raises what ``declare`` raises, and StoreLost."""
+        """Declare the store's exchange, and record that the store has a broker. False, without declaring, if the store
+        already has a broker. Raises what ``declare`` raises, and StoreLost."""
         if self.identity.has_broker:
             return False
         with translate_errors("note the broker"):
@@ -170,10 +170,10 @@ class PostgresStore:
         return self.clock.now_lower_ms()
 
     async def apply(self, lane: PostgresLane, batch: Fold, far: int, term: Term | None) -> Applied:
-        """Commit the rest of a batch, then wake ``lane``. Messages due soon go into ``lane``, later ones into lane
-        ``far``, those of a limited route into its own. Raises LaneLost, with nothing committed, if this process has
-        lost ``lane``; Rejected; and StoreLost, even for a batch with keys if another process has begun a term since
-        ``term``."""
+        """Commit the rest of a batch, then wake ``lane``. Messages due soon go into ``lane``, later messages into lane
+        ``far``, and those of a limited route into its own lane. Raises LaneLost, with nothing committed, if this
+        process has lost ``lane``; Rejected; and StoreLost, even for a batch with keys if another process has begun a
+        term since ``term``."""
         routes, far_ms = self.locks.routes, self.clock.now_lower_ms() + FAR_MS
         place = Placement(lane.number, routes, lane.epoch, far, far_ms, self.history_days > 0)
         await self._ensure_days({parcel.due_ms // DAY_MS for parcel in batch.kept})

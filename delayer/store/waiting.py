@@ -2,7 +2,7 @@
 
 A page is of one snapshot, and begins where the last one ended. The primary keys of the few partitions it touches find
 that place, so a page costs the same with ten million rows as with ten. Route, destination and headers have no index, so
-the page reads on to find them, up to a bound. A page that ends early says so, and the next one continues there.
+the page reads on to find them, up to a bound. A page that ends early says so, and the next page continues there.
 ``named`` and ``called`` find single messages, by id and by the other names of a message.
 """
 

@@ -63,7 +63,7 @@ PAST: Final = {
 
 def describe_unchanged(found: Counter[FoundIn], counted: int | None = None) -> tuple[int, list[str]]:
     """The number of messages that matched, and those that were not changed, in sentences. ``counted``: how many matched
-    before the change. Then others may have gone since, and more may have come. Pure.
+    before the change. Then messages may have left or arrived since. Pure.
 
     >>> describe_unchanged(Counter({FoundIn.WAITING: 2, FoundIn.NOWHERE: 1}), 10)
     (10, ['8 were delivered or moved in the meantime.'])
@@ -322,7 +322,7 @@ async def whereabouts(connection: Connection, tokens: Sequence[Token]) -> dict[i
 
 async def waiting_pages(connection: Connection, wanted: Filter) -> AsyncIterator[Dues]:
     """All waiting messages of ``wanted``, page by page, each with its due time. Leaves out the occurrences of schedules
-    that are written meanwhile: they follow those of earlier pages without end. Raises the driver's errors."""
+    written since the start, because each cancelled occurrence writes the next. Raises the driver's errors."""
     newest: int = await connection.fetchval("SELECT nextval('message_id')")
     async for page in waiting.pages(connection, wanted, PORTION):
         yield {

@@ -71,7 +71,7 @@ DestinationAddress = tuple[bytes, bytes]
 
 class DestinationCount(NamedTuple):
     """Messages of one exchange and routing key. ``next_due_ms``: the first of those read. A sample may miss an earlier
-    one."""
+    message."""
 
     waiting: float = 0.0
     next_due_ms: int | None = None

@@ -49,7 +49,7 @@ class FullMessage(NamedTuple):
     entry: Entry
     held: HeldState | None
     owner: str
-    """The lane's owner, or its last one."""
+    """The lane's owner, or its last owner."""
     owned: bool
 
 

@@ -2,8 +2,8 @@
 
 Each batch goes to the next lane, and messages of limited routes to their lanes. The owners are notified, so they
 release messages due soon on time, even during the import. Without a daemon the messages wait. A message that waits
-under a key stays, because an imported one with that key is no newer. The imported message is not parked but counted as
-superseded, and the audit log names its key.
+under a key stays, because an imported message with that key is no newer. The imported message is not parked but counted
+as superseded, and the audit log names its key.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class ImportStore:
     async def _not_waiting(self, items: Sequence[ImportItem]) -> tuple[list[ImportItem], list[bytes]]:
         """Split ``items`` into those to add, and the keys of the rest. A waiting or held message, a schedule of that
         name, or an earlier item, already has each of these keys. Locks the keys against parks by other transactions
-        until this one ends. An occurrence without its schedule becomes an ordinary message."""
+        until the end of this transaction. An occurrence without its schedule becomes an ordinary message."""
         items = [
             item._replace(parcel=item.parcel._replace(key=None)) if is_occurrence(item.parcel.key) else item
             for item in items
@@ -205,7 +205,7 @@ class ImportStore:
         return [(row["id"], row["messages"]) for row in rows]
 
     async def write_items(self, run: Run, items: Iterable[tuple[int, int, int]]) -> int:
-        """Store the records to read, (due instant, offset, length), replacing earlier ones. Returns their number."""
+        """Replace the records to read, as (due instant, offset, length). Returns their number."""
         with translate_errors("import"):
             async with pool.transaction(self._connection):
                 await self._connection.execute("TRUNCATE import_item; SET LOCAL statement_timeout = 0")
@@ -243,7 +243,7 @@ def _record(item: ImportItem) -> ScheduleRecord:
 
 
 def _parked_before(parcel: Parcel, now_ms: int) -> Parcel:
-    """The parcel with the start of its burst, if it is not due yet. An overdue message was not late in this store."""
+    """The parcel, without the start of its burst if it is overdue, because this store did not delay it."""
     since = 0 <= (parcel.since_ms or 0) <= now_ms < parcel.due_ms
     return parcel if since else parcel._replace(since_ms=None)
 
@@ -263,7 +263,7 @@ async def find_used_keys(connection: Connection, keys: Collection[bytes]) -> set
 
 
 async def choose_placement(connection: Connection, turn: int) -> Placement:
-    """Pick the next lane without a route, and those with one, for a process without lanes. Raises StoreLost, driver's
+    """Pick the next ordinary lane, and the lanes of routes, for a process without lanes. Raises StoreLost, driver's
     errors."""
     rows = await connection.fetch("SELECT number, route FROM lane ORDER BY number")
     numbers = [number for number, route in rows if route is None]

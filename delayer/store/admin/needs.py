@@ -42,18 +42,20 @@ class LockNeed(NamedTuple):
     @property
     def of_history(self) -> int:
         """The history's partitions once it has run for ``history_days``."""
-        return self.history_days + history.DAYS_AHEAD + 2 if self.history_days else 0  # Today's, and the default one.
+        return (
+            self.history_days + history.DAYS_AHEAD + 2 if self.history_days else 0
+        )  # With those of today and the default.
 
     @property
     def needed(self) -> int:
         """The max_locks_per_transaction for the worst case, when every park has keys, and messages of every day.
-        Postgres has one entry for each locked object, and twice as many for each holder of one."""
+        Postgres has one entry for each locked object, and twice as many for each holder of a lock."""
         # Locks on other tables and indexes: lane, counter, message_key, held, segment, schedule, history.
         beside = 20
         of_days = 5 * self.partitions + beside  # A table with two indexes, and one of out-of-line bodies with one.
         of_history = 3 * self.of_history  # Table, out-of-line values and their index. Only readers lock all.
         things = of_days + of_history + LOCKS + self.lanes + self.limited
-        readers = 2 * (of_days + of_history)  # A dump or an export, and a command.
+        readers = 2 * (of_days + of_history)  # Allows for a dump or an export, and a command.
         holders = self.lanes * (self.parks * (LOCKS + of_days) + of_days) + readers
         usual = 64  # Postgres's default.
         return max(usual, math.ceil(max(things, holders / 2) / self.connections))

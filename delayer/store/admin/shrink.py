@@ -1,4 +1,4 @@
-"""Shrinking: vacuums the partitions that a compaction emptied, and drops the empty ones."""
+"""Shrinking: vacuums the partitions that a compaction read, and drops those that are empty."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAUSE_SECONDS = 0.25
 """Pause between drops under load, and before a retry. A drop makes messages some milliseconds late; four a second
 affect less than one message in a hundred."""
 VACUUM_LOCK_MS = 5_000
-"""Milliseconds that VACUUM waits for another one, while traffic continues. Postgres ends its own autovacuum for a
+"""Milliseconds that VACUUM waits for a running VACUUM, while traffic continues. Postgres ends its own autovacuum for a
 waiter after deadlock_timeout (1 s). Without the wait, a job on five million rows left a partition of 80 MB."""
 COST_DELAY_MS = 2.0
 """VACUUM's pauses under load, as in autovacuum; otherwise it does not pause."""
@@ -89,7 +89,7 @@ async def _shrink(
     for done, name in enumerate(work):
         say(done, len(work))
         busy = await seen.look(connection)
-        # The check for emptiness loaded its pages, so the second, locked one takes 20 ms for a day with 80,000 dead
+        # The check for emptiness loaded its pages, so the check under the lock takes 20 ms for a day with 80,000 dead
         # rows and saves the VACUUM.
         if name in empty and not busy and await _drop(connection, name, 1):
             dropped.append(name)

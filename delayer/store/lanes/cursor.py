@@ -39,12 +39,12 @@ class Claim:
     """The rows taken by an open transaction."""
 
     start: RowPlace
-    """Where this claim began. The next claim begins there if this one is rolled back."""
+    """Where this claim began. The next claim begins there if this claim is rolled back."""
     next_start: RowPlace
     """Where the next claim begins while this one is open."""
     rows: list[Due]
     expired: list[Due] = field(default_factory=list)
-    """Occurrences of schedules that are too late to be sent. They settle with the others."""
+    """Occurrences of schedules that are too late to be sent. They settle with the rows."""
     retries: bool = False
     """Whether the rows were held."""
 

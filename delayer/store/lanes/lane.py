@@ -74,7 +74,7 @@ class PostgresClaimer:
             await self.session.begin_claim(large=self._large is not None)
         except TimeoutError:
             if self._large == self._claim_held:
-                lane.cursor.pass_over_retries()  # The next claims take waiting rows meanwhile.
+                lane.cursor.pass_over_retries()  # The next claims take waiting rows.
             self._large = None
             return []
         self._has_session = True
@@ -123,7 +123,7 @@ class PostgresClaimer:
         for take in kinds:
             claim = await take(connection, limit, max_bytes)
             if large:
-                self._large = None  # Only now: after a rejected claim, the next one must try the same again.
+                self._large = None  # Only after success: after a rejected claim, the next tries the same kind.
             if claim.rows or claim.expired:
                 self.opened = claim
                 return claim
@@ -309,7 +309,7 @@ class PostgresClaimer:
 class PostgresLane:
     """Implements release.ports.Lane. Created by locks.py.
 
-    ``epoch``: the number of this ownership; each owner raises it, and the store rejects writes with an older one.
+    ``epoch``: the number of this ownership; each owner raises it, and the store rejects writes with an older number.
     ``cursor``: where and when claims begin. ``unlock``: frees the lane, and closes sessions that no other lane shares.
     ``lock``: the connection that holds the advisory lock. ``pool``: the connections for scans. ``days``: the days that
     have a partition. ``release_seconds``: how long an open claim is kept from the server's idle timeout. ``history``:
@@ -362,7 +362,7 @@ class PostgresLane:
             raise LaneLost(f"lane {self.number}: {doing}: one of its connections is gone")
 
     def ids_left_out(self, place: RowPlace) -> list[int]:
-        """The messages after ``place`` that a claim leaves out: skipped ones, and those locked by an open claim."""
+        """The messages after ``place`` that a claim leaves out: skipped rows, and rows locked by an open claim."""
         open_claims = [claimer.opened for claimer in self.claimers if claimer.opened is not None]
         return self.skipped.ids + [
             due.id
@@ -484,8 +484,8 @@ class PostgresLane:
                 log.warning("store unreachable", doing="scan", lane=self.number, error=describe(error))
 
     async def scan(self) -> None:
-        """Find rows that nobody announced: written by hand, by another tool, or by a commit in doubt. It uses a pooled
-        connection, so no claim waits for it. Raises StoreLost, the driver's errors."""
+        """Find rows that arrived without a notification: written by hand, by another tool, or by a commit in doubt. It
+        uses a pooled connection, so no claim waits for it. Raises StoreLost, the driver's errors."""
         watermark, horizon_ms = self.watermark, self.clock.now_upper_ms() + HORIZON_MS
         where = self.number, pool.BEGINNING_MS, 0, horizon_ms, self.skipped.ids
         async with pool.borrow(self.pool) as connection:

@@ -1,9 +1,9 @@
 """The lanes of this process: its even share of the store's lanes.
 
-Once a second the process queries how many processes live and which lanes have an owner. It drops lanes above its share
-and takes free ones up to it. Lanes of limited routes are shared separately. Their remainder goes to the last processes,
-so that no process has two lanes more than another. A process without its broker for 10 seconds drops all lanes and its
-presence, so that others take them. It takes no lane before its first connection to the broker.
+Once a second the process queries how many processes live and which lanes have an owner. It drops lanes above its share,
+and takes free lanes up to it. Lanes of limited routes are shared separately. Their remainder goes to the last
+processes, so that no process has two lanes more than another. A process without its broker for 10 seconds drops all
+lanes and its presence, so that others take them. It takes no lane before its first connection to the broker.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class LaneOwnership:
         await self._take_share(locks, table, stopping)
 
     async def ensure_lanes(self, locks: LaneLocks, routes: Collection[bytes]) -> LaneTable:
-        """Query the lanes and create missing ones for limited ``routes``. Raises StoreLost."""
+        """Query the lanes, and create those missing for limited ``routes``. Raises StoreLost."""
         table = await locks.look()
         if missing := set(routes) - set(table.routes):
             await locks.add_routes(missing)

@@ -3,7 +3,7 @@
 It is off by default. Its table is partitioned by the day of the change. Daemons create the next days' partitions and
 drop those older than ``store.history_days``. Rows of a day without a partition go to the default one, so a missing
 partition fails no transaction. History is on while the table has the partition of any day, so commands that cancel
-follow the daemons (:func:`is_kept`). Messages that never waited in the store, and drained ones, are not in it.
+follow the daemons (:func:`is_kept`). It does not contain messages that never waited in the store, or were drained.
 """
 
 from __future__ import annotations

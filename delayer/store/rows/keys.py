@@ -1,4 +1,5 @@
-"""Keys: a later message with the same key replaces the waiting one, and a cancel removes it. Few messages have keys.
+"""Keys: a later message with the same key replaces the waiting message, and a cancel removes it. Few messages have
+keys.
 
 To avoid deadlocks, all transactions take locks in this order:
 
@@ -74,13 +75,13 @@ class Cancelled:
     """The messages that a transaction removed by their keys."""
 
     known: bool = False
-    """Whether any key pointed at a message, even one that has gone by now."""
+    """Whether any key pointed at a message, even if the message has left by now."""
     messages: Counter[int] = field(default_factory=Counter)
     """Messages removed, by lane."""
     held: Counter[int] = field(default_factory=Counter)
-    """Held ones among them, by lane."""
+    """The number of held messages among them, by lane."""
     packed: Counter[int] = field(default_factory=Counter)
-    """Those in segments among them, by lane."""
+    """The number of messages in segments among them, by lane."""
     keys: set[bytes] = field(default_factory=set)
     rows: list[Record] = field(default_factory=list)
     """For the history: the messages' rows, or those of message_key if in segments."""
@@ -101,7 +102,7 @@ class Cancelled:
 
 
 async def lock_keys(connection: Connection, keys: Collection[bytes]) -> None:
-    """Keep other transactions from changing these keys until this one ends. Step 1."""
+    """Keep other transactions from changing these keys until the end of this transaction. Step 1."""
     await connection.execute(
         "SELECT pg_advisory_xact_lock('message_key'::regclass::oid::int, number) FROM unnest($1::int[]) AS number",
         sorted({crc32(key) % LOCKS for key in keys}),  # Keys that share a lock take turns.
@@ -161,7 +162,7 @@ async def _delete_rows(
     """Delete the waiting or held rows ``wanted``, or spare them, and remove them from ``places`` (by id)."""
     ids = [place["id"] for place in wanted]
     to_delete = [place for place in wanted if place["key"] not in spare]
-    if len(to_delete) < len(wanted):  # Lock all in one order, before some are deleted.
+    if len(to_delete) < len(wanted):  # Lock all keys in one order before deleting any.
         _note_spared(cancelled, places, await connection.fetch(_LOCK_ROWS, *_places(wanted)), spare)
     if to_delete:
         for row in await connection.fetch(_DELETE, *_places(to_delete)):

@@ -49,7 +49,7 @@ their rows."""
 HELD_SECONDS = 2.0
 """Maximum time to hold the lock, for reading the default partition twice and moving rows out of it."""
 MADE_AT_ONCE = 16
-"""Maximum number of partitions created by one park. Messages of further days wait in the default one."""
+"""Maximum number of partitions created by one park. Messages of further days wait in the default partition."""
 AGAIN_SECONDS = 900.0
 """Seconds before retrying a partition that cannot be created."""
 LOCKED_SECONDS = 60.0
@@ -141,7 +141,7 @@ async def make(connection: Connection, day: int, today: int, read_seconds: float
 
 async def make_ahead(connection: Connection, today: int, days: Days, at: float) -> None:
     """Create the partitions of the coming days and of the days wanted, as many as the locks and MAINTAIN_SECONDS allow.
-    ``days`` learns the existing ones and remembers failures ``at`` (monotonic seconds)."""
+    Adds the existing partitions to ``days``, and the failures ``at`` (monotonic seconds)."""
     days.learn(await read_days(connection))
     await days.ensure(connection, {*range(today, today + DAYS_AHEAD + 1), *days.wanted}, today, at, MAINTAIN_SECONDS)
     days.wanted.clear()
@@ -248,8 +248,8 @@ class Days:
         most: int = MADE_AT_ONCE,
         pause: float = 0.0,
     ) -> None:
-        """Create up to ``most`` missing partitions of these days, pausing ``pause`` seconds after each. Start none
-        after ``seconds``, nor after an obstacle to all days; rows then wait in the default one. Raises the driver's
+        """Create up to ``most`` missing partitions of these days, pausing ``pause`` seconds after each. Stop after
+        ``seconds``, or after an obstacle to all days; rows then wait in the default partition. Raises the driver's
         errors."""
         end, missing = time.monotonic() + seconds, self.missing(days, today, at)
         for position, day in enumerate(missing):
@@ -271,7 +271,7 @@ class Days:
 
 
 async def drop_passed(connection: Connection, today: int) -> list[str]:
-    """Drop empty partitions of days before yesterday, up to the first locked one. Returns their names."""
+    """Drop empty partitions of days before yesterday, up to the first that is locked. Returns their names."""
     passed = [name_of(day) for day in sorted(await read_days(connection)) if day < today - 1]
     dropped = []
     for position, name in enumerate(passed, 1):

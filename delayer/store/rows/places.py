@@ -21,7 +21,7 @@ CROSS JOIN LATERAL (
 """Rows by the primary key, with :class:`Places` as arguments."""
 
 Dues = Mapping[int, int]
-"""Known due times (epoch ms) by id. A message with one is looked for only at that time."""
+"""Known due times (epoch ms) by id. If the due time of a message is known, only that time is searched."""
 NO_DUES: Final[Dues] = {}
 
 

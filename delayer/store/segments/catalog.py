@@ -64,7 +64,7 @@ async def count_late(connection: Connection, before_ms: int) -> OverdueSegments:
 
 
 async def next_due(connection: Connection) -> Record | None:
-    """The due instants of the first and last message of the soonest readable segment; None without one. Raises the
+    """The due instants of the first and last message of the soonest readable segment; None if there is none. Raises the
     driver's errors, and StoreLost without pyarrow, so an operator can install it long before the segment is due."""
     if found := await connection.fetchrow(statements.read("next_segment")):
         check_arrow()

@@ -40,8 +40,8 @@ async def restore_one(
     """Restore the soonest segment that is due by ``horizon_ms`` and not locked, in one transaction; None if none is.
 
     The rows return to their lane, whose owner is notified, in portions of about ``portion_bytes``, pausing ``pause``
-    seconds after each. A thread decodes and encodes. An unreadable segment is marked Broken; others come first then,
-    until an operator runs :func:`restore`. Raises the driver's errors; then nothing is committed.
+    seconds after each. A thread decodes and encodes. An unreadable segment is marked Broken, and then skipped until an
+    operator runs :func:`restore`. Raises the driver's errors; then nothing is committed.
     """
     return await _restore(connection, (_LOCK_SOONEST, horizon_ms), portion_bytes, pause)
 
