@@ -4,14 +4,12 @@ each incoming frame synchronously, without an await."""
 from __future__ import annotations
 
 import asyncio
-import math
-import re
 import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple, Self, TypeVar, cast
+from typing import Self, TypeVar, cast
 
 from pamqp import commands
 from pamqp.base import Frame
@@ -24,13 +22,13 @@ from delayer.amqp.errors import AccessRefused, ConnectionLost, NoFreeChannel, Pr
 from delayer.amqp.framing import (
     DEFAULT_FRAME_MAX,
     HEARTBEAT_FRAME,
-    MIN_FRAME_MAX,
     PROTOCOL_HEADER,
     WRITE_BYTES,
     Parser,
     Replies,
     ReturnedMessage,
 )
+from delayer.amqp.handshake import ConnectionLimits, agree, server_version, start_ok, tune_ok
 from delayer.amqp.values import Delivery
 
 _Reply = TypeVar("_Reply", bound=Frame)
@@ -38,56 +36,6 @@ _Reply = TypeVar("_Reply", bound=Frame)
 
 # With these reply codes a broker rejects a login for good: bad path, access refused, not allowed (no such vhost).
 _REFUSALS = frozenset({402, ReplyCode.ACCESS_REFUSED, ReplyCode.NOT_ALLOWED})
-_CAPABILITIES = ("publisher_confirms", "consumer_cancel_notify", "connection.blocked", "basic.nack")
-
-
-class ConnectionLimits(NamedTuple):
-    """The agreed limits: open channels, bytes of a frame, and seconds between heartbeats (0 means none)."""
-
-    channel_max: int
-    frame_max: int
-    heartbeat: float
-
-
-def _start_ok(
-    start: commands.Connection.Start, address: Address, name: str, product: str, version: str
-) -> commands.Connection.StartOk:
-    """Build our login with our capabilities. Raises AccessRefused if the broker does not offer our login mechanism."""
-    offered = str(start.mechanisms).split()
-    if address.auth_mechanism not in offered:
-        text = f"the broker offers {' '.join(offered)}, expected {address.auth_mechanism}"
-        raise AccessRefused(0, text)
-    plain = address.auth_mechanism == "PLAIN"
-    return commands.Connection.StartOk(
-        client_properties={
-            "product": product,
-            "version": version,
-            "platform": "Python",
-            "connection_name": name,
-            "capabilities": dict.fromkeys((*_CAPABILITIES, "authentication_failure_close"), True),
-        },
-        mechanism=address.auth_mechanism,
-        response=f"\0{address.user}\0{address.password}" if plain else "",
-        locale="en_US",
-    )
-
-
-def server_version(properties: object) -> tuple[int, ...]:
-    """The broker's version, such as (4, 3, 6); empty if the broker does not send it."""
-    version = properties.get("version") if isinstance(properties, dict) else None
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3]) if isinstance(version, str) else ()
-
-
-def agree(tune: commands.Connection.Tune, heartbeat: float) -> ConnectionLimits:
-    """Combine the broker's limits and the shorter heartbeat. 0 from the broker means ours; 0 from us means none."""
-    both = [seconds for seconds in (float(tune.heartbeat), heartbeat) if seconds > 0 and heartbeat > 0]
-    frame_max = tune.frame_max or DEFAULT_FRAME_MAX
-    return ConnectionLimits(tune.channel_max or 65535, max(frame_max, MIN_FRAME_MAX), min(both, default=0.0))
-
-
-def tune_ok(limits: ConnectionLimits) -> commands.Connection.TuneOk:
-    """Build our answer. The protocol has whole seconds, so the promised heartbeat is rounded up."""
-    return commands.Connection.TuneOk(limits.channel_max, limits.frame_max, math.ceil(limits.heartbeat))
 
 
 @dataclass(eq=False)
@@ -399,7 +347,7 @@ class Connection(asyncio.Protocol):
     async def _log_in(self, address: Address, name: str, version: str, heartbeat: float) -> None:
         start = await self._ask(PROTOCOL_HEADER, commands.Connection.Start)
         self.version = server_version(start.server_properties)
-        hello = _start_ok(start, address, name, self.product, version)
+        hello = start_ok(start, address, name, self.product, version)
         tune = await self._ask(marshal(hello, 0), commands.Connection.Tune)
         self.limits = agree(tune, heartbeat)
         self._parser.frame_max = self.limits.frame_max

@@ -22,8 +22,8 @@ from pamqp import commands
 from pamqp.base import Frame
 
 from delayer.amqp.address import Address
-from delayer.amqp.connection import server_version
 from delayer.amqp.errors import NOT_ALLOWED, PERMISSION, ChannelClosed
+from delayer.amqp.handshake import server_version
 from delayer.broker.addresses import CONNECT_SECONDS, addresses_of, first_success
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.pipelined_admin import open_connection

@@ -218,7 +218,7 @@ MUTANTS: Sequence[Mutant] = (
         ("ack-before-the-oldest", "self._order[0] in self._accepted", "self._accepted"),
     ),
     *of(
-        "delayer/amqp/channel.py",
+        "delayer/amqp/confirms.py",
         "tests/unit/amqp/test_confirms.py",
         ("returned-counts-as-confirmed", "answers[position] = returned", "pass"),
         ("nacked-counts-as-confirmed", "answers[position] = _NACKED", "pass"),
@@ -254,6 +254,10 @@ MUTANTS: Sequence[Mutant] = (
         "tests/integration/test_store_lane.py",
         ("next-claim-waits-for-an-open-one", "            if claim.next_start > place\n", "            if False\n"),
         ("watermark-passes-open-claims", "now_lower_ms(), *starts)", "now_lower_ms())"),
+    ),
+    *of(
+        "delayer/store/lanes/claimer.py",
+        "tests/integration/test_store_lane.py",
         ("nothing-is-claimed-beyond-the-horizon", "horizon_ms if next_ms is None", "NEVER_MS if next_ms is None"),
     ),
     *of(

@@ -8,8 +8,9 @@ import pytest
 from pamqp import commands
 
 from delayer.amqp.address import Address
-from delayer.amqp.connection import Connection, ConnectionLimits, agree, tune_ok
+from delayer.amqp.connection import Connection
 from delayer.amqp.errors import AccessRefused, ConnectionLost, ProtocolError
+from delayer.amqp.handshake import ConnectionLimits, agree, tune_ok
 from tests.unit.amqp.scripted import say_goodbye, scripted
 
 
