@@ -15,22 +15,21 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final
 
 import structlog
 
-from delayer.amqp.channel import Channel, seconds_until_due
+from delayer.amqp.channel import seconds_until_due
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import INTERNAL, BrokerLost, ChannelClosed, ConfirmTimeout, ConnectionLost, ReplyCode
 from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.amqp.values import Answer, Outgoing, Pace
 from delayer.broker.circuit_breaker import CircuitBreaker, Destination, destination_of
 from delayer.broker.connection import ReconnectingConnection
-from delayer.core import faultpoint
+from delayer.broker.second_connection import CONNECT_SECONDS, SecondConnection
 from delayer.core.hold import Outcome, closed_channel, closed_connection, outcome_of, unanswered
 from delayer.core.marks import ID
 from delayer.retry import raise_first
@@ -40,11 +39,6 @@ log = structlog.get_logger(__name__)
 PROBE_SECONDS: Final = 2.0
 """Timeout of a probe. The broker itself must answer in three quarters of it. If every probed destination is suspect,
 the timeout is half of this, because the whole batch waits."""
-CONNECT_SECONDS: Final = 2.0
-"""Timeout for the second connection. Also the longest time that a batch waits for messages that may end a
-connection."""
-OPEN_SECONDS: Final = 5.0
-"""Timeout for opening a channel there, longer than a busy broker needs. After it the connection is replaced."""
 ISOLATE_SECONDS: Final = 10.0
 """After a message ended a connection, every batch is published here for this long."""
 MARGIN_SECONDS: Final = 0.1
@@ -177,7 +171,7 @@ class Isolation:
         """Until this time of the loop every batch is isolated: a message ended a connection, and such messages often
         come together."""
         self._reconnecting = reconnecting
-        self._second = _SecondConnection(reconnecting)
+        self._second = SecondConnection(reconnecting)
         self._timeout = timeout
         self._probe_seconds = probe_seconds
 
@@ -221,7 +215,8 @@ class Isolation:
         batch = case.pending.batch
         while todo := case.pending.publishable(case.indexes):
             search = case.search
-            async with self._second.use(search) as connection:
+            is_required = search.suspicion is Suspicion.ALL_END_CONNECTIONS
+            async with self._second.use(is_exclusive=search.is_exclusive, is_required=is_required) as connection:
                 groups = {} if search.probed is None else self.breaker.groups(batch, todo)
                 fresh, answered = search.split(groups)
                 if fresh and not answered:
@@ -338,83 +333,6 @@ class Isolation:
         same_key = [i for i in case.indexes if batch[i][:2] == one[:2]]
         if case.hold([i for i in same_key if destination_of(batch[i]) == one], outcome):
             self.breaker.open(one, outcome)
-
-
-class _SecondConnection:
-    """The connection of the isolation, for one exclusive round or several others at a time."""
-
-    def __init__(self, reconnecting: ReconnectingConnection) -> None:
-        self._reconnecting = reconnecting
-        self._connection: Connection | None = None
-        self._idle_channels: list[Channel] = []
-        """Channels that earlier rounds left open, because opening one costs two round trips."""
-        self._entry = asyncio.Lock()
-        self._users = 0
-        self._unused = asyncio.Event()
-        self._unused.set()
-        self._refused = -math.inf
-
-    def close(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.abandon()
-
-    @asynccontextmanager
-    async def use(self, search: FaultSearch) -> AsyncIterator[Connection]:
-        """Return the connection for one round. Raises BrokerLost."""
-        async with AsyncExitStack() as turn:
-            await turn.enter_async_context(self._entry)
-            if search.is_exclusive:
-                await self._unused.wait()
-            connection = await self._open(is_required=search.suspicion is Suspicion.ALL_END_CONNECTIONS)
-            self._users += 1
-            self._unused.clear()
-            if not search.is_exclusive:
-                await turn.aclose()
-            try:
-                yield connection
-            finally:
-                self._users -= 1
-                if not self._users:
-                    self._unused.set()
-
-    async def _open(self, *, is_required: bool) -> Connection:
-        """Return the open connection, or open it. If the broker refuses a second connection, use the publishers'
-        connection, unless the second one ``is_required``."""
-        connection = self._connection
-        full = connection is not None and connection.free_channels <= connection.limits.channel_max // 2
-        if connection is not None and full and not self._users:
-            connection.abandon()  # The broker then closes its channels that wait for silent queues.
-        if connection is not None and not connection.closed.done():
-            return connection
-        if is_required or self._refused + 30.0 < _now():
-            try:
-                self._connection = await self._reconnecting.another(CONNECT_SECONDS)
-            except BrokerLost as lost:
-                self._refused = _now()
-                log.warning("no isolation connection", reason=str(lost))
-                if is_required:
-                    raise
-            else:
-                return self._connection
-        return await self._reconnecting.connection(CONNECT_SECONDS)
-
-    async def publish(self, connection: Connection, messages: Sequence[Outgoing], seconds: float) -> list[Answer]:
-        """Publish on a channel of ``connection`` that no other publish uses. Raises BrokerLost."""
-        ours = connection is self._connection
-        self._idle_channels = [one for one in self._idle_channels if not one.closed.done()]
-        if ours and self._idle_channels:
-            channel = self._idle_channels.pop()
-        else:
-            channel = await self._reconnecting.confirming_channel(connection, OPEN_SECONDS if ours else None)
-        try:
-            answers = await channel.publish(messages, timeout=seconds, reach=faultpoint.reach)
-            if ours and len(self._idle_channels) < SMALL_PORTION:
-                self._idle_channels.append(channel)
-            return answers
-        finally:
-            if channel not in self._idle_channels:
-                channel.abandon()
 
 
 def _now() -> float:

@@ -18,7 +18,8 @@ from delayer.core.message import raw
 from delayer.core.readable import instant
 from delayer.format.refusal import NO_EDITS, RetryEdits
 from delayer.set_aside.change import NOUNS, SetAsideChange, describe_unseen, find_messages
-from delayer.set_aside.queues import ANY, MAX_LISTED, Selection, SetAsideMessage, SetAsideName
+from delayer.set_aside.messages import ANY, Selection, SetAsideMessage, SetAsideName
+from delayer.set_aside.queues import MAX_LISTED
 
 LISTED: Final = 50
 """Messages that a list reads by default."""

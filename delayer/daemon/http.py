@@ -17,7 +17,7 @@ from delayer.http.recent import Recent, host_ms
 from delayer.http.server import HttpPart
 from delayer.http.view import ConnectionState, DaemonState, Depths
 from delayer.set_aside.change import SetAsideChange, find_messages
-from delayer.set_aside.queues import Result, Selection, SetAsideName
+from delayer.set_aside.messages import Result, Selection, SetAsideName
 from delayer.store.admin.changes import ChangeResult
 
 

@@ -28,7 +28,7 @@ from delayer.http.forms import FieldError, Search
 from delayer.http.pages import Pages, by_program
 from delayer.http.recent import host_ms
 from delayer.http.view import STORE_ERRORS
-from delayer.set_aside.queues import Result, SetAsideName
+from delayer.set_aside.messages import Result, SetAsideName
 from delayer.store import held_messages, waiting
 from delayer.store.admin.actions import change_connection
 from delayer.store.admin.changes import MATCHED, OF_HELD, ChangeResult, StoredChange

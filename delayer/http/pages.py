@@ -23,7 +23,7 @@ from delayer.http.forms import FieldError, parse_form
 from delayer.http.health import Answers
 from delayer.http.view import NO_STORE, ROWS
 from delayer.schedule.schedule import ScheduleState
-from delayer.set_aside.queues import SetAsideName
+from delayer.set_aside.messages import SetAsideName
 from delayer.store import held_messages, waiting
 from delayer.store.admin import audit_log, detail
 from delayer.store.admin.detail import FoundIn, FullMessage

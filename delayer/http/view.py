@@ -20,7 +20,7 @@ from delayer.core.counters import Counters
 from delayer.core.errors import StoreLost
 from delayer.format.refusal import RetryEdits
 from delayer.http.recent import Step
-from delayer.set_aside.queues import Result, SetAsideName
+from delayer.set_aside.messages import Result, SetAsideName
 from delayer.store.admin import census, stats
 from delayer.store.admin.census import Census
 from delayer.store.admin.changes import ChangeResult

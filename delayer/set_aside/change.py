@@ -17,17 +17,8 @@ from delayer.config.topology import cascade_of, native_of
 from delayer.core.filters import naming_advice
 from delayer.core.readable import counted
 from delayer.format.refusal import NO_EDITS, EntryPoints, RetryEdits
-from delayer.set_aside.queues import (
-    ANY,
-    REFUSE_SECONDS,
-    Add,
-    Result,
-    Selection,
-    SetAside,
-    SetAsideName,
-    refused_queue,
-    strays_queue,
-)
+from delayer.set_aside.messages import ANY, Result, Selection, SetAsideName
+from delayer.set_aside.queues import REFUSE_SECONDS, Add, SetAside, refused_queue, strays_queue
 from delayer.store.admin import actions, audit_log
 from delayer.store.admin.actions import PAST
 from delayer.store.admin.changes import MATCHED, ChangeResult

@@ -20,7 +20,7 @@ from delayer.format import reading
 from delayer.format.envelope import HoldNote, envelope_properties
 from delayer.set_aside import queues
 from delayer.set_aside.change import SetAsideChange, queue_of
-from delayer.set_aside.queues import Selection
+from delayer.set_aside.messages import Selection
 from tests.integration.cli import Run, channel_to, ids, said, take
 from tests.support.place import counted
 from tests.support.raw import Message, Props, Raw, number, text

@@ -19,7 +19,7 @@ from delayer.http import server
 from delayer.http.access import HEADERS
 from delayer.http.server import HttpPart
 from delayer.http.view import DaemonState, Depths
-from delayer.set_aside.queues import Result, SetAsideMessage
+from delayer.set_aside.messages import Result, SetAsideMessage
 from delayer.store.admin.changes import ChangeResult
 from tests.support.fakes import until
 from tests.support.logged import capture_logs

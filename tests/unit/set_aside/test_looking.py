@@ -10,7 +10,7 @@ from delayer.amqp.values import Delivery
 from delayer.core.filters import Filter, Token, names_of, own_name, read_token
 from delayer.format import reading
 from delayer.format.refusal import EntryPoints, read_refusal
-from delayer.set_aside.queues import Result
+from delayer.set_aside.messages import Result
 from delayer.store.lanes.notify import HELD, WAITING, parse_payload
 from tests.support.raw import Props, Value, array, number, octets, table, text
 
