@@ -79,7 +79,7 @@ class HeartbeatTimer:
             self._overdue = False
             next_look = min(next_look, self.read_at + deadline)
         elif self._overdue:
-            self._lost(f"nothing was heard from the broker for {now - self.read_at:.1f} s")
+            self._lost(f"nothing was received from the broker for {now - self.read_at:.1f} s")
             return
         else:
             # After a pause of the whole process, this timer may run before asyncio reads the socket, so wait once more.

@@ -83,7 +83,7 @@ def check_destinations(
     from delayer.broker import route_check  # noqa: PLC0415 - only with a broker
 
     if options.broker is None:
-        answers = route_check.skip_targets(targets, "the broker was not asked about destinations (--no-broker)")
+        answers = route_check.skip_targets(targets, "destinations are not checked on the broker (--no-broker)")
     else:
         management = options.management.reveal() if options.management else None
         answers = asyncio.run(route_check.check_targets(options.broker.reveal(), management, targets))

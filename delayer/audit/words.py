@@ -162,7 +162,7 @@ ADVICE: Final[dict[str, RuleAdvice]] = {
     ),
     "segments": RuleAdvice(
         "Segments",
-        "The content of a segment differs from its header (count, digest or ranges), or it does not read back. Or "
+        "The content of a segment differs from its header (count, digest or ranges), or it is unreadable. Or "
         "no daemon restored it in time. The store keeps its bytes, and no other message waits for it.",
     ),
     "integrity": RuleAdvice(

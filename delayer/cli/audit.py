@@ -53,7 +53,7 @@ def _finite(_context: click.Context, _option: click.Parameter, value: float | No
     metavar="N",
     help="The measured release rate, messages a second. The audit uses it to calculate how long peaks last.",
 )
-@click.option("--no-broker", is_flag=True, help="Do not ask the broker about the destinations.")
+@click.option("--no-broker", is_flag=True, help="Do not check the destinations on the broker.")
 @click.option(
     "--work",
     metavar="DIR",

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from delayer.audit.delta import DeltaDataset
 
 
-@click.group(short_help="Write what waits as Parquet or Delta, for a data team.")
+@click.group(short_help="Export the waiting messages as Parquet or Delta, for a data team.")
 def backlog() -> None:
     """The waiting messages as data."""
 
 
-@backlog.command("export", cls=Stoppable, short_help="Bring a dataset up to date with what waits.")
+@backlog.command("export", cls=Stoppable, short_help="Update a dataset with the waiting messages.")
 @click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
 @click.option(
     "--format", "form", type=click.Choice(["parquet", "delta"]), default="parquet", show_default=True,
@@ -50,8 +50,8 @@ def export(context: click.Context, /, *, directory: Path, form: str, bodies: boo
 
     Needs the extra `segments`. Nothing in the store changes. The files hold messages in the clear, so protect them.
 
-    Exit code 1 if a segment does not read back; all other messages are written. Exit code 3 if the disk is full, or the
-    store is out of reach.
+    Exit code 1 if a segment is unreadable; all other messages are written. Exit code 3 if the disk is full, or the
+    store is unreachable.
 
     \b
     Examples:

@@ -49,7 +49,7 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     Offline, credentials that only the service may read (a unit's ExecReload may not) are left out, with a note.
 
     Exit code 0 if nothing is off, 1 if anything is. Exit code 2 if the configuration cannot be used, 3 if the broker or
-    the store is out of reach.
+    the store is unreachable.
 
     \b
     Examples:
@@ -65,7 +65,7 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     report = CheckReport()
     report.add("configuration", "ok", f"{where}; {settings.mode} mode, routes: {len(settings.routes)}")
     if sealed:
-        report.add("credentials", "note", f"not looked into, as only the service may read them: {', '.join(sealed)}")
+        report.add("credentials", "note", f"not checked, because only the service may read them: {', '.join(sealed)}")
     _configuration(report, settings)
     if not offline:
         asyncio.run(_servers(report, settings))

@@ -117,7 +117,7 @@ def _messages(report: CheckReport, seen: stats.StoreOverview) -> None:
         except StoreLost as lost:
             report.add("segments", "off", lost, lost.advice)
     if seen.segments.broken:
-        found = f"{seen.segments.broken} do not read back, with {counted(seen.segments.broken_messages, 'message')}"
+        found = f"{seen.segments.broken} unreadable, with {counted(seen.segments.broken_messages, 'message')}"
         report.add("segments", "off", found, "see docs/backlog.md; their bytes are kept")
 
 

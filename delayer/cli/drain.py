@@ -76,7 +76,7 @@ def store_backlog(now: draining.DrainBacklog, *, keys_too: bool) -> DrainPlan:
         ),
         LeftBehind(now.soon, "store", "they are due within a minute", "none: the daemon releases them", by_itself=True),
         LeftBehind(now.packed, "segments", "they are compacted", f"delayer restore, and {AGAIN}"),
-        LeftBehind(now.broken, "segments", "their segments do not read back", "docs/backlog.md"),
+        LeftBehind(now.broken, "segments", "their segments are unreadable", "docs/backlog.md"),
         LeftBehind(now.held, "held", "their destination did not take them", "delayer held list; retry or drop"),
     ]  # fmt: skip
     return max(0, now.rows - now.soon - now.keyed), [one for one in found if one.messages]

@@ -32,7 +32,7 @@ _NOTHING_KEPT = "nothing of it is kept. Next: make room, or name another place, 
 @click.command("export", short_help="Write waiting and held messages to a file.")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True), metavar="FILE")
 @filter_options
-@click.option("--force", is_flag=True, help="Replace FILE if it is there.")
+@click.option("--force", is_flag=True, help="Overwrite FILE if it exists.")
 @click.pass_context
 def export(context: click.Context, /, *, file: Path, force: bool, **given: Any) -> None:
     """Write the messages of the store to FILE (- for stdout), a line of JSON each, exact to the byte: bodies,
@@ -43,9 +43,9 @@ def export(context: click.Context, /, *, file: Path, force: bool, **given: Any) 
     taken when the export begins. Nothing is removed, and daemons, compaction and restore may go on. To move a backlog,
     stop the daemons first. The file holds messages in the clear, so protect it.
 
-    Exit code 1 if a segment does not read back; all others are written. Exit code 1 if the reader of a pipe has gone;
-    the pipe did not get the last line, which has the number of messages. Exit code 3 if FILE cannot take more; FILE is
-    then unchanged. Symlinks are followed. A named pipe or a device is written into and not replaced.
+    Exit code 1 if a segment is unreadable; all others are written. Exit code 1 if the reader of a pipe has gone; the
+    pipe did not get the last line, which has the number of messages. Exit code 3 if FILE cannot take more; FILE is then
+    unchanged. Symlinks are followed. A named pipe or a device is written into and not replaced.
 
     \b
     Examples:

@@ -90,8 +90,8 @@ def compact(
     The command may be interrupted and repeated: every message is either a row or in exactly one segment. At the end it
     drops emptied partitions.
 
-    Exit code 1 if a segment did not read back (its messages stayed rows). Exit code 3 if the store is unreachable, Java
-    is missing, or Spark gave up.
+    Exit code 1 if a written segment was unreadable (its messages stayed rows). Exit code 3 if the store is unreachable,
+    Java is missing, or Spark gave up.
 
     \b
     Examples:
@@ -120,7 +120,7 @@ def compact(
             done = job.run(session, url, planned, rows, say)
     _tell_packed(done, as_json=as_json)
     parts = f"not packed, or perhaps not: {counted(len(done.lost), 'window')}"
-    _end(context, done.broken, done.lost, "A segment did not read back, its messages stayed rows", parts)
+    _end(context, done.broken, done.lost, "A written segment was unreadable, so its messages stayed rows", parts)
 
 
 def _forecast(found: compaction.Numbers) -> str:

@@ -194,7 +194,7 @@ def _ask(headers: dict[str, Scalar], route: RouteTable, draft: Draft, *, now_ms:
         return seconds
     else:
         reads = ", ".join(route.delay_from) or "none"
-        raise Misused(f"route {quoted(route.from_)} cannot be told an instant: it reads {reads}. Use --delay.")
+        raise Misused(f"route {quoted(route.from_)} does not accept an instant: it reads {reads}. Use --delay.")
     return None
 
 

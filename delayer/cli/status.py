@@ -82,7 +82,7 @@ async def _said(
         service, found = said["service"], {name: said[name] for name in names}
     except (ValueError, KeyError, TypeError):
         locked = ", or reading it needs http.token, in this configuration too" if status == "403" else ""
-        raise NotAsked(f"the program at {listen} is no daemon of this version{locked}") from None
+        raise NotAsked(f"the program at {listen} is not a daemon of this version{locked}") from None
     if service != service_of(settings):
         # If a configuration was copied, another service on this host may have this address.
         raise NotAsked(f"the daemon at {listen} works with another broker, virtual host or queue")

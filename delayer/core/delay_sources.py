@@ -172,7 +172,7 @@ def _unpacked(body: bytes) -> bytes:
         raise UnreadableDelay(f"expected a body in gzip, found other bytes: {error}") from error
     if not unpacking.eof:
         raise UnreadableDelay(
-            f"expected a whole body in gzip of at most {longest} bytes unpacked, found a longer or a cut one"
+            f"expected a whole body in gzip of at most {longest} bytes unpacked, found a longer or truncated body"
         )
     return plain
 

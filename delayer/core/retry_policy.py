@@ -72,7 +72,7 @@ def failure(headers: Mapping[bytes, object], retry: RetryPolicy) -> FailedAttemp
     queue = as_bytes(last.get("queue")) if isinstance(last, dict) else None
     if not isinstance(last, dict) or not queue:
         raise NoFailure(
-            "retry: expected x-death, the broker's note of the queue that gave the message up: found "
+            "retry: expected x-death, the broker's note of the queue that dead-lettered the message, found "
             f"{quote_value(deaths)}. Only dead letters come back; set the queue's x-dead-letter-exchange"
         )
     if len(queue) > 255:

@@ -104,7 +104,7 @@ def _properties(task: str, args: object, kwargs: object, options: Mapping[str, A
 def _rhythm(parts: Mapping[str, Any], zone: str, now_ms: int) -> Rhythm:
     found = parts.get("schedule")
     if getattr(found, "nowfun", None) is not None:
-        raise _NoEqual("nowfun: a clock of the application's own; a schedule has a zone instead")
+        raise _NoEqual("nowfun: a custom clock; a schedule has a zone instead")
     kind = type(found).__name__
     if kind == "crontab":
         return Cron(_expression(found), zone)

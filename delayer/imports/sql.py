@@ -280,7 +280,7 @@ class SqlTimeouts:
             ahead_ms = self.soon_ms + 3 * took_ms
         raise ImportImpossible(
             "the move of the timeouts took too long 3 times, because some would be due before its end: nothing is "
-            "moved. Next: take fewer at a time (--limit, --table), or stop the timeout managers and say --overdue-too"
+            "moved. Next: take fewer at a time (--limit, --table), or stop the timeout managers and use --overdue-too"
         )
 
     async def _moved(self, connection: AsyncConnection, tables: Sequence[TimeoutTable], pick: RowFilter) -> int:

@@ -181,8 +181,8 @@ async def run(
     if current.staged is not None and current.committed != current.staged:
         if report.resumed and current.committed == report.begun.committed and not report.again:
             raise ImportImpossible(
-                f"{current.staged} messages were staged, {current.committed} are committed, and the others are not "
-                "there: an interrupted `abort` put them back, or another program has them. Next: `abort`, with "
+                f"{current.staged} messages were staged, {current.committed} are committed, and the rest are "
+                "missing: an interrupted `abort` put them back, or another program has them. Next: `abort`, with "
                 "the same parameters; then a new run"
             )
         raise CountMismatch(

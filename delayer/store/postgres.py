@@ -359,7 +359,7 @@ async def _fence(connection: Connection, term: Term) -> int:
     else:
         epoch = await connection.fetchval("SELECT intake FROM store WHERE intake = $1 FOR SHARE", term.epoch)
     if epoch is None:
-        raise StoreLost("another process applies the operations with keys now: these come again behind its own")
+        raise StoreLost("another process applies the operations with keys now: these are delivered again after its own")
     return epoch
 
 

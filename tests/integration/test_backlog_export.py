@@ -305,7 +305,7 @@ async def test_a_broken_segment_is_named_and_all_others_are_written(
             "UPDATE segment SET packed = set_byte(packed, 50, 255 - get_byte(packed, 50)) WHERE id = $1", first["id"]
         )
     told = delayer("backlog", "export", str(tmp_path / "backlog"), expect=ExitCode.FOUND)
-    assert f"segments {first['id']} do not read back" in told.stderr
+    assert f"segments {first['id']} are unreadable" in told.stderr
     assert set(read(tmp_path / "backlog")) == set(there) - set(first["ids"])
 
 

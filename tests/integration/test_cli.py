@@ -371,7 +371,7 @@ async def test_segments_are_counted_and_a_broken_segment_fails_the_check(delayer
     found = json.loads(delayer("status", "--json").stdout)["store"]["segments"]
     assert (found["count"], found["messages"], found["broken"], found["broken_messages"]) == (2, 14, 1, 7)
     [row] = rows(delayer, "segments", expect=1)
-    assert (row["result"], row["found"]) == ("off", "1 do not read back, with 7 messages")
+    assert (row["result"], row["found"]) == ("off", "1 unreadable, with 7 messages")
 
 
 def test_status_works_with_one_server_out_of_reach(delayer: Run) -> None:

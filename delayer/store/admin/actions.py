@@ -72,7 +72,7 @@ def describe_unchanged(found: Counter[FoundIn], counted: int | None = None) -> t
     matched = max(counted or 0, found.total())
     said = (
         (matched - count_found(found) - left, "were delivered or moved in the meantime"),
-        (left, "were delivered, or are in a segment that does not read back"),
+        (left, "were delivered, or are in an unreadable segment"),
         (0 if counted is None else matched - counted, "of these came after the count"),
     )
     return matched, [f"{messages:,} {why}." for messages, why in said if messages]

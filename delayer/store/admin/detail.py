@@ -31,7 +31,7 @@ ABSENT: Final = (FoundIn.NOWHERE, FoundIn.UNREADABLE)
 def describe_absence(name: Token | str, found: FoundIn) -> str:
     """Why the message of this name is not here, in a sentence. Pure."""
     if found is FoundIn.UNREADABLE:
-        return f"{name} may be in a segment that does not read back: see docs/backlog.md."
+        return f"{name} may be in an unreadable segment: see docs/backlog.md."
     quoted, subject = shlex.quote(str(name)), str(name)
     advice = f" If it was refused, `delayer refused list {quoted}` shows it."
     if isinstance(name, Token) and name.due_ms is not None:

@@ -37,7 +37,7 @@ class BrokenSegments(Exception):
     """Some segments are unreadable. All messages except theirs are exported."""
 
     def __init__(self, segments: Sequence[int]) -> None:
-        super().__init__(f"segments {', '.join(map(str, segments))} do not read back: see docs/backlog.md")
+        super().__init__(f"segments {', '.join(map(str, segments))} are unreadable: see docs/backlog.md")
 
 
 @asynccontextmanager

@@ -49,7 +49,7 @@ def unpack(packed: bytes, format: int, messages: int, digest: bytes, gone: bytes
     """Decode a segment into a table sorted by (due_at, id), without messages whose bit in ``gone`` is 1 (lowest bit of
     a byte first). Raises SegmentBroken."""
     if format != FORMAT:
-        raise SegmentBroken(f"expected a packing of format {FORMAT} at most, found {format}")
+        raise SegmentBroken(f"expected a packing of format {FORMAT} or lower, found {format}")
     found = hashlib.sha256(packed).digest()
     if found != digest:
         raise SegmentBroken(f"expected the digest {digest.hex()}, found {found.hex()}: the bytes changed")

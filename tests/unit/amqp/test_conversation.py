@@ -139,7 +139,7 @@ async def test_silence_is_no_loss_while_we_do_not_read() -> None:
         connection.resume_reading()
         connection.resume_reading()
         await asyncio.wait({connection.closed})
-        assert "nothing was heard" in connection.closed.result().text
+        assert "nothing was received" in connection.closed.result().text
         await peer.hung_up()
 
 

@@ -110,7 +110,7 @@ MISTAKES = {
     "'--property': expected properties of": [["schedule", "add", "x", "--property", "message_id=1"]],
     "/nowhere.toml: expected a file that can be read": [["schedule", "apply", "/nowhere.toml"]],
     "--route is needed": [["--set", 'route=[{"from": "a"}, {"from": "b"}]', "send"]],
-    "cannot be told an instant": [
+    "does not accept an instant": [
         ["--set", 'route=[{"from": "a", "delay_from": ["x-delay"]}]', "send", "--at", "2031-01-31T08:00:00Z"],
         ["--set", 'route=[{"from": "a", "delay_from": []}]', "send", "--delay", "1s"],
     ],

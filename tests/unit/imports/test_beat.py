@@ -135,7 +135,7 @@ def test_names() -> None:
     ("entry", "why"),
     [
         (task(solar()), "solar: 'sunrise' moves with the sun"),
-        (task(schedule(timedelta(minutes=1), nowfun=len)), "nowfun: a clock of the application's own"),
+        (task(schedule(timedelta(minutes=1), nowfun=len)), "nowfun: a custom clock"),
         (task("often"), "schedule: expected a crontab, a timedelta or seconds, found str"),
         (task(True), "schedule: expected a crontab, a timedelta or seconds, found bool"),
         (task(None), "found NoneType"),
