@@ -23,7 +23,7 @@ from delayer.core.hold import unfit
 from delayer.core.levels import LEVEL_HEADERS, due_at_level
 from delayer.core.message import Parcel, Target
 from delayer.intake.consume import Handler, Intake
-from delayer.intake.handle import parcel
+from delayer.intake.planning import parcel
 from delayer.intake.ports import Backlog, Clock
 from delayer.intake.session import AckTracker
 from delayer.retry import write_by_halves
