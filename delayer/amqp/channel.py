@@ -224,7 +224,7 @@ class Channel:
         if isinstance(method, commands.Channel.Close):
             if not self._connection.closed.done():
                 self._connection.write(marshal(commands.Channel.CloseOk(), self.number))
-            if self._loss is None:  # Otherwise both sides closed at once, and each waits for its answer.
+            if self._loss is None:  # Otherwise both sides closed at once, and each waits for the other's answer.
                 self._forget_number()
                 self.fail(ChannelClosed(method.reply_code or 0, method.reply_text))
         elif self._loss is not None:

@@ -262,8 +262,9 @@ _STEPS: Final = {faults.PACED: faults.PACED, HELD: faults.UNTRIED}
 
 
 def overdue(store: Extract, figures: list[LaneFigures], paced: Mapping[bytes, int]) -> list[Finding]:
-    """Find overdue messages. A lane's owner may be releasing them, so they are a violation only after STUCK_MS; without
-    an owner, no process is. Any daemon restores segments, so for those, one owner of any lane is enough."""
+    """Find overdue messages. A lane's owner may be releasing them, so they are a violation only after STUCK_MS. In a
+    lane without an owner they are a violation at once. Any daemon restores segments, so for segments an owner of any
+    lane is enough."""
     limited = ", ".join(f"X'{route.hex()}'" for route in paced) or "NULL"
     late = f"""
         SELECT * FROM (
@@ -307,7 +308,8 @@ def late_ones(
 
 def lanes(store: AuditedStore, figures: Iterable[LaneFigures], first_due: Mapping[int, int]) -> list[Finding]:
     """Find lanes without an owner whose messages are due soon (a warning, because a running daemon will acquire them),
-    and lanes missing from the table (a violation, because none will). ``first_due``: by lane, of its waiting rows."""
+    and lanes missing from the table (a violation, because none will). ``first_due``: the first due instant of each
+    lane's waiting rows."""
     found = []
     known = {lane.number for lane in store.lanes}
     for lane in figures:

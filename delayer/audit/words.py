@@ -150,7 +150,7 @@ class RuleAdvice(NamedTuple):
 
 
 def advice(rule: str) -> RuleAdvice:
-    """Return the advice on a rule, including the users'."""
+    """Return the advice on a rule, including the users' own rules."""
     return ADVICE.get(rule) or RuleAdvice(rule, "A rule of your own, from the configuration ([[audit.rule]]).")
 
 

@@ -264,6 +264,7 @@ class Admin(Questions):
         Without ``force``, removes nothing while a queue has consumers, messages, or possibly hidden messages. An
         exchange with foreign bindings stays. If a message enters a level during the removal, its queue and all levels
         below stay; call this again when the message has left. AMQP does not count unacknowledged messages, so stop the
-        daemon first, nor those that a level is forwarding, so without a management API its levels stay.
+        daemon first. It does not count messages that a level is forwarding either, so without a management API the
+        levels stay.
         """
         return await Remover(self, topology, force).run()

@@ -30,7 +30,7 @@ class Destination(NamedTuple):
     """The key of a breaker: everything that decides which queues a publish reaches. A ``routing_key`` of None means all
     keys of a missing exchange.
 
-    ``copies``: the bytes of CC and BCC. If a copy's queue is silent, the same key without the copy may not be.
+    ``copies``: the bytes of CC and BCC. If a copy's queue is silent, the same key may still answer without the copy.
     """
 
     exchange: bytes

@@ -35,8 +35,8 @@ class ReconnectingConnection:
     """A connection that is kept open from :meth:`start` to :meth:`close`.
 
     ``addresses``: reads the broker's addresses before each round of attempts, with the current login and certificates.
-    It may raise BrokerLost. ``throttle``: of failures to connect, shared by connections to one broker, so that only one
-    of them logs. ``accept``: raises BrokerLost if a new connection must not be used.
+    It may raise BrokerLost. ``throttle``: limits the log of failures to connect. The connections to one broker share
+    it, so that only one of them logs. ``accept``: raises BrokerLost if a new connection must not be used.
     """
 
     addresses: Callable[[], Sequence[Address]]

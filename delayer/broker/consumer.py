@@ -34,8 +34,8 @@ ANSWER_SECONDS: Final = 2.0
 """Seconds that a subscription waits for a connection, and for the broker to close a consumer."""
 OPEN_ROOMS: Final = 2
 CLOSE_ROOMS: Final = 4
-"""Multiples of the room that are read for other subscriptions while one waits for the broker's answers. Closing needs
-its answer, which shows that the acknowledgements arrived."""
+"""While a subscription waits for the broker's answers, the others may buffer this many times the room. Closing needs
+the broker's answer, which shows that the acknowledgements arrived."""
 NACKS_UNCOUNTED: Final = (4, 3)
 """The first version of RabbitMQ that does not count a nacked message as delivered."""
 SAMPLE_PREFETCHES: Final = 10
@@ -201,7 +201,7 @@ class AmqpSubscription:
         adaptive = self.consumer.adaptive_prefetch
         self.prefetch = self.wanted_prefetch if adaptive is None else adaptive.prefetch(self.wanted_prefetch)
         self.overrun = False
-        """Set when the deliveries were too large for too long, or are smaller now."""
+        """Set if the deliveries filled the buffer for too long, or have become smaller."""
         self.is_settled = False
         """After the close: whether the broker has all acknowledgements."""
         self.active = not self.consumer.one_active

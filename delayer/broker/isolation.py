@@ -127,7 +127,7 @@ class Pending:
 
     batch: Sequence[Outgoing]
     deadline: float
-    """When the caller stops waiting, in seconds of the loop."""
+    """When the caller stops waiting, in the loop's time."""
     pace: Pace | None = None
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     in_doubt: set[int] = field(default_factory=set)
@@ -163,7 +163,7 @@ class Isolation:
     def __init__(
         self, reconnecting: ReconnectingConnection, *, timeout: float, probe_seconds: float = PROBE_SECONDS
     ) -> None:
-        """``timeout``: seconds that a publish waits, for the text of a hold. A probe waits ``probe_seconds``."""
+        """``timeout``: seconds that a publish waits, as the text of a hold states. A probe waits ``probe_seconds``."""
         self.breaker = CircuitBreaker()
         self.exchanges: set[bytes] = set()
         """Exchanges that accepted a publish. A missing exchange closes the channel, which leaves others in doubt."""

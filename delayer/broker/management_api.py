@@ -118,10 +118,10 @@ class Management:
         """The decoded answer to a ``path`` below /api, read as :func:`_read` does; an error of the code ``answers`` has
         one too.
 
-        Raises BrokerRefused (401, 403), and BrokerUnreachable for all other errors. After one without an answer, it
-        makes no other attempt for AWAY_SECONDS, because a command with a dozen questions would take minutes. A 404 is
-        also BrokerUnreachable: a server that does not find existing parts is not our broker. An answer of another shape
-        is not from our broker either.
+        Raises BrokerRefused (401, 403), and BrokerUnreachable for all other errors. After a request without an answer,
+        it makes no other attempt for AWAY_SECONDS, because a command with a dozen questions would take minutes. A 404
+        is also BrokerUnreachable: a server that does not find existing parts is not our broker. An answer of another
+        shape is not from our broker either.
         """
         if self._away is not None and time.monotonic() < self._away_until:
             raise BrokerUnreachable(self._away)

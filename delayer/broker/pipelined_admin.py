@@ -93,7 +93,7 @@ LINE: Final = BasicMethods.Qos()
 ELECTION_SECONDS: Final = 5.0
 """How long the election of a leader may take."""
 JITTER_SECONDS: Final = 0.1
-"""How much longer than the previous answer the next one may take on a connection."""
+"""How many seconds after the previous answer the next answer may arrive on a connection."""
 MAJORITY_SECONDS: Final = 10.0
 """How long the members of a quorum queue may take to agree, an election included."""
 MOST_AT_ONCE: Final = 256

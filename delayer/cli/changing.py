@@ -110,8 +110,9 @@ def cancel(context: click.Context, /, *, names: Sequence[str], **given: Any) -> 
     queue. A held message whose queue did not answer ("no confirm") may be in that queue: see `delayer held list`.
 
     A filter matches waiting messages, in segments too. Cancel a held message by its id, or with `delayer held drop`.
-    `delayer audit-log` shows every cancel. With ids --json has in "found" where each was: "waiting", "held" or
-    "segment" means cancelled. Exit code 1 if an id was not found, or if nothing matched the filter.
+    `delayer audit-log` shows every cancel. With ids, the field "found" of --json says where each message was:
+    "waiting", "held" or "segment" means cancelled. Exit code 1 if an id was not found, or if nothing matched the
+    filter.
 
     \b
     Examples:
@@ -137,11 +138,11 @@ def reschedule(
     """Give messages another due instant, by their ids (see `delayer list --help`) or by a filter: --at INSTANT, or --by
     DURATION.
 
-    A message keeps its id; the part behind the @ in `delayer list` is the new instant. The daemon tries a held message
+    A message keeps its id; the part after the @ in `delayer list` is the new instant. The daemon tries a held message
     again at that instant. For a held message that waits for an operator (late, unfit), --by counts from now, or from
     its due instant if that is later. Do not repeat --by after exit code 3, because it may move some messages twice.
-    --at is safe to repeat. `delayer audit-log` shows every reschedule. With ids --json has in "found" where each
-    message was. Exit code 1 if an id was not found, or if nothing matched the filter.
+    --at is safe to repeat. `delayer audit-log` shows every reschedule. With ids, the field "found" of --json says where
+    each message was. Exit code 1 if an id was not found, or if nothing matched the filter.
 
     \b
     Examples:

@@ -126,7 +126,9 @@ async def _servers(report: CheckReport, settings: Settings) -> None:
     clocks: dict[str, ClockOffset | None] = {"this machine": ClockOffset()}
     try:
         async with await Admin.connect(settings.broker_url, management_url=settings.management_url) as admin:
-            rows = CheckReport()  # Dropped if the connection is lost, because half of these rows would then look fine.
+            rows = (
+                CheckReport()
+            )  # These rows are dropped if the connection is lost, because half of them would then look fine.
             await _broker(rows, admin, settings)
             await _bond(rows, admin, settings.store_url)
             report += rows

@@ -63,7 +63,8 @@ def _headers(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class Draft(Table):
-    """A message's fields, by the names of the options: those of a line, over those of the command. Times are in ms."""
+    """A message's fields, by the names of the options. The fields of a line override those of the command. Times are in
+    ms."""
 
     route: str | None = None
     routing_key: str = ""

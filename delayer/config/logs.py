@@ -60,7 +60,7 @@ def clean_values(_logger: object, _method: str, event: Event) -> Event:
 
 
 MOST_KINDS: Final = 100
-"""The kinds that a window counts by themselves; the rest share the place ELSEWHERE."""
+"""The kinds that a window counts separately; the rest share the place ELSEWHERE."""
 ELSEWHERE: Final = "(others)"
 WINDOW_SECONDS: Final = 10.0
 

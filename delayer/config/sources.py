@@ -193,7 +193,7 @@ class MergedSettings:
 
 
 def _read_text(field: FieldInfo, text: str) -> object:
-    """Parse the raw value, as the file would have it; None if the key needs a list and ``text`` is none."""
+    """Parse the raw value, as the file would have it; None if the key needs a list and ``text`` is not a list."""
     if get_origin(field.annotation) is tuple:
         try:
             value: object = json.loads(text)

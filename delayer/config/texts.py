@@ -67,7 +67,7 @@ def target_text(at_ms: int | None, by_ms: int) -> str:
 
 Scalar = str | int | float | bool
 LONGEST_NAME: Final = 128
-"""Maximum bytes of a header's name. AMQP 0-9-1 allows no longer name, and pamqp cuts it there."""
+"""Maximum bytes of a header's name. AMQP 0-9-1 does not allow longer names, and pamqp truncates them."""
 LARGEST_FLOAT: Final = (2 - 2**-23) * 2.0**127
 """The driver writes 32 bits, and the broker closes a connection over a float that is not finite."""
 _TYPES: Final[Mapping[str, Callable[[str], Scalar]]] = {

@@ -71,8 +71,8 @@ LONGEST_MS: Final = 3_600_000
 
 
 def pause_ms(attempts: int, message_id: int) -> int:
-    """The pause after ``attempts`` failures (at least 1): 10 s, doubling up to an hour, less up to a fifth of it. The
-    reduction depends only on the id, to spread the retries of messages that one outage held.
+    """The pause after ``attempts`` failures (at least 1): 10 s, doubling up to an hour, minus up to a fifth of that.
+    The reduction depends only on the id, to spread the retries of messages that one outage held.
 
     >>> [pause_ms(n, 0) for n in (1, 2, 9, 10, 1000)]
     [10000, 20000, 2560000, 3600000, 3600000]

@@ -14,7 +14,7 @@ FOLLOW_TIME: Final = "let all of these machines follow the same time servers (ch
 
 
 class ClockOffset(NamedTuple):
-    """The limits, in seconds, of how far a clock is ahead of this machine's."""
+    """The bounds, in seconds, of a clock's lead over this machine's."""
 
     low: float = 0.0
     high: float = 0.0

@@ -91,7 +91,7 @@ class Filter:
 
     @property
     def narrow(self) -> bool:
-        """Whether only the rows themselves show if they match, because no index covers these fields."""
+        """Whether a match shows only in the rows themselves, because no index covers these fields."""
         names = (self.route, self.to_exchange, self.to_key, self.message_id)
         return bool(self.headers) or any(one is not None for one in names)
 

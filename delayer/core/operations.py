@@ -122,7 +122,7 @@ def fold(operations: Sequence[Operation]) -> Fold:
             if parcel.mode.keep and waiting.get(key) is not None:
                 left.dropped.append(parcel)
                 return
-            # Whether the batch has left alone what waits in the store under this key.
+            # Whether no operation so far affects the message that waits in the store under this key.
             joins = key in left.joining if key in waiting else not key.startswith(tuple(left.groups))
             if key in waiting:
                 drop(key)

@@ -160,7 +160,8 @@ STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 def spans_of(environ: Mapping[str, str]) -> Spans | None:
-    """Create spans' source; None unless a standard variable names a collector. Raises ConfigError without the extra."""
+    """Create the source of spans; None unless a standard variable names a collector. Raises ConfigError without the
+    extra."""
     variables = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     named = [name for name in variables if environ.get(name)]
     if not named:

@@ -24,10 +24,11 @@ class Round:
 
     ``reason``: why the topology is not in place, or "" as far as this is known. ``advice``: the next step. ``missing``:
     parts that were declared before, and that the declaration under way found missing. ``lost``: those that the last
-    complete declaration restored. ``again``: those that the one before it had restored as well. ``unlogged``: lost
-    parts that no log line names yet, because their declaration failed. ``silent``: the broker left the last round
-    unanswered. ``minorities``: as in :class:`MajorityCount`, by the last known answers. ``uncounted``: rounds since the
-    management API last reported them. ``suspect``: the intake queue was silent when it was last queried.
+    complete declaration restored. ``again``: those of them that the previous declaration had restored as well.
+    ``unlogged``: lost parts that no log line names yet, because their declaration failed. ``silent``: the broker left
+    the last round unanswered. ``minorities``: as in :class:`MajorityCount`, by the last known answers. ``uncounted``:
+    rounds since the management API last reported them. ``suspect``: the intake queue was silent when it was last
+    queried.
     """
 
     reason: str = ""
@@ -75,8 +76,8 @@ class MajorityCount:
     """A round restored nothing again.
 
     ``minorities``: our queues without a majority of their members, each with a description; None if the management API
-    did not report them. ``answer``: why the intake queue itself, queried if ``minorities`` does not name it, counts as
-    one of them; "" if it does not, None if it could not be queried.
+    did not report them. ``answer``: why the intake queue has no majority by its own answer, if ``minorities`` does not
+    name it; "" if it has a majority, None if it could not be queried.
     """
 
     intake: str

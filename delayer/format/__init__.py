@@ -17,8 +17,8 @@ Stored messages outlive many versions of this program: a row may wait ten years.
 1. Never change the meaning of bytes under a released number. Raise the number by one.
 2. Keep reading every number from 1 on. Add branches to the reader, never remove any.
 3. Add a fixture of stored bytes of the new format to tests/unit/format, and leave the old fixtures alone.
-4. Upgrade every daemon before the first one writes the new number. An older one sets such messages aside: it holds rows
-   and refuses envelopes.
+4. Upgrade every daemon before the first one writes the new number. An older daemon sets such messages aside: it holds
+   rows and refuses envelopes.
 5. Headers without a number are a contract with users (docs/headers.md). Add headers, and keep those that exist.
 
 ``reading`` shows messages to people.

@@ -82,7 +82,7 @@ class Trail(NamedTuple):
         return {"after": "" if last == FIRST else last, "trail": ",".join(before)}
 
     def numbers(self, rows: int, each: int) -> tuple[int, int] | None:
-        """Number these rows' first and last in the whole list, with ``each`` rows per page."""
+        """Return the numbers of the first and last of these rows in the whole list, with ``each`` rows per page."""
         if self.before is None or not rows:
             return None
         return len(self.before) * each + 1, len(self.before) * each + rows

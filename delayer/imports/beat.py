@@ -117,7 +117,7 @@ def _rhythm(parts: Mapping[str, Any], zone: str, now_ms: int) -> Rhythm:
         period = timedelta(seconds=period)
     if not isinstance(period, timedelta):
         raise _NoEqual(f"schedule: expected a crontab, a timedelta or seconds, found {kind}")
-    # A relative one is rounded to whole units, as one from the epoch is. Others go on from their last run.
+    # A relative schedule is rounded to whole units, like an interval from the epoch. Others continue from the last run.
     is_relative = getattr(found, "relative", False) or parts.get("relative")
     last = parts.get("last_run_at")
     if is_relative:
@@ -130,7 +130,7 @@ def _rhythm(parts: Mapping[str, Any], zone: str, now_ms: int) -> Rhythm:
 
 
 def _expression(crontab: object) -> str:
-    """The cron expression of a ``crontab`` object, of which a day must match every field."""
+    """The cron expression of a ``crontab`` object, in which a day must match every field."""
     minute, hour, date, month, day = (
         _field(getattr(crontab, f"_orig_{name}", None))
         for name in ("minute", "hour", "day_of_month", "month_of_year", "day_of_week")
@@ -148,7 +148,7 @@ def _field(value: object) -> str:
 
 
 def _weeks(date: str, day: str) -> str:
-    """A date and a day of the week that must both match, as the n-th such day: cron would take either."""
+    """Express a date and a day of the week that must both match as the n-th such day, because cron matches either."""
     dates, days = date.split(","), day.split(",")
     if not _WEEKS.keys() >= set(dates) or not all(re.fullmatch("[0-9]|[A-Za-z]{3}", one) for one in days):
         raise _NoEqual(

@@ -64,7 +64,7 @@ class LevelReader:
 
     def _inside(self, delivery: Delivery, properties: Properties | None) -> Envelope | None:
         """Parse the envelope of delayer's own cascade; None if there is none. Only messages on their way to the
-        daemon's due queue are envelopes. Others are publishers', so their headers prove nothing."""
+        daemon's due queue are envelopes. Other messages are from publishers, so their headers prove nothing."""
         ours = self.cascade.kind == "delayer" and leads_to(delivery.routing_key, self.due_queue)
         if properties is None or not ours:
             return None

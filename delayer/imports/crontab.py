@@ -1,8 +1,8 @@
 """Translates a crontab into schedules. Pure.
 
-A command becomes the body of a message, for a consumer that runs it. The text behind the first ``%``, cron's standard
+A command becomes the body of a message, for a consumer that runs it. The text after the first ``%``, cron's standard
 input, is the header ``x-cron-stdin``, and the user of a system's crontab is ``x-cron-user``. ``CRON_TZ`` and
-``RANDOM_DELAY`` (cronie) hold for the lines behind them. cron does not repeat what it missed, so ``missed`` is skip.
+``RANDOM_DELAY`` (cronie) apply to the lines after them. cron does not repeat what it missed, so ``missed`` is skip.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class DoubtfulMessages:
         self._known.update(json.loads(note)["digests"])
 
     def total(self) -> int:
-        """Count the note's digests not met yet."""
+        """Count the digests of the note whose messages were not met yet."""
         return self._known.total()
 
     def recognize(self, delivery: Delivery, properties: Properties | None) -> tuple[str, bool]:
@@ -76,9 +76,9 @@ class DoubtfulMessages:
         return digest, True
 
     def note(self, queue: str, digests: Sequence[str], prefetch: int) -> str:
-        """Write a batch's note: its queue, and digests of messages that may be delivered again. These are this batch's,
-        those another run committed and this run has not met, and those acknowledged before. The broker has processed
-        all acknowledgements but the last ``prefetch``, because it has sent new messages since."""
+        """Write a batch's note: its queue, and digests of messages that may be delivered again. These are the digests
+        of this batch, those that another run committed and this run has not met, and those acknowledged before. The
+        broker has processed all acknowledgements but the last ``prefetch``, because it has sent new messages since."""
         self._in_doubt.extend(digests)
         while len(self._in_doubt) > prefetch:
             self._in_doubt.popleft()

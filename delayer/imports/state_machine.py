@@ -113,7 +113,7 @@ class Preview:
 class ImportReport:
     """The effects of a run, since it last ``begun`` and in total (``run``). ``again``: messages committed before the
     last interruption that only had to be removed. ``reasons``: why messages are held. ``left``: why messages stay.
-    ``doubts``: the survey's; a resumed run has none."""
+    ``doubts``: the remarks of the survey; a resumed run has none."""
 
     begun: Run
     run: Run

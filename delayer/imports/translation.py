@@ -33,7 +33,7 @@ class Translation:
     untranslated: list[Untranslated] = field(default_factory=list)
 
     def add(self, where: str, schedule: Schedule) -> None:
-        """Take a schedule, unless something is wrong with it."""
+        """Add a schedule, unless something is wrong with it."""
         if wrong := problems(schedule, self.now_ms):
             self.refuse(where, "; ".join(wrong))
         else:

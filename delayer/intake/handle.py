@@ -44,7 +44,8 @@ log = structlog.get_logger(__name__)
 GATHER_MS: Final = 50
 """The longest time until a message is parked. A commit costs the same for one message as for many."""
 URGENT_MS: Final = 10
-"""The longest time if ENOUGH_MESSAGES are collected, or if one of them has a key, cancels another, or is due soon."""
+"""The longest time until a park if ENOUGH_MESSAGES are collected, or if a message has a key, is a cancel, or is due
+soon."""
 ENOUGH_MESSAGES: Final = 400
 """With this many messages, the cost of a commit is well shared."""
 KEEP_MS: Final = WINDOW_MS + GATHER_MS

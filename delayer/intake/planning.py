@@ -129,7 +129,7 @@ def replies_to(
     batch: Sequence[Classified], cancelled: frozenset[int], own_queues: frozenset[bytes], new_id: Callable[[], bytes]
 ) -> list[Outgoing]:
     """Build the replies to the cancels with a ``reply_to``, except into delayer's own queues. ``cancelled``: the places
-    in the batch of those that met a message."""
+    in the batch of the cancels that met a message."""
     # NServiceBus always sets reply_to, and does not expect an answer when it cancels a saga's timeouts.
     return [
         reply

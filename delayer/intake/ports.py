@@ -21,14 +21,14 @@ class Backlog(Protocol):
     """The messages that wait in a store."""
 
     def begin_term(self) -> None:
-        """Note that a new subscription got its first delivery. From its first operation with a key on, operations of
-        earlier terms fail, of this or another process. The broker redelivers those in order."""
+        """Note that a new subscription got its first delivery. Once it has applied an operation with a key, operations
+        of earlier terms fail, even those of another process. The broker redelivers those in order."""
 
     async def apply(self, operations: Sequence[Operation]) -> Applied:
         """Commit ``operations`` in one transaction, as if applied one after another in their order.
 
-        Calls may run at the same time, and finish in any order. A caller whose operations on a key must keep their
-        order waits for the first call.
+        Calls may run at the same time, and finish in any order. To keep the order of operations on a key, wait for each
+        call before the next.
 
         Raises StoreLost if nothing is committed, or the commit is in doubt; Rejected if the database rejects the data
         of an operation.
@@ -36,7 +36,7 @@ class Backlog(Protocol):
 
     async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
         """Commit messages that never waited as held, in one transaction, each with its reason. They count as parked and
-        as held. A single message gets a plain reason if the database rejects its own. Raises as :meth:`apply`."""
+        as held. A single message gets a plain reason if the database rejects its reason. Raises as :meth:`apply`."""
 
     @property
     def usable(self) -> bool:
@@ -44,7 +44,7 @@ class Backlog(Protocol):
 
     @property
     def reason(self) -> str:
-        """Why it does not; empty if it does, or if the reason lies outside the store."""
+        """Why the backlog does not accept operations; empty if it does, or if the reason lies outside the store."""
 
 
 class Subscription(Protocol):

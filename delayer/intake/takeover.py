@@ -70,7 +70,7 @@ class LevelTakeover(Handler):
                 acks.forget_kept(one.tag for one in batch)
                 return  # The batch returns to its queue, and the daemon stops consuming the level.
             due_ms = due_at_level(self.cascade, self.level, delivery.routing_key, headers, now_ms)
-            # With its digits, because the bindings of that cascade begin with "#.".
+            # Keep the digits of the key, because the bindings of that cascade begin with "#.".
             parcels.append(parcel(delivery, due_ms, Target(self.cascade.delivery.encode(), delivery.routing_key)))
         await write_by_halves(parcels, self._park, self._hold)
         acks.accept(delivery.tag for delivery in batch)

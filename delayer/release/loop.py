@@ -109,7 +109,7 @@ class LaneRelease:
             except StoreLost as lost:
                 if not (lost.advice or lost.conflict):
                     raise
-                # Another process would meet the same, until an operator acts. And after a conflict it would publish
+                # Another process would fail the same way until an operator acts. After a conflict it would also publish
                 # again what the broker has confirmed to this one. So it keeps the lane, and tries again.
                 log.warning("release interrupted", lane=self.lane.number, reason=str(lost), next_step=lost.advice)
                 failed = True
@@ -216,7 +216,7 @@ class LaneRelease:
 
 @dataclass(frozen=True)
 class ReleaseService:
-    """The release of this process: a loop for each of its lanes, made by ``release``."""
+    """The release of this process: a loop for each of its lanes, built by ``release``."""
 
     releases: Releases
     release: Callable[[Lane], LaneRelease]

@@ -16,9 +16,9 @@ class Claimer(Protocol):
 
     async def claim(self, limit: int, max_bytes: int) -> list[Due]:
         """Begin a transaction and take up to ``limit`` rows due within the window by the store's clock, by due instant,
-        then by arrival. Stops after ``max_bytes`` of bodies. Takes at least one row, unless it is larger by a megabyte
-        and another claim has such a row: then the caller tries again. After it returns rows, call
-        :meth:`settle` or :meth:`give_up`. Raises LaneLost, StoreLost."""
+        then by arrival. Stops after ``max_bytes`` of bodies. Takes at least one row, but not a row that exceeds
+        ``max_bytes`` by a megabyte while another claim has such a row: then the caller tries again. After it returns
+        rows, call :meth:`settle` or :meth:`give_up`. Raises LaneLost, StoreLost."""
 
     async def settle(
         self,
@@ -27,8 +27,8 @@ class Claimer(Protocol):
         written_ms: Callable[[], Sequence[float]] = tuple,
     ) -> None:
         """Write ``held`` to the held table, count, and commit. ``written_ms``: when each of ``released`` was written to
-        the broker, for the store's history; defaults to the settlement. Raises StoreLost: the transaction is rolled
-        back, or in doubt if the connection broke during the commit."""
+        the broker, for the store's history; by default, the time of the settlement. Raises StoreLost: the transaction
+        is rolled back, or in doubt if the connection broke during the commit."""
 
     async def give_up(self) -> None:
         """Roll back, so that the rows wait again. Does not raise if the connection is gone."""

@@ -63,8 +63,8 @@ def describe_unseen(name: SetAsideName, seen: Result, *, cut: bool) -> list[str]
 @dataclass(frozen=True, slots=True)
 class SetAsideChange:
     """A change of one queue's matching messages: ``verb`` "retry" or "drop". Has the methods of StoredChange, so the
-    command line carries out both alike. They raise as :func:`find_messages`, and TopologyMismatch, StoreLost,
-    BadStoreUrl, SchemaOutdated."""
+    command line carries out both alike. The methods raise what :func:`find_messages` raises, and TopologyMismatch,
+    StoreLost, BadStoreUrl, SchemaOutdated."""
 
     settings: Settings
     name: SetAsideName

@@ -17,7 +17,7 @@ from delayer.store.errors import DRIVER_ERRORS, BadStoreUrl, to_store_lost
 
 CONNECT_SECONDS = 10.0
 STATEMENT_SECONDS = 30.0
-# The server times out first, with a reason. Ours only catches a server that does not answer at all.
+# The server times out first, with a reason. Our timeout only catches a server that does not answer at all.
 COMMAND_SECONDS = STATEMENT_SECONDS + 5.0
 
 INDEX_ONLY: Final = dict.fromkeys(("enable_seqscan", "enable_bitmapscan", "enable_hashjoin", "enable_mergejoin"), "off")

@@ -91,7 +91,7 @@ async def state(connection: Connection) -> ServerState:
 
 
 def warn(state: ServerState) -> None:
-    """Log what a daemon must not work with for long."""
+    """Log the settings that a daemon should not run with for long."""
     if state.unsafe:
         log.warning("store not durable", off=state.unsafe, next_step=state.advice)
     for different in differences({"this machine": ClockOffset(), "the database": state.clock}):

@@ -1,5 +1,5 @@
-"""The statements of the hot paths, one per file under sql/, ready for EXPLAIN. Only commands use those without
-constants."""
+"""The statements of the hot paths, one per file under sql/, ready for EXPLAIN. A statement without a constant is for
+commands only."""
 
 from __future__ import annotations
 

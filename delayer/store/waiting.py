@@ -3,7 +3,7 @@
 A page is of one snapshot, and begins where the last one ended. The primary keys of the few partitions it touches find
 that place, so a page costs the same with ten million rows as with ten. Route, destination and headers have no index, so
 the page reads on to find them, up to a bound. A page that ends early says so, and the next page continues there.
-``named`` and ``called`` find single messages, by id and by the other names of a message.
+``find_by_id`` and ``find_by_name`` find single messages, by id and by the other names of a message.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ Position = tuple[int, int]
 """A due instant in microseconds and an id, where a page begins or ends."""
 BEGINNING: Final[Position] = (-(1 << 53), -1)
 AT_ONCE: Final = 16
-"""Minimum number of rows per lane that a page's first statement reads. Each further one reads four times as many."""
+"""Minimum number of rows per lane that a page's first statement reads. Each further statement reads four times as
+many."""
 SCAN: Final = 10_000
 """Maximum number of rows that one page reads, of all lanes together, to find those that match."""
 SEGMENTS: Final = 4
@@ -144,7 +145,7 @@ async def find(
             connection, wanted, limit=limit, after=after, end=end_of_rows, bodies=bodies
         )
     end = min((one for one in (end_of_rows, end_of_segments) if one is not None), default=None)
-    # Beyond ``end`` one of the two was not read.
+    # Beyond ``end`` either the rows or the segments were not read.
     sure = [one for one in sorted([*rows, *packed]) if end is None or one.place[:2] <= end]
     full = len(sure) >= limit and (len(sure) > limit or end is not None)
     if full:

@@ -23,8 +23,8 @@ OF_HELD: Final = ("retry", "drop")
 
 class ChangeResult(NamedTuple):
     """The messages that a change affected, or would. ``past``: what happened to them. ``of``: how many were named, or
-    are in their queue. ``lines``: about the rest. ``found``: where each named message was. ``complete``: whether it met
-    them all."""
+    are in their queue. ``lines``: about the rest. ``found``: where each named message was. ``complete``: whether it
+    affected them all."""
 
     past: str
     messages: int
@@ -92,7 +92,7 @@ class StoredChange:
         return ChangeResult(past, changed, None if changed == matched else matched, lines)
 
     async def _tokens(self, connection: Connection) -> list[Token]:
-        """The messages named; without those that are not held, if ``verb`` is for held ones."""
+        """Return the messages named; only those held, if ``verb`` is for held messages."""
         tokens = [token for token in (self.names or {}).values() if token is not None]
         if self.verb not in OF_HELD:
             return tokens

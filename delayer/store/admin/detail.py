@@ -1,4 +1,4 @@
-"""One message for humans: wherever it is, with everything the store knows about it."""
+"""One message in full: where it is, and everything that the store has about it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def describe_absence(name: Token | str, found: FoundIn) -> str:
 
 
 class FullMessage(NamedTuple):
-    """A message with its body, or the beginning of that."""
+    """A message with its body, or the beginning of the body."""
 
     where: FoundIn
     entry: Entry

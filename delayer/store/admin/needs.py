@@ -52,7 +52,9 @@ class LockNeed(NamedTuple):
         Postgres has one entry for each locked object, and twice as many for each holder of a lock."""
         # Locks on other tables and indexes: lane, counter, message_key, held, segment, schedule, history.
         beside = 20
-        of_days = 5 * self.partitions + beside  # A table with two indexes, and one of out-of-line bodies with one.
+        of_days = (
+            5 * self.partitions + beside
+        )  # A table with two indexes, and its table of out-of-line bodies with one.
         of_history = 3 * self.of_history  # Table, out-of-line values and their index. Only readers lock all.
         things = of_days + of_history + LOCKS + self.lanes + self.limited
         readers = 2 * (of_days + of_history)  # Allows for a dump or an export, and a command.

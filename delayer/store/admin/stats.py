@@ -141,7 +141,7 @@ async def _lanes(connection: Connection, now_ms: int) -> list[LaneOverview]:
 
 
 def _too_long(now_ms: int, first: FirstRow | None, advanced_ms: int = 0) -> int:
-    """How long ago all of these were, in milliseconds, if more than STUCK_SECONDS; else 0."""
+    """Return the milliseconds since the latest of these, if more than STUCK_SECONDS; else 0."""
     waited_ms = 0 if first is None else now_ms - max(*first, advanced_ms)
     return waited_ms if waited_ms > STUCK_SECONDS * 1000 else 0
 

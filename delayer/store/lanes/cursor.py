@@ -154,8 +154,8 @@ class ReleaseCursor:
         (self.note_parked if kind == WAITING else self.note_held)(at_ms)
 
     def note_scan(self, watermark: int, first_ms: int | None, retry_ms: int | None) -> None:
-        """Note what a scan found: the first waiting row and the first retry. ``watermark``: the lane's at the start of
-        the scan; no claim has rows before it."""
+        """Note what a scan found: the first waiting row and the first retry. ``watermark``: the lane's watermark when
+        the scan started; no claim has rows before it."""
         place_ms = self.place[0]
         if first_ms is not None and (first_ms < min(watermark, place_ms) or place_ms < first_ms < self._next):
             self.note_parked(first_ms)

@@ -134,7 +134,7 @@ class Settlement:
     counted: Counter[str] = field(default_factory=Counter)
     retry_ms: int = NEVER_MS
     next_dues: list[int] = field(default_factory=list)
-    """When the occurrences are due that were written into the lane, in place of those of the claim."""
+    """The due instants of the occurrences that were written into the lane, in place of those of the claim."""
 
     async def write(self, rows: Sequence[Settled]) -> None:
         """Write ``rows``, and with little data those that the database rejects. Raises the driver's other errors."""

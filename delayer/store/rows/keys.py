@@ -9,7 +9,8 @@ To avoid deadlocks, all transactions take locks in this order:
    published the old message (too late) or rolled back, so that the message is ours to cancel.
 3. the rows of segments with old messages, by id. This waits for a restore, which turns the messages into rows.
 4. the rows of message_key, by key. The holder of such a row never waits for a message's row.
-5. the rows of schedule, by name. Who ends a waiting occurrence has its message's row (schedules/occurrences.py).
+5. the rows of schedule, by name. A transaction that ends a waiting occurrence has locked its message's row
+   (schedules/occurrences.py).
 6. the counters, by lane and kind.
 
 A release, a compaction and a restore take no advisory locks. They change a key only while it points at their message.

@@ -25,7 +25,7 @@ SMALL_PORTION_BYTES: Final = 256 << 10
 """Bytes that an event loop, or the server, handles at a time during releases."""
 PAUSE: Final = 0.002
 """Seconds between portions during releases."""
-# Without its bytes, so that a damaged page under them does not hide whose they are.
+# Read without the bytes, so that a damaged page under them does not hide which segment it belongs to.
 _LOCK: Final = (
     "SELECT id, lane, first_due, messages, format, digest, gone FROM segment"
     " WHERE {} ORDER BY first_due, id LIMIT 1 FOR UPDATE"
