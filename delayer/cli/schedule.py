@@ -32,7 +32,7 @@ of_one = joined(name_argument, as_json, click.pass_context)
 
 
 def tell(past: str, record: ScheduleRecord, *, as_json: bool) -> None:
-    """Say what became of a schedule."""
+    """Report the result of a change of a schedule."""
     if as_json:
         print_json(for_programs.schedule(record))
         return
@@ -48,9 +48,9 @@ def tell(past: str, record: ScheduleRecord, *, as_json: bool) -> None:
 def schedule() -> None:
     """Messages that recur, by a cron expression in a time zone, or at an interval. Schedules need a store.
 
-    The next occurrence of a schedule is a waiting message: `delayer list --delay-key delayer.schedule/NAME` has it.
-    It is delivered like any other, also if the host dies that sent the last one. docs/schedules.md explains clocks,
-    missed occurrences, and files for `apply`.
+    The next occurrence of a schedule is a waiting message: `delayer list --delay-key delayer.schedule/NAME` has it. It
+    is delivered like any other, even if the host that sent the last one dies. docs/schedules.md explains clocks, missed
+    occurrences, and files for `apply`.
     """
 
 
@@ -118,7 +118,7 @@ def add(context: click.Context, /, *, name: str, paused: bool, as_json: bool, **
     """Add a schedule: a rhythm by --cron or --every, and the message that it sends. Exit code 2 if something is wrong
     with it, or if the name is taken.
 
-    The message goes to the exchange of --to, as the daemon's user. Each occurrence has a message_id of its own, and the
+    The message goes to the exchange of --to, as the daemon's user. Each occurrence has its own message_id, and the
     headers x-delayer-schedule, x-delayer-id and x-delayer-due.
 
     \b
@@ -140,7 +140,7 @@ def add(context: click.Context, /, *, name: str, paused: bool, as_json: bool, **
 @as_json
 @click.pass_context
 def edit(context: click.Context, /, *, name: str, as_json: bool, **options: Any) -> None:
-    """Change the fields that are given; the others stay. Any --header replaces the whole table of headers.
+    """Change the given fields; the rest stay. Any --header replaces the whole table of headers.
 
     The waiting occurrence is written again, with the new message. If the rhythm changes, so does its time, unless that
     has come already. A paused schedule stays paused.
@@ -210,10 +210,10 @@ def pause(context: click.Context, *, name: str, as_json: bool) -> None:
     tell("Paused", record, as_json=as_json)
 
 
-@schedule.command(short_help="Let a paused or failed schedule go on.")
+@schedule.command(short_help="Resume a paused or failed schedule.")
 @of_one
 def resume(context: click.Context, *, name: str, as_json: bool) -> None:
-    """Let a paused or failed schedule go on with the first time of its rhythm after now.
+    """Resume a paused or failed schedule with the first time of its rhythm after now.
 
     \b
     Examples:
@@ -226,7 +226,7 @@ def resume(context: click.Context, *, name: str, as_json: bool) -> None:
 @schedule.command(short_help="Delete a schedule.")
 @of_one
 def remove(context: click.Context, *, name: str, as_json: bool) -> None:
-    """Delete a schedule with its waiting occurrence. Messages of it that are held or were rescheduled stay.
+    """Delete a schedule with its waiting occurrence. Its messages that are held or were rescheduled stay.
 
     \b
     Examples:

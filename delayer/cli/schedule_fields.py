@@ -94,7 +94,7 @@ def _properties(value: object) -> Mapping[str, Any]:
 
 
 def _property(name: str, value: object) -> str | int:
-    """A property of the message; "" stands for none."""
+    """A property of the message; "" means none."""
     if name not in _PROPERTIES:
         raise Expected(f"properties of {', '.join(_PROPERTIES)}; {format_found(name)} is none of them")
     if value == "":

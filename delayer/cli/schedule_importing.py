@@ -39,9 +39,9 @@ _options = joined(
 def import_() -> None:
     """Bring in the schedules of another system. What cannot be translated is named, and is not brought in.
 
-    All the others are added, or none of them: none if the store has a schedule of such a name that is another one.
-    Look at them with --dry-run first, and stop the other system before the import, or messages come twice.
-    Exit code 1 if something was not translated.
+    The rest are added in one transaction, or nothing is, if the store has another schedule of one of these names. Look
+    at them with --dry-run first, and stop the other system before the import, or messages come twice. Exit code 1 if
+    something was not translated.
     """
 
 

@@ -159,8 +159,8 @@ def show(context: click.Context, *, name: str, as_json: bool) -> None:
 def preview(context: click.Context, *, name: str, count: int, as_json: bool) -> None:
     """Print the next times of a schedule, in its zone and in UTC, and the distance from each to the one before.
 
-    The distance shows the nights when the clocks change. Times are computed with the zone data of this host. Those of
-    a paused schedule are the times after a resume now. --jitter is not included.
+    The distance shows the nights when the clocks change. Times are computed with the zone data of this host. For a
+    paused schedule, these are the times after a resume now. --jitter is not included.
 
     \b
     Examples:

@@ -82,8 +82,8 @@ def check_cron(expression: str) -> None:
 
 
 def is_fixed(expression: str) -> bool:
-    """Whether the expression names times of day. Others, with a minute or hour that begins with ``*``, name distances,
-    which a change of the clocks does not stretch. Debian's cron has the same rule.
+    """Whether the expression names times of day. An expression whose minute or hour begins with ``*`` names distances
+    instead, which a change of the clocks does not stretch. Debian's cron has the same rule.
 
     >>> is_fixed("30 2 * * *"), is_fixed("*/15 * * * *"), is_fixed("0 * * * *")
     (True, False, False)
@@ -118,7 +118,7 @@ def cron_in_words(expression: str) -> str:
 
 
 def _rank(times: _Times, at: datetime) -> int:
-    """How many times of a day are before this."""
+    """Count the expression's times of a day before ``at``."""
     minutes, seconds = len(times.minutes), len(times.seconds)
     rank = sum(hour < at.hour for hour in times.hours) * minutes * seconds
     if at.hour in times.hours:
@@ -178,7 +178,7 @@ def _spell_term(term: str, field: _Field) -> str:
         return str(first)  # cronsim 2.8 reads "0-0/2" as "0/2".
     if step and field.lowest <= end < first <= highest:
         return ",".join(map(str, [*range(first, field.highest + 1), *range(field.lowest, end + 1)][::step]))
-    return term  # cronsim reads it, or refuses it.
+    return term  # cronsim accepts or rejects it.
 
 
 def _complaint(given: Sequence[str]) -> str:

@@ -1,16 +1,16 @@
 """What follows an occurrence, and which late occurrences are sent. Pure.
 
-One occurrence of an active schedule waits at any time. The next one is computed when the waiting one is settled:
+At any time one occurrence of an active schedule waits. The next is computed when the waiting occurrence is settled:
 released, held, cancelled or expired.
 
-An occurrence still unsent a minute after it was due is *late*. A restart or a failover takes less, so it makes none
-late. The waiting occurrence outlives a stop of every daemon, so it is always the first of the late ones. The field
-``catch_up`` (option ``--missed``) sets how many late ones are sent:
+An occurrence still unsent a minute after it was due is *late*. A restart or a failover takes less, so it does not make
+occurrences late. The waiting occurrence outlives a stop of every daemon, so it is always the first of the late ones.
+The field ``catch_up`` (option ``--missed``) sets how many late ones are sent:
 
 - ``SKIP``: none. The waiting one expires.
 - ``ONCE``: the waiting one.
-- n > 1: the waiting one, then the latest n - 1 of the others. These are due before they are written, so each is sent
-  immediately.
+- n > 1: the waiting occurrence, then the latest n - 1 of the other late ones. These are due before they are written,
+  so each is sent immediately.
 
 The other late occurrences are never sent. Only these count in ``missed``.
 """

@@ -28,10 +28,10 @@ class Fate(Enum):
 
 
 class ScheduleRecord(NamedTuple):
-    """``why``: of the states ended and failed. ``made`` and ``missed``: how many occurrences were sent, and never were.
-    ``settled_ms`` and ``waiting_ms``: the rhythm's times of the last occurrence that is over, and of the one that
-    waits. ``waiting_id``: the message that waits. ``made_ms``: when the last one was sent, ``late_ms`` after it was
-    due. ``added_ms`` and ``changed_ms``: when an operator added the schedule, and last changed it."""
+    """``why``: the reason of the states ended and failed. ``made`` and ``missed``: how many occurrences were sent, and
+    never were. ``settled_ms`` and ``waiting_ms``: the rhythm's times of the last occurrence that is over, and of the
+    one that waits. ``waiting_id``: the message that waits. ``made_ms``: when the last one was sent, ``late_ms`` after
+    it was due. ``added_ms`` and ``changed_ms``: when an operator added the schedule, and last changed it."""
 
     schedule: Schedule
     why: str = ""
@@ -73,8 +73,8 @@ def name_of(key: bytes) -> str:
 
 
 def next_times(record: ScheduleRecord, now_ms: int, most: int) -> list[int]:
-    """Find the next times of the rhythm, the waiting occurrence's first; of a paused schedule those after a resume now.
-    Raises BadCron and UnknownZone."""
+    """Find the next times of the rhythm, beginning with the waiting occurrence. For a paused schedule, find the times
+    after a resume now. Raises BadCron and UnknownZone."""
     schedule, left = record.schedule, record.schedule.max_occurrences
     if schedule.state is ScheduleState.ENDED:
         return []

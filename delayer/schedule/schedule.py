@@ -20,7 +20,7 @@ from delayer.schedule.rhythm import Every, Rhythm, next_after
 from delayer.schedule.wall import UnknownZone, check_zone
 
 SCHEDULE: Final = b"x-delayer-schedule"
-"""The header with the name of the schedule that a message is an occurrence of."""
+"""The header that names the schedule of an occurrence."""
 SHORTEST_MS: Final = 1_000
 LONGEST_MS: Final = 36_500 * DAY_MS
 MOST_JITTER_MS: Final = DAY_MS
@@ -46,9 +46,8 @@ class ScheduleState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A message that is sent again and again. ``id`` stays when a schedule is edited or exported. ``properties``: those
-    of the message, as AMQP encodes them, without ``message_id``. ``last_ms``: no occurrence is later; None for no
-    limit."""
+    """A recurring message. ``id`` stays when a schedule is edited or exported. ``properties``: those of the message, as
+    AMQP encodes them, without ``message_id``. ``last_ms``: no occurrence is later; None for no limit."""
 
     id: UUID
     name: str
@@ -113,7 +112,7 @@ def _of_limits(schedule: Schedule) -> Iterator[str]:
     if isinstance(schedule.rhythm, Every):
         most = max(
             0, min(most, schedule.rhythm.period_ms - 1)
-        )  # Else an occurrence could be due after the one behind it.
+        )  # Otherwise an occurrence could be due after its successor.
     if not 0 <= schedule.jitter_ms <= most:
         yield f"jitter: expected 0 to {most} ms, less than an interval and at most a day, found {schedule.jitter_ms} ms"
     if not SKIP <= schedule.catch_up <= MOST_CAUGHT_UP:

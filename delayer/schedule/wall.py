@@ -32,7 +32,7 @@ def zone_of(name: str) -> ZoneInfo:
 
 
 def check_zone(name: str) -> None:
-    """Raise UnknownZone also for what is a zone on this host only, such as ``localtime`` or a path."""
+    """Raises UnknownZone even for a zone of this host only, such as ``localtime`` or a path."""
     if name == "localtime" or name not in _names():
         raise UnknownZone(_unknown(name))
 
@@ -61,7 +61,7 @@ def _unknown(name: str) -> str:
 @lru_cache(maxsize=4096)
 def next_instant(expression: str, zone: ZoneInfo, after: datetime) -> datetime | None:
     """Find the first instant of the expression later than ``after``, an instant in UTC. None if there is none. Repeats
-    the answer for other schedules of one rhythm, which fire together. A zone that is loaded again is another one."""
+    the answer for other schedules of one rhythm, which fire together. A zone that is loaded again is another object."""
     find = _next_fixed if is_fixed(expression) else _next_elapsed
     return find(lambda wall: next_wall(expression, wall), zone, after)
 
@@ -108,8 +108,8 @@ def _wall(instant: datetime, zone: ZoneInfo) -> datetime:
 
 
 def _instants(wall: datetime, zone: ZoneInfo) -> tuple[datetime, datetime]:
-    """The instants of a wall time by the offset before a change near it, and by the one after. They are equal for most
-    times, ascending for a time that the clock shows twice, and descending for one that it skips."""
+    """The instants of a wall time by the offset before a nearby change, and by the offset after it. They are equal for
+    most times, ascending for a time that the clock shows twice, and descending for one that it skips."""
     first, second = (wall.replace(tzinfo=zone, fold=fold).astimezone(UTC) for fold in (0, 1))
     return first, second
 

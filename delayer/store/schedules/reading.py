@@ -48,8 +48,8 @@ async def show(connection: Connection, name: str) -> ScheduleRecord | None:
 
 
 class ScheduleCounts(NamedTuple):
-    """All schedules: how many are in each state; their occurrences sent, and missed; and the longest that one of their
-    last occurrences was late, None if none was sent."""
+    """The counts of schedules by state, and of occurrences sent and missed; and the maximum lateness of their last
+    occurrences, None if none was sent."""
 
     states: Mapping[ScheduleState, int]
     made: int
