@@ -41,7 +41,7 @@ NACKS_UNCOUNTED: Final = (4, 3)
 SAMPLE_PREFETCHES: Final = 10
 """The average size of messages is known after this many prefetches of them."""
 MIN_GAIN: Final = 2
-"""A new subscription is worth its cost if it can buffer this many times as many messages."""
+"""A new subscription is worth its cost only if it can buffer this many times the messages."""
 
 
 class FlowControl:

@@ -188,7 +188,8 @@ def _compare_bindings(
 
 
 def covers(policy: BrokerPolicy, queue: Queue) -> bool:
-    """Whether the policy applies to the queue. A pattern in Erlang's syntax that Python cannot read covers all."""
+    """Whether the policy applies to the queue. A pattern of Erlang that Python cannot parse counts as matching every
+    name."""
     kind = queue.argument("x-queue-type")
     if policy.applies_to not in ("all", "queues") and (kind is None or policy.applies_to != f"{kind}_queues"):
         return False

@@ -91,7 +91,7 @@ field_options = joined(
     ),
     _field("missed", "POLICY", "For occurrences missed: skip, once, all (up to 1,000), or a number. [default: once]"),
     _field("jitter", "DURATION", "Each occurrence is later by a part of this, which spreads a load."),
-    _field("max", "NUMBER", "End after so many occurrences; 0 for no end."),
+    _field("max", "NUMBER", "End after this many occurrences; 0 for no end."),
 )  # fmt: skip
 
 

@@ -14,7 +14,8 @@ _UNFIT = re.compile("[^A-Za-z0-9._-]+")
 
 
 class Untranslated(NamedTuple):
-    """What has no equal here. ``where``: such as ``line 7`` or an entry's name. ``why``: what it is, and what to do."""
+    """A part of the source that has no equal here. ``where``: such as ``line 7`` or an entry's name. ``why``: what it
+    is, and what to do."""
 
     where: str
     why: str

@@ -86,7 +86,7 @@ class Objection(NamedTuple):
 
     @property
     def whole_hold(self) -> Hold:
-        """The hold, with what earlier attempts showed."""
+        """The hold, with the flags of earlier attempts."""
         return self.hold.after(self.earlier and self.earlier.hold)
 
 

@@ -97,7 +97,7 @@ class Clock(Protocol):
         """An upper bound of the clock, in epoch milliseconds. Relative delays are measured from it."""
 
     def now_lower_ms(self) -> int:
-        """A lower bound of the clock. Messages due by it are due."""
+        """A lower bound of the clock. A message whose due time is not after it is due."""
 
 
 class IntakeSettings(Clock, Protocol):

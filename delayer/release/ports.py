@@ -84,4 +84,4 @@ class ReleaseSettings(Protocol):
         """The rate limit of each limited route, in messages per second."""
 
     def now_lower_ms(self) -> int:
-        """A lower bound of the clock. Messages due by it are due."""
+        """A lower bound of the clock. A message whose due time is not after it is due."""

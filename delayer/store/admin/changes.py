@@ -22,9 +22,9 @@ OF_HELD: Final = ("retry", "drop")
 
 
 class ChangeResult(NamedTuple):
-    """The messages that a change affected, or would. ``past``: what happened to them. ``of``: how many were named, or
-    are in their queue. ``lines``: about the rest. ``found``: where each named message was. ``complete``: whether it
-    affected them all."""
+    """The messages that a change affected, or would. ``past``: what happened to them. ``of``: how many messages were
+    named, or are in the queue. ``lines``: about the rest. ``found``: where each named message was. ``complete``:
+    whether it affected them all."""
 
     past: str
     messages: int

@@ -68,7 +68,7 @@ async def read_portions(
 
 
 def _portions(messages: Sequence[Entry], page_bytes: int) -> list[list[Entry]]:
-    """Split ``messages`` into runs of bodies and properties within ``page_bytes``, or of one message."""
+    """Split ``messages`` into runs of at most ``page_bytes`` of bodies and properties, or of a single message."""
     portions: list[list[Entry]] = []
     room = 0
     for one in messages:
