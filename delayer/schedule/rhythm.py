@@ -8,12 +8,13 @@ from typing import Final
 from zoneinfo import ZoneInfo
 
 from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
-from delayer.schedule.cron import count_in_day, cron_in_words
+from delayer.schedule.cron import count_in_day, cron_in_words, is_fixed
 from delayer.schedule.wall import next_instant, zone_of
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MILLISECOND: Final = timedelta(milliseconds=1)
 _HOUR: Final = timedelta(hours=1)
+_MINUTE: Final = timedelta(minutes=1)
 _DAY: Final = timedelta(days=1)
 _UNITS: Final = (("day", DAY_MS), ("hour", HOUR_MS), ("minute", MINUTE_MS), ("second", 1_000), ("millisecond", 1))
 
@@ -57,7 +58,7 @@ def next_after(rhythm: Rhythm, after_ms: int) -> int | None:
 
 def count_between(rhythm: Rhythm, after_ms: int, until_ms: int) -> int:
     """Count the times later than ``after_ms`` and not later than ``until_ms``. Fast for years of seconds, because only
-    the days on which the clocks change are walked through."""
+    the minutes in which the clocks change are walked through."""
     if isinstance(rhythm, Cron):
         after_ms = max(after_ms, rhythm.first_ms - 1)
     if until_ms <= after_ms:
@@ -67,10 +68,10 @@ def count_between(rhythm: Rhythm, after_ms: int, until_ms: int) -> int:
     zone, count = zone_of(rhythm.zone), 0
     start, stop = (_EPOCH + (ms + 1) * _MILLISECOND for ms in (after_ms, until_ms))
     while start < stop:
-        end = min(_next_midnight(start, zone), stop)
-        if not _is_even(start, end, zone):
-            end = min(start + _HOUR, stop)
-        if _is_even(start, end, zone):
+        for end in (_next_midnight(start, zone), start + _HOUR, start + _MINUTE):
+            if is_even := _is_even(rhythm, start, end := min(end, stop), zone):
+                break
+        if is_even:
             here, there = (at.astimezone(zone).replace(tzinfo=None) for at in (start, end))
             count += count_in_day(rhythm.expression, here, there)
         else:
@@ -105,12 +106,13 @@ def _next_midnight(at: datetime, zone: ZoneInfo) -> datetime:
     return datetime.combine(at.astimezone(zone).date() + _DAY, time(), zone).astimezone(UTC)
 
 
-def _is_even(start: datetime, end: datetime, zone: ZoneInfo) -> bool:
+def _is_even(rhythm: Cron, start: datetime, end: datetime, zone: ZoneInfo) -> bool:
     """Whether these instants are on one day, or the midnight at its end, whose clock neither skips nor repeats a time
-    between them, nor has just done so."""
+    of the rhythm between them, nor has just done so."""
     here = start.astimezone(zone)
     offsets = {at.astimezone(zone).utcoffset() for at in (start - _MILLISECOND, here, end)}
-    return here.fold == 0 and len(offsets) == 1 and start < end <= _next_midnight(start, zone)
+    again = here.fold == 1 and is_fixed(rhythm.expression)
+    return not again and len(offsets) == 1 and start < end <= _next_midnight(start, zone)
 
 
 def _walk(rhythm: Cron, start_ms: int, end_ms: int) -> int:

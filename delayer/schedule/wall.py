@@ -24,10 +24,10 @@ class UnknownZone(ValueError):
 
 
 def zone_of(name: str) -> ZoneInfo:
-    """Load a zone of the IANA database. Raises UnknownZone."""
+    """Load a zone of the IANA database. Raises UnknownZone, and OSError if its file is there but cannot be read."""
     try:
         return ZoneInfo(name)
-    except (ZoneInfoNotFoundError, ValueError, OSError):
+    except (ZoneInfoNotFoundError, ValueError, IsADirectoryError, NotADirectoryError):
         raise UnknownZone(_unknown(name)) from None
 
 
@@ -70,7 +70,10 @@ _Next = Callable[[datetime], datetime | None]
 
 
 def _next_fixed(following: _Next, zone: ZoneInfo, after: datetime) -> datetime | None:
-    wall = _wall(after, zone)
+    here = after.astimezone(zone)
+    wall = here.replace(tzinfo=None)
+    if here.fold:  # The clock has shown all the times before the change.
+        wall = _wall(_change(*_instants(wall, zone), zone) - _SECOND, zone)
     while (found := following(wall)) is not None:
         wall = found
         first, second = _instants(wall, zone)

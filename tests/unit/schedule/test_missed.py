@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
@@ -12,6 +12,7 @@ from delayer.schedule.occurrence import due_ms
 from delayer.schedule.rhythm import Cron, Every
 from delayer.schedule.schedule import ONCE, SKIP, next_time
 from delayer.schedule.wall import UnknownZone
+from tests.unit.schedule.readings import READINGS, ZONES, Reading, changes, read
 from tests.unit.schedule.scene import HOURLY, ms, schedule
 
 TEN = ms("2026-03-02T10:00Z")
@@ -165,3 +166,24 @@ def test_every_occurrence_is_sent_once_or_counted_as_missed(
     assert at == waiting
     assert set(settled) <= set(expected)
     assert len(expected) == len(settled) + missed
+
+
+CHANGES = st.sampled_from([(zone, change) for zone in ZONES for change in changes(zone)[-12:]])
+
+
+@given(st.sampled_from(READINGS), CHANGES, st.integers(2, 5), st.integers(0, 40), st.integers(-6 * HOUR, 6 * HOUR))
+def test_what_is_caught_up_next_to_a_change_of_the_clocks(
+    reading: Reading, change: tuple[str, int], catch_up: int, back: int, now: int
+) -> None:
+    """Compared with the times as another reading has them, minute by minute."""
+    zone, at = change
+    midnight, now = at - at % 86_400, at * 1_000 + now
+    times = [one * 1_000 for one in read(reading, zone, midnight - 3 * 86_400, midnight + 8 * 86_400)]
+    before = [one for one in times if one <= now]
+    assume(before)
+    settled = before[-min(len(before), back + 1)]
+    late = [one for one in times if settled < one < now - LATE_MS]
+    caught_up, after = late[1 - catch_up :], [one for one in times if one > max([settled, *late])]
+    assume(caught_up or after)
+    one = schedule(rhythm=Cron(reading.expression, zone), catch_up=catch_up)
+    assert following(one, settled, now) == Following([*caught_up, *after][0], len(late) - len(caught_up))

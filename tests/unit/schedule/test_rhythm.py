@@ -158,6 +158,19 @@ def test_a_count_is_a_walk_next_to_changes(zone: str) -> None:
                 assert count_between(cron, after, until) == len(walk(cron, after, until))
 
 
+@pytest.mark.parametrize("zone", ZONES + ODD_ZONES)
+def test_seconds_are_counted_through_changes(zone: str) -> None:
+    """Both clocks that show each second, and those that name each second of the day, which they show twice."""
+    for change in changes(zone)[-12:]:
+        after, until = change * 1000 - 5 * HOUR_MS - 1, change * 1000 + 20 * HOUR_MS - 1
+        assert count_between(Cron("* * * * * *", zone), after, until) == 25 * 3_600
+        for start in (after, change * 1000 - 1, change * 1000 + 7 * MINUTE_MS - 1):
+            seconds, minutes = (
+                count_between(Cron(f"{expression} 0-59 0-23 * * *", zone), start, until) for expression in "*0"
+            )
+            assert seconds == 60 * minutes
+
+
 def test_a_rhythm_ends_with_the_calendar() -> None:
     assert next_after(Cron("0 0 1 1 *"), ms("9998-06-01T00:00Z")) == ms("9999-01-01T00:00Z")
     assert next_after(Cron("0 0 1 1 *"), ms("9999-06-01T00:00Z")) is None
