@@ -271,10 +271,14 @@ class PostgresBacklog:
             self._start_upkeep(self._store, number)
 
     def _start_upkeep(self, store: PostgresStore, look: int) -> None:
-        """Start the upkeep as a task, so that lanes do not wait for its locks. Raises the failure of the last round."""
+        """Start the upkeep as a task, so that lanes do not wait for its locks. If a round fails, the next one comes all
+        the same. Raises a bug of the last round."""
         if self._upkeep is not None and self._upkeep.done():
             last, self._upkeep = self._upkeep, None
-            last.result()
+            try:
+                last.result()
+            except StoreLost as lost:
+                log.error("upkeep failed", reason=str(lost), next_step=lost.advice or STORE_RUNS)
         if self._upkeep is None and look % UPKEEP_LOOKS == 0:
             self._upkeep = asyncio.create_task(store.maintain(), name="upkeep")
 

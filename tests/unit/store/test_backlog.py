@@ -149,11 +149,12 @@ async def test_failed_upkeep_is_tried_again() -> None:
 
     store.on_maintain = fails
     with capture_logs() as logged:
-        async with scene(store):
+        async with scene(store) as it:
             await until(lambda: store.maintained == 2)
-    assert ("store unreachable", "no room for another partition") in [
-        (one["event"], one.get("reason")) for one in logged
-    ]
+            assert it.backlog.reached, "the store answers"
+    told = [(one["event"], one.get("reason")) for one in logged]
+    assert ("upkeep failed", "no room for another partition") in told
+    assert "store unreachable" not in {event for event, _ in told}
 
 
 @pytest.mark.parametrize("where", ["loop", "look around"])
