@@ -90,16 +90,16 @@ async def check_store(report: CheckReport, settings: Settings, url: str) -> Cloc
     return server.clock
 
 
-def _zones(report: CheckReport, newest: str) -> None:
-    """Compare this host's zone data with the newest by which a daemon computed the times of schedules."""
-    if not newest:
+def _zones(report: CheckReport, used: str) -> None:
+    """Compare this host's zone data with the oldest by which a daemon may have computed the times of schedules."""
+    if not used:
         return
     data = zone_data(zone_directories())
     here = "none" if data is None else f"{data.version} in {data.path}"
-    if data is not None and data.version == newest:
+    if data is not None and data.version == used:
         report.add("zone data", "ok", here)
     else:
-        found = f"{here}; the schedules of this store use {newest}"
+        found = f"{here}; the schedules of this store use {used}"
         report.add("zone data", "note", found, "install the same tzdata on every host of a daemon, the newest one")
 
 

@@ -1,7 +1,7 @@
 """A schedule as the store has it: what it is, and how far it has come. Pure.
 
 A record changes in two ways: its waiting occurrence is over, or an operator changes it. Both end with the search for
-the next occurrence, which never raises: a schedule whose next occurrence cannot be computed has failed, and no other.
+the next occurrence. A schedule whose rhythm has none, because its expression or its zone cannot be read, has failed.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from enum import Enum
 from typing import NamedTuple
 
 from delayer.core.message import OCCURRENCE, Parcel
+from delayer.schedule.cron import BadCron
 from delayer.schedule.missed import Following, following, renewed, starting
 from delayer.schedule.occurrence import due_ms, occurrence
 from delayer.schedule.schedule import Schedule, ScheduleState, next_time
+from delayer.schedule.wall import UnknownZone
 
 
 class Fate(Enum):
@@ -128,15 +130,15 @@ def stop(record: ScheduleRecord, state: ScheduleState, why: str = "") -> Schedul
 
 
 def plan(record: ScheduleRecord, find: Callable[[], Following]) -> PlannedRecord:
-    """The record with the occurrence that ``find`` finds."""
+    """The record with the occurrence that ``find`` finds. Raises OSError if zone data that are there cannot be read."""
     try:
         found = find()
-        parcel = None if found.at_ms is None else occurrence(record.schedule, found.at_ms)
-    except Exception as wrong:  # noqa: BLE001 - Whatever is wrong with one schedule must not stop the messages of others.
-        return PlannedRecord(stop(record, ScheduleState.FAILED, str(wrong) or type(wrong).__name__), None)
+    except (BadCron, UnknownZone) as wrong:
+        return PlannedRecord(stop(record, ScheduleState.FAILED, str(wrong)), None)
     record = record._replace(missed=record.missed + found.missed)
-    if parcel is None:
+    if found.at_ms is None:
         return PlannedRecord(stop(record, ScheduleState.ENDED, found.why), None)
+    parcel = occurrence(record.schedule, found.at_ms)
     schedule = replace(record.schedule, state=ScheduleState.ACTIVE)
     active = record._replace(schedule=schedule, why="", waiting_ms=found.at_ms)
     return PlannedRecord(active, parcel._replace(key=key_of(record.name)))

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from decimal import Decimal
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import asyncpg
 from asyncpg import Connection
 
-from delayer.core.errors import StoreLost
+from delayer.core.errors import Rejected, StoreLost
 from delayer.store.clock import StoreClock
-from delayer.store.errors import DRIVER_ERRORS, BadStoreUrl, to_store_lost
+from delayer.store.errors import DRIVER_ERRORS, REJECTED, WORTH_REPEATING, BadStoreUrl, describe, to_store_lost
 
+T = TypeVar("T")
 CONNECT_SECONDS = 10.0
 STATEMENT_SECONDS = 30.0
 # The server times out first, with a reason. Our timeout only catches a server that does not answer at all.
 COMMAND_SECONDS = STATEMENT_SECONDS + 5.0
+ATTEMPTS: Final = 3
+"""Maximum number of attempts of a write that loses against another transaction."""
+TURN_SECONDS: Final = 0.01
 
 INDEX_ONLY: Final = dict.fromkeys(("enable_seqscan", "enable_bitmapscan", "enable_hashjoin", "enable_mergejoin"), "off")
 """Settings that make every plan a range of an index, even with wrong statistics of a partition that was just filled."""
@@ -196,6 +201,38 @@ async def transaction(connection: Connection) -> AsyncIterator[None]:
         raise
     else:
         await started.commit()
+
+
+async def in_savepoint(connection: Connection, write: Callable[[], Awaitable[T]]) -> T:
+    """Run ``write`` in the open transaction. If the database rejects its data, undo it. If it lost against a partition
+    that was attached meanwhile, repeat it. Raises Rejected, and the driver's other errors; after these the transaction
+    cannot go on."""
+    attempt = 0
+    while True:
+        attempt += 1
+        await connection.execute("SAVEPOINT write")
+        try:
+            result = await write()
+        except (Rejected, *REJECTED) as error:
+            await connection.execute("ROLLBACK TO write; RELEASE write")
+            if isinstance(error, Rejected):
+                raise
+            if attempt == ATTEMPTS or not isinstance(error, WORTH_REPEATING):
+                raise Rejected(describe(error)) from error
+        else:
+            await connection.execute("RELEASE write")
+            return result
+
+
+async def in_turns(connection: Connection, values: Iterable[T]) -> AsyncIterator[T]:
+    """Yield ``values``, whose use computes for long. Query the server now and then, so that it does not end the open
+    transaction as idle, and other tasks take turns. Raises the driver's errors."""
+    began = time.monotonic()
+    for value in values:
+        if time.monotonic() - began > TURN_SECONDS:
+            await connection.fetchval("SELECT 1")
+            began = time.monotonic()
+        yield value
 
 
 def end(connection: Connection) -> None:

@@ -42,8 +42,6 @@ from delayer.store.schedules.zones import ZoneWatch
 from delayer.store.segments import catalog
 from delayer.store.statements import Changes
 
-ATTEMPTS: Final = 3
-"""Maximum number of attempts of a park that loses against another transaction."""
 IDLE_SECONDS: Final = 4.0
 """Connections are fed, and the store is polled, each second. A hanging process loses its lanes in about 5 seconds."""
 CLOSE_SECONDS: Final = 5.0
@@ -245,7 +243,7 @@ class PostgresStore:
                 async with self._transaction() as connection:
                     result = await work(connection)
             except DRIVER_ERRORS as error:
-                if attempt < ATTEMPTS and isinstance(error, WORTH_REPEATING):
+                if attempt < pool.ATTEMPTS and isinstance(error, WORTH_REPEATING):
                     continue
                 rejected = isinstance(error, REJECTED)
                 raise (Rejected(f"{doing}: {describe(error)}") if rejected else to_store_lost(doing, error)) from error

@@ -160,7 +160,7 @@ CREATE TABLE lane (
 
 -- One row. intake grows with every process that begins to apply operations with keys, and fences off those of the
 -- process before. has_broker: the store belongs to a broker, the one with the exchange delayer.store.<id>.
--- zone_version: the zone data by which the occurrences of schedules were last computed.
+-- zone_version: the oldest zone data by which a waiting occurrence may have been computed.
 CREATE TABLE store (
     id           text    NOT NULL DEFAULT replace(gen_random_uuid()::text, '-', ''),
     has_broker   boolean NOT NULL DEFAULT false,

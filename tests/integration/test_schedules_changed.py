@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from importlib.resources import files
-from pathlib import Path
-from zoneinfo import ZoneInfo
 
 import asyncpg
 import pytest
 
 from delayer.amqp.properties import Properties
 from delayer.core.units import DAY_MS
-from delayer.schedule import occurrence, wall
+from delayer.schedule import occurrence
 from delayer.schedule.rhythm import Cron, Every
 from delayer.schedule.schedule import Schedule, ScheduleState
 from delayer.store.admin import audit_log
 from delayer.store.errors import ScheduleRefused
 from delayer.store.rows import partitions
 from delayer.store.schedules import changes, reading
-from delayer.store.schedules.zones import ZoneWatch
 from tests.support.rows import conserved
-from tests.support.schedules import HOUR_MS, HOURLY, check_waiting, named, record, rewind, schedule
+from tests.support.schedules import HOUR_MS, check_waiting, named, record, rewind, schedule
 from tests.support.store import opened, owned, release_all, sql
 
 BERLIN = Cron("0 7 * * *", "Europe/Berlin")
@@ -210,82 +206,3 @@ async def test_the_upkeep_makes_the_partition_that_a_release_needed(database: st
         await store.maintain()
         assert day in await partitions.read_days(admin)
         await check_waiting(admin)
-
-
-def copy_of(zones: Path, version: str, berlin: str) -> Path:
-    """Zone data of this version, in which Berlin has the time of another zone."""
-    place = zones / version
-    (place / "Europe").mkdir(parents=True)
-    (place / "tzdata.zi").write_text(f"# version {version}\n", encoding="ascii")
-    (place / "UTC").touch()
-    (place / "Europe" / "Berlin").write_bytes((files("tzdata") / "zoneinfo" / berlin).read_bytes())
-    return place
-
-
-def in_zones_of(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process load its zones from this copy."""
-
-    def zone_of(name: str) -> ZoneInfo:
-        with (place / name).open("rb") as file:
-            return ZoneInfo.from_file(file, name)
-
-    monkeypatch.setattr(wall, "zone_of", zone_of)
-    monkeypatch.setattr("delayer.schedule.rhythm.zone_of", zone_of)
-
-
-async def test_newer_zone_data_move_the_next_occurrences(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with opened(database) as store, sql(database) as admin:
-        await changes.apply(admin, [schedule("berlin", rhythm=BERLIN), schedule("hourly", rhythm=HOURLY)], who="me")
-        before, hourly = await record(admin, "berlin"), await record(admin, "hourly")
-        moved = copy_of(tmp_path, "2099a", "Asia/Tokyo")
-
-        in_zones_of(moved, monkeypatch)
-        await ZoneWatch(lambda: [moved]).run_upkeep(store.pool)
-        after = await check_waiting(admin, "berlin")
-        assert (after.waiting_ms or 0) % DAY_MS == 22 * HOUR_MS, "07:00 in Tokyo"
-        assert after.waiting_ms != before.waiting_ms
-        assert await check_waiting(admin, "hourly") == hourly
-        assert await admin.fetchval("SELECT zone_version FROM store") == "2099a"
-        monkeypatch.undo()
-        await ZoneWatch(lambda: [copy_of(tmp_path, "2098z", "Europe/Berlin")]).run_upkeep(store.pool)
-        assert await check_waiting(admin, "berlin") == after, "older data change nothing"
-        await ZoneWatch(lambda: [copy_of(tmp_path, "2099b", "Europe/Berlin")]).run_upkeep(store.pool)
-        assert (await check_waiting(admin, "berlin")).waiting_ms == before.waiting_ms
-        await conserved(admin)
-
-
-async def test_a_schedule_without_its_zone_goes_on_when_the_data_have_it(database: str, tmp_path: Path) -> None:
-    async with opened(database) as store, sql(database) as admin:
-        added = await changes.add(admin, schedule(rhythm=BERLIN), who="me")
-        await admin.execute("UPDATE schedule SET zone = 'Europe/Atlantis'")
-        await ZoneWatch(lambda: [copy_of(tmp_path, "2099a", "Europe/Berlin")]).run_upkeep(store.pool)
-        assert (await check_waiting(admin)).schedule.state is ScheduleState.FAILED
-        with pytest.raises(ScheduleRefused, match=r"which failed: .*Atlantis"):
-            await changes.resume(admin, "tick", who="me")
-        assert (await check_waiting(admin)).schedule.state is ScheduleState.FAILED
-        await admin.execute("UPDATE schedule SET zone = 'Europe/Berlin'")
-        await ZoneWatch(lambda: [copy_of(tmp_path, "2099b", "Europe/Berlin")]).run_upkeep(store.pool)
-        after = await check_waiting(admin)
-        assert (after.schedule.state, after.waiting_ms) == (ScheduleState.ACTIVE, added.waiting_ms)
-        await conserved(admin)
-
-
-async def test_a_daemon_whose_zone_data_catch_up_computes_again(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It wrote occurrences by its older data, although the store knows of newer ones."""
-    async with opened(database) as store, sql(database) as admin:
-        old, new = copy_of(tmp_path, "2099a", "Asia/Tokyo"), copy_of(tmp_path, "2099b", "Europe/Berlin")
-        place = [old]
-        watch = ZoneWatch(lambda: place)
-        await watch.run_upkeep(store.pool)
-        await admin.execute("UPDATE store SET zone_version = '2099b'")
-        in_zones_of(old, monkeypatch)
-        added = await changes.add(admin, schedule(rhythm=BERLIN), who="me")
-        monkeypatch.undo()
-        place[:] = [new]
-        await watch.run_upkeep(store.pool)
-        after = await check_waiting(admin)
-        assert (after.waiting_ms or 0) % DAY_MS != (added.waiting_ms or 0) % DAY_MS

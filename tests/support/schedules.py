@@ -21,7 +21,7 @@ from delayer.schedule.rhythm import Every
 from delayer.schedule.schedule import SCHEDULE, Schedule
 from delayer.store.admin.actions import make_missing
 from delayer.store.rows.partitions import PARK_SECONDS
-from delayer.store.schedules import reading
+from delayer.store.schedules import reading, table
 from tests.support.place import Place
 from tests.support.raw import Raw
 
@@ -43,22 +43,30 @@ async def record(connection: asyncpg.Connection, name: str = "tick") -> Schedule
     return found
 
 
-async def rewind(connection: asyncpg.Connection, by_ms: int, name: str = "tick") -> ScheduleRecord:
-    """Let the schedule look as if its occurrence had waited since before, while no daemon worked."""
-    waits = await record(connection, name)
-    assert waits.waiting_ms is not None
-    at_ms = waits.waiting_ms - by_ms
-    parcel = occurrence(waits.schedule, at_ms)
-    row = dict(zip(COLUMNS, stored_row(parcel, 0), strict=True))
-    await make_missing(connection, {at_ms // DAY_MS}, PARK_SECONDS)  # It may be the day before.
+async def rewind(connection: asyncpg.Connection, by_ms: int, *names: str) -> ScheduleRecord:
+    """Let these schedules (or "tick") look as if their occurrences had waited since before, while no daemon worked.
+    Returns the first one."""
+    names = names or ("tick",)
+    rows, schedules, days = [], [], set()
+    for name, waits in (await table.read(connection, names)).items():
+        assert waits.waiting_ms is not None
+        at_ms = waits.waiting_ms - by_ms
+        parcel = occurrence(waits.schedule, at_ms)
+        row = dict(zip(COLUMNS, stored_row(parcel, 0), strict=True))
+        rows.append((waits.waiting_id, waits.due_ms, row["due_at"], row["properties"], row["checksum"]))
+        schedules.append((name, at_ms, key_of(name), row["due_at"]))
+        days.add(at_ms // DAY_MS)  # It may be the day before.
+    await make_missing(connection, days, PARK_SECONDS)
     async with connection.transaction():
-        await connection.execute(
-            "UPDATE message SET due_at = $2, properties = $3, checksum = $4 WHERE id = $1",
-            waits.waiting_id, row["due_at"], row["properties"], row["checksum"],
-        )  # fmt: skip
-        await connection.execute("UPDATE message_key SET due_at = $2 WHERE key = $1", key_of(name), row["due_at"])
-        await connection.execute("UPDATE schedule SET waiting_at = $2, settled_at = NULL WHERE name = $1", name, at_ms)
-    return await record(connection, name)
+        await connection.executemany(
+            "UPDATE message SET due_at = $3, properties = $4, checksum = $5 WHERE id = $1 AND due_at = $2", rows
+        )
+        await connection.executemany(
+            "WITH keyed AS (UPDATE message_key SET due_at = $4 WHERE key = $3)"
+            " UPDATE schedule SET waiting_at = $2, settled_at = NULL WHERE name = $1",
+            schedules,
+        )
+    return await record(connection, names[0])
 
 
 async def check_waiting(connection: asyncpg.Connection, name: str = "tick") -> ScheduleRecord:

@@ -3,6 +3,7 @@
 If the database rejects the data of a row, a savepoint keeps the claim. The rows are then written by halves until the
 bad row is found. So the claim still commits, and no message is published again. The bad row gets a plain reason and no
 history. If the database rejects even that, the row returns to its old place, and the lane's claims skip it for a while.
+So does an occurrence whose schedule cannot be written: it comes again, instead of none ever.
 
 A claim that the database rejects is repeated with half as many rows, until only the row to skip is left. The pauses
 grow like those of held rows. Skipped rows stay where they are, so the scan of the lane's next owner finds them.
@@ -28,9 +29,9 @@ from delayer.core.message import Due, is_occurrence
 from delayer.format.rows import COLUMNS_WITH_ID, HELD_COLUMNS, hold_columns, moved_row
 from delayer.retry import write_by_halves
 from delayer.schedule.record import Fate
-from delayer.store import statements
+from delayer.store import pool, statements
 from delayer.store.clock import StoreClock
-from delayer.store.errors import REJECTED, describe, plain_reason
+from delayer.store.errors import describe, plain_reason
 from delayer.store.lanes.cursor import NEVER_MS
 from delayer.store.rows import history, keys
 from delayer.store.schedules.occurrences import EndedOccurrence, follow
@@ -152,7 +153,7 @@ class Settlement:
             hold = Hold(HoldKind.UNFIT, f"delivered, but {text}", may_be_delivered=True)
         with suppress(Rejected):
             return await self._try([row._replace(hold=hold)], history=False)
-        if hold is None:
+        if hold is None and not is_occurrence(due.parcel.key):
             # Only its key is left behind, without a message.
             self.counted["cancelled" if row.expired else "released"] += 1
             return
@@ -163,12 +164,7 @@ class Settlement:
 
     async def _try(self, rows: Sequence[Settled], *, history: bool) -> None:
         """Write ``rows``, or none if the database rejects their data. Raises Rejected."""
-        await self.connection.execute("SAVEPOINT settled")
-        try:
-            await self._write(rows, history=history)
-        except REJECTED as error:
-            await self.connection.execute("ROLLBACK TO settled")
-            raise Rejected(describe(error)) from error
+        await pool.in_savepoint(self.connection, partial(self._write, rows, history=history))
 
     async def _write(self, rows: Sequence[Settled], *, history: bool) -> None:
         """Write ``rows``. Waiting rows are already deleted; held ones (``attempts`` > 0) are still in ``held``."""

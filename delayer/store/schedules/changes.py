@@ -101,7 +101,7 @@ async def resume(connection: Connection, name: str, *, who: str) -> ScheduleReco
         if there.schedule.state is ScheduleState.ACTIVE:
             return PlannedRecord(there, None)  # Not written: ``unless`` ends the transaction first.
         planned = begin(there, now_ms)
-        if planned.record.schedule.state is not ScheduleState.ACTIVE:
+        if planned.record.schedule.state is ScheduleState.ENDED:
             raise _without_next(planned.record)
         return planned
 
@@ -224,8 +224,7 @@ async def bring(connection: Connection, records: Sequence[ScheduleRecord]) -> No
         )
         for record in records
     ]
-    placed, written = await occurrences.write(connection, list(zip(planned, lanes, strict=True)))
-    await table.put(connection, [one.record for one, _ in placed])
+    _, written = await occurrences.write(connection, list(zip(planned, lanes, strict=True)), table.put)
     await notify(connection, soonest((one.lane, one.due_ms) for one in written), {})
     await write_counters(connection, Counter((one.lane, "parked") for one in written))
 
@@ -266,17 +265,18 @@ async def _transact(
         await keys.point(connection, used, ())
         there = await table.read(connection, names, lock=True)
         now_ms: int = await connection.fetchval(_NOW)
+        lanes = zip(names, await _lanes(connection, names), strict=True)
         planned = [
             (one, lane)
-            for name, lane in zip(names, await _lanes(connection, names), strict=True)
+            async for name, lane in pool.in_turns(connection, lanes)
             if (one := revisions[name](there.get(name), now_ms)) is not None
         ]
-        placed, written = await occurrences.write(connection, planned)
-        records = [one.record for one, _ in placed]
+        put = table.write_progress if entry is None else table.put
+        records, written = await occurrences.write(connection, planned, put)
         if entry is None:
-            await table.write_progress(connection, records)
+            occurrences.log_failed(records)
         else:
-            await table.put(connection, records)
+            _check_written(records)
             await table.delete(connection, there.keys() - {record.name for record in records})
             asked = {**entry.asked, **_changed_fields(there, records)}
             log_id = await audit_log.begin(connection, entry.who, entry.verb, asked)
@@ -288,6 +288,17 @@ async def _transact(
         changes.update((one.lane, "parked") for one in written)
         await write_counters(connection, changes)
         return list((await table.read(connection, names)).values())
+
+
+def _check_written(records: Sequence[ScheduleRecord]) -> None:
+    """Raise ScheduleRefused if a schedule has failed just now."""
+    failed = [
+        f"{one.name}: expected a next occurrence, found none: {one.why}; correct the schedule, or what rejects it"
+        for one in records
+        if one.schedule.state is ScheduleState.FAILED
+    ]
+    if failed:
+        raise ScheduleRefused(failed)
 
 
 def _changed_fields(there: Mapping[str, ScheduleRecord], records: Sequence[ScheduleRecord]) -> dict[str, list[str]]:
@@ -335,7 +346,7 @@ def _known(there: ScheduleRecord | None, name: str) -> ScheduleRecord:
 
 
 def _without_next(record: ScheduleRecord) -> ScheduleRefused:
-    found = f"{record.name}, which {record.schedule.state.value}: {record.why}"
+    found = f"{record.name}, which ended: {record.why}; edit its last time or its maximum"
     return ScheduleRefused([f"state: expected a schedule with a next time, found {found}"])
 
 

@@ -9,27 +9,29 @@ an operator, who first cancels that message (changes.py). Transactions without o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 from asyncpg import Connection
 
+from delayer.core.errors import Rejected
 from delayer.core.faultpoint import reach
 from delayer.core.message import Due, Parcel, is_occurrence
 from delayer.format.rows import COLUMNS_WITH_ID, reason_text, stored_row
 from delayer.schedule.missed import LATE_MS, is_expired
-from delayer.schedule.record import Fate, PlannedRecord, name_of, step_on, stop
+from delayer.schedule.record import Fate, PlannedRecord, ScheduleRecord, name_of, step_on, stop
 from delayer.schedule.schedule import ScheduleState
-from delayer.store.errors import REJECTED, describe
+from delayer.store import pool
+from delayer.store.errors import describe
 from delayer.store.rows import keys
 from delayer.store.rows.places import new_ids
 from delayer.store.schedules import table
 
 log = logging.getLogger(__name__)  # Not structlog: see partitions.py.
 
-_CORRECT: Final = "correct the schedule (`delayer schedule edit`), and it goes on; all others do"
-AT_ONCE: Final = 32
-"""How many next occurrences are computed, at some 100 us each, before the event loop turns to due messages."""
+_CORRECT: Final = "correct the schedule, or what rejects it, and run `delayer schedule resume`; all others go on"
+NEXT_STEP: Final = "correct what the error names, or report it with its traceback; the daemon tries again until then"
 
 
 class EndedOccurrence(NamedTuple):
@@ -52,63 +54,76 @@ class WaitingOccurrence(NamedTuple):
 
 async def follow(connection: Connection, over: Sequence[EndedOccurrence]) -> list[WaitingOccurrence]:
     """Write what follows these occurrences, each into the same lane; their messages and keys are deleted. Steps 4 and 5
-    of keys.py. The caller counts the new ones as parked, and wakes their lanes. Raises the driver's errors."""
+    of keys.py. The caller counts the new ones as parked, and wakes their lanes. Raises Rejected if one cannot be
+    computed or written, and the driver's other errors."""
     by_name = {name_of(one.key): one for one in over}
     ids = [one.id for one in over]
     records, now_ms = await table.read_waiting(connection, by_name, ids, lock=True)
     planned = []
-    for number, record in enumerate(records):
-        if number % AT_ONCE == 0:
-            # Also keeps the server from ending the transaction as idle, while hundreds of schedules are computed.
-            await connection.fetchval("SELECT 1")
+    async for record in pool.in_turns(connection, records):
         one = by_name[record.name]
         if one.id == record.waiting_id:
-            planned.append((step_on(record, one.fate, now_ms, one.sent_ms), one.lane))
+            try:
+                planned.append((step_on(record, one.fate, now_ms, one.sent_ms), one.lane))
+            except Exception as wrong:
+                # Not the fault of the schedule: no file can be opened, or a bug. The occurrence comes again.
+                log.exception("schedule not computed", extra={"schedule": record.name, "next_step": NEXT_STEP})
+                raise Rejected(f"schedule {record.name}: {describe(wrong)}") from wrong
     if not planned:
         return []
-    placed, written = await write(connection, planned)
-    await table.write_progress(connection, [one.record for one, _ in placed])
-    for (record, _), _ in placed:
-        if record.schedule.state is ScheduleState.FAILED:
-            log.error("schedule failed", extra={"schedule": record.name, "reason": record.why, "next_step": _CORRECT})
+    records, written = await write(connection, planned, table.write_progress)
+    log_failed(records)
     return written
 
 
-Placed = tuple[PlannedRecord, int]
+def log_failed(records: Iterable[ScheduleRecord]) -> None:
+    """Log those of these records that have just failed."""
+    for record in records:
+        if record.schedule.state is ScheduleState.FAILED:
+            log.error("schedule failed", extra={"schedule": record.name, "reason": record.why, "next_step": _CORRECT})
+
+
+Planned = tuple[PlannedRecord, int]
 """A planned record, and the lane of its next occurrence."""
+Put = Callable[[Connection, Sequence[ScheduleRecord]], Awaitable[None]]
 
 
-async def write(connection: Connection, planned: Sequence[Placed]) -> tuple[list[Placed], list[WaitingOccurrence]]:
-    """Write the next occurrences. Returns the records with their ids. If the database rejects an occurrence, only
-    its own schedule fails. Raises the driver's other errors."""
-    await connection.execute("SAVEPOINT occurrences")
+async def write(
+    connection: Connection, planned: Sequence[Planned], put: Put
+) -> tuple[list[ScheduleRecord], list[WaitingOccurrence]]:
+    """Write the next occurrences, and their schedules by ``put``. If the database rejects one of these, only its own
+    schedule fails. Returns the schedules as written. Raises Rejected if even that is rejected, and the driver's other
+    errors."""
     try:
-        found = await _write(connection, planned)
-    except REJECTED as error:
-        await connection.execute("ROLLBACK TO occurrences; RELEASE occurrences")
-        if len(planned) == 1:
-            [(one, lane)] = planned
-            why = reason_text(f"the database rejects its next occurrence: {describe(error)}")
-            return [(PlannedRecord(stop(one.record, ScheduleState.FAILED, why), None), lane)], []
-        alone = [await write(connection, [one]) for one in planned]
-        return [one for records, _ in alone for one in records], [one for _, written in alone for one in written]
-    await connection.execute("RELEASE occurrences")
+        found = await pool.in_savepoint(connection, partial(_write, connection, planned, put))
+    except Rejected as rejected:
+        if len(planned) > 1:
+            middle = len(planned) // 2
+            halves = [await write(connection, half, put) for half in (planned[:middle], planned[middle:])]
+            return [one for records, _ in halves for one in records], [one for _, new in halves for one in new]
+        [(one, _)] = planned
+        why = reason_text(f"the database rejects its next occurrence: {rejected}")
+        failed = stop(one.record, ScheduleState.FAILED, why)
+        await pool.in_savepoint(connection, partial(put, connection, [failed]))
+        return [failed], []
     reach("schedule.copied")
     return found
 
 
-async def _write(connection: Connection, planned: Sequence[Placed]) -> tuple[list[Placed], list[WaitingOccurrence]]:
+async def _write(
+    connection: Connection, planned: Sequence[Planned], put: Put
+) -> tuple[list[ScheduleRecord], list[WaitingOccurrence]]:
     parcels = [(one.parcel, lane) for one, lane in planned if one.parcel is not None]
     ids = await copy(connection, parcels)
     written = [WaitingOccurrence(lane, parcel.due_ms, new) for (parcel, lane), new in zip(parcels, ids, strict=True)]
     pointers = [(p.key, *one) for (p, _), one in zip(parcels, written, strict=True) if p.key is not None]
     await keys.point(connection, (), pointers)
     numbers = iter(ids)
-    placed = [
-        (one if one.parcel is None else one._replace(record=one.record._replace(waiting_id=next(numbers))), lane)
-        for one, lane in planned
+    records = [
+        one.record if one.parcel is None else one.record._replace(waiting_id=next(numbers)) for one, _ in planned
     ]
-    return placed, written
+    await put(connection, records)
+    return records, written
 
 
 async def copy(connection: Connection, parcels: Sequence[tuple[Parcel, int]]) -> list[int]:

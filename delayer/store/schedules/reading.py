@@ -66,7 +66,7 @@ async def count(connection: Connection) -> ScheduleCounts:
 
 
 async def zone_version(connection: Connection) -> str:
-    """The newest version of the zone data by which occurrences were computed; "" if none was yet. Raises the driver's
-    errors."""
+    """The oldest version of the zone data by which a waiting occurrence may have been computed; "" if none was yet.
+    Raises the driver's errors."""
     found: str = await connection.fetchval("SELECT zone_version FROM store")
     return found

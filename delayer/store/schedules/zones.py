@@ -1,13 +1,13 @@
 """Keeps the waiting occurrences of schedules in step with the host's zone data.
 
-The store remembers the newest version of the data by which they were computed. A daemon whose host has a newer one
-computes them again; one with older data leaves them, so that two hosts with different data do not undo each other's
-work for ever. A schedule that failed for lack of its zone goes on once the data have it.
+The store remembers the oldest version of the data by which one of them may have been computed. A daemon whose host has
+older data puts down its version, and changes nothing: two hosts with different data do not undo each other's work. A
+daemon whose host has newer data computes all of them again, once. So does the older daemon when its data are newer at
+last, even if it was restarted meanwhile. A schedule that failed for lack of its zone continues once the data have it.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
@@ -16,17 +16,20 @@ import asyncpg
 import structlog
 from asyncpg import Connection
 
+from delayer.core.errors import StoreLost
 from delayer.schedule.record import revise
 from delayer.schedule.wall import forget_zones
 from delayer.schedule.zone_data import UNKNOWN, zone_data, zone_directories
 from delayer.store import pool
 from delayer.store.schedules import changes, reading, table
-from delayer.store.schedules.occurrences import AT_ONCE
+from delayer.store.schedules.occurrences import NEXT_STEP
 
 log = structlog.get_logger(__name__)
 
-PAGE: Final = 512
-_LOCK: Final = "('schedule'::regclass::oid::int, 1)"
+PAGE: Final = 64
+"""How many schedules are read at once, and renewed in one transaction."""
+_LOCK: Final = "SELECT pg_try_advisory_lock('schedule'::regclass::oid::int, 1)"
+_PUT_DOWN: Final = "UPDATE store SET zone_version = $1 WHERE zone_version > $1"
 _IN_ZONES: Final = f"""
 SELECT {table.COLUMNS}, statement_timestamp() AS now FROM schedule
 WHERE name > $1 AND zone <> 'UTC' AND state IN ('active', 'failed') ORDER BY name LIMIT {PAGE}
@@ -39,48 +42,55 @@ class ZoneWatch:
     def __init__(self, directories: Callable[[], Iterable[Path]] = zone_directories) -> None:
         self._directories = directories
         self._loaded = ""
+        self._renewed = ""
 
     async def run_upkeep(self, connections: asyncpg.Pool) -> None:
-        """Compute the next occurrences again if this host's zone data are newer than the store's, or have caught up,
-        unless another daemon does. Raises StoreLost, the driver's errors."""
+        """Compute the next occurrences again if this host's zone data are newer than those by which they may have been
+        computed, unless another daemon does. Raises StoreLost, the driver's errors."""
         data = zone_data(self._directories())
-        version, before = UNKNOWN if data is None else data.version, self._loaded
-        if version != before:
-            forget_zones()
-            self._loaded = version
-        if version == UNKNOWN:
-            return
+        version = UNKNOWN if data is None else data.version
         async with pool.borrow(connections) as connection:
-            known = await reading.zone_version(connection)
-            caught_up = version == known and before not in ("", version)  # It has computed some by older data since.
-            if (version <= known and not caught_up) or not await connection.fetchval(
-                f"SELECT pg_try_advisory_lock{_LOCK}"
-            ):
+            oldest = min(version, self._loaded or version)  # It has computed some by these since the last round.
+            if oldest != UNKNOWN:
+                await connection.execute(_PUT_DOWN, oldest)
+            if version != self._loaded:
+                forget_zones()
+                self._loaded = version
+            before = await reading.zone_version(connection)
+            if version in (UNKNOWN, self._renewed) or version <= before:
                 return
+            await connection.execute("SET idle_session_timeout = '10s'")  # A daemon that hangs loses the lock.
             try:
+                if not await connection.fetchval(_LOCK) or version <= await reading.zone_version(connection):
+                    return
                 renewed = await _renew(connection)
                 await connection.execute("UPDATE store SET zone_version = $1", version)
-                await connection.execute(f"SELECT pg_advisory_unlock{_LOCK}")
-            except BaseException:
-                pool.end(connection)  # This frees the lock as well.
-                raise
+            finally:
+                pool.end(connection)  # This frees the lock, and ends the setting.
+        self._renewed = version
         if renewed:
-            log.info("zone data changed", version=version, before=known, schedules=renewed)
+            log.info("zone data changed", version=version, before=before, schedules=renewed)
 
 
 async def _renew(connection: Connection) -> int:
-    """Renew the schedules whose next occurrence is another by the zone data now. Returns their number."""
-    renewed, after = 0, ""
+    """Renew the schedules whose next occurrence is another by the zone data now. Returns their number. Raises StoreLost
+    at the end if one could not be computed."""
+    renewed, after, failed = 0, "", 0
     while rows := await connection.fetch(_IN_ZONES, after):
         names = []
-        for number, row in enumerate(rows):
-            if number % AT_ONCE == 0:
-                await asyncio.sleep(0)
+        async for row in pool.in_turns(connection, rows):
             record = table.record_of(row)
-            now = revise(record, record.schedule, row["now"]).record
+            try:
+                now = revise(record, record.schedule, row["now"]).record
+            except Exception:
+                log.exception("schedule not computed", schedule=record.name, next_step=NEXT_STEP)
+                failed += 1
+                continue
             if (now.waiting_ms, now.schedule.state) != (record.waiting_ms, record.schedule.state):
                 names.append(record.name)
         if names:
             await changes.renew(connection, names)
         renewed, after = renewed + len(names), rows[-1]["name"]
+    if failed:
+        raise StoreLost(f"renew schedules: {failed} could not be computed", NEXT_STEP)
     return renewed

@@ -1,0 +1,158 @@
+"""The occurrences that wait follow the zone data of the hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from zoneinfo import reset_tzpath
+
+import asyncpg
+import pytest
+
+from delayer.core.errors import StoreLost
+from delayer.core.units import DAY_MS
+from delayer.schedule.record import ScheduleRecord
+from delayer.schedule.rhythm import Cron
+from delayer.schedule.schedule import ScheduleState
+from delayer.schedule.wall import forget_zones
+from delayer.store.errors import ScheduleRefused
+from delayer.store.postgres import PostgresStore
+from delayer.store.schedules import changes, reading
+from delayer.store.schedules.zones import ZoneWatch
+from tests.support.logged import capture_logs
+from tests.support.rows import conserved
+from tests.support.schedules import HOUR_MS, HOURLY, check_waiting, record, schedule
+from tests.support.store import opened, sql
+
+BERLIN = Cron("0 7 * * *", "Europe/Berlin")
+
+
+def copy_of(zones: Path, version: str, berlin: str) -> Path:
+    """Zone data of this version, in which Berlin has the time of another zone."""
+    place = zones / version
+    (place / "Europe").mkdir(parents=True)
+    (place / "tzdata.zi").write_text(f"# version {version}\n", encoding="ascii")
+    (place / "UTC").touch()
+    (place / "Europe" / "Berlin").write_bytes((files("tzdata") / "zoneinfo" / berlin).read_bytes())
+    return place
+
+
+@contextmanager
+def zones_of(place: Path) -> Iterator[None]:
+    """Let this process load its zones from this copy."""
+    reset_tzpath([place])
+    forget_zones()
+    try:
+        yield
+    finally:
+        reset_tzpath()
+        forget_zones()
+
+
+async def renew_by(place: Path, store: PostgresStore) -> None:
+    """The upkeep of a daemon that has just started with these zones."""
+    with zones_of(place):
+        await ZoneWatch(lambda: [place]).run_upkeep(store.pool)
+
+
+def hour_of(one: ScheduleRecord) -> int:
+    """The hour of its next occurrence in UTC."""
+    return (one.waiting_ms or 0) % DAY_MS // HOUR_MS
+
+
+async def test_newer_zone_data_move_the_next_occurrences(database: str, tmp_path: Path) -> None:
+    async with opened(database) as store, sql(database) as admin:
+        await changes.apply(admin, [schedule("berlin", rhythm=BERLIN), schedule("hourly", rhythm=HOURLY)], who="me")
+        before, hourly = await record(admin, "berlin"), await record(admin, "hourly")
+        await renew_by(copy_of(tmp_path, "2099a", "Asia/Tokyo"), store)
+        after = await check_waiting(admin, "berlin")
+        assert hour_of(after) == 22, "07:00 in Tokyo"
+        assert await check_waiting(admin, "hourly") == hourly
+        assert await reading.zone_version(admin) == "2099a"
+        await renew_by(copy_of(tmp_path, "2098z", "Europe/Berlin"), store)
+        assert await check_waiting(admin, "berlin") == after, "older data change nothing"
+        await renew_by(copy_of(tmp_path, "2099b", "Europe/Berlin"), store)
+        assert (await check_waiting(admin, "berlin")).waiting_ms == before.waiting_ms
+        await conserved(admin)
+
+
+async def test_a_schedule_without_its_zone_goes_on_when_the_data_have_it(database: str, tmp_path: Path) -> None:
+    async with opened(database) as store, sql(database) as admin:
+        added = await changes.add(admin, schedule(rhythm=BERLIN), who="me")
+        await admin.execute("UPDATE schedule SET zone = 'Europe/Atlantis'")
+        await ZoneWatch(lambda: [copy_of(tmp_path, "2099a", "Europe/Berlin")]).run_upkeep(store.pool)
+        assert (await check_waiting(admin)).schedule.state is ScheduleState.FAILED
+        with pytest.raises(ScheduleRefused, match=r"tick: expected a next occurrence, found none: .*Atlantis"):
+            await changes.resume(admin, "tick", who="me")
+        assert (await check_waiting(admin)).schedule.state is ScheduleState.FAILED
+        await admin.execute("UPDATE schedule SET zone = 'Europe/Berlin'")
+        await ZoneWatch(lambda: [copy_of(tmp_path, "2099b", "Europe/Berlin")]).run_upkeep(store.pool)
+        after = await check_waiting(admin)
+        assert (after.schedule.state, after.waiting_ms) == (ScheduleState.ACTIVE, added.waiting_ms)
+        await conserved(admin)
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_a_daemon_whose_zone_data_catch_up_computes_again(
+    database: str, tmp_path: Path, is_restarted: bool
+) -> None:
+    """It wrote occurrences by its older data, although the store knows of newer ones."""
+    async with opened(database) as store, sql(database) as admin:
+        old, new = copy_of(tmp_path, "2099a", "Asia/Tokyo"), copy_of(tmp_path, "2099b", "Europe/Berlin")
+        await renew_by(new, store)
+        place = [old]
+        watch = ZoneWatch(lambda: place)
+        with zones_of(old):
+            await watch.run_upkeep(store.pool)
+            assert hour_of(await changes.add(admin, schedule(rhythm=BERLIN), who="me")) == 22
+        place[:] = [new]
+        with zones_of(new):
+            await admin.execute("ALTER TABLE schedule RENAME TO missing")
+            with pytest.raises(asyncpg.UndefinedTableError):
+                await watch.run_upkeep(store.pool)
+            await admin.execute("ALTER TABLE missing RENAME TO schedule")
+            watch = ZoneWatch(lambda: place) if is_restarted else watch
+            await watch.run_upkeep(store.pool)
+        assert hour_of(await check_waiting(admin)) != 22
+        assert await reading.zone_version(admin) == "2099b"
+
+
+async def test_two_hosts_with_different_zone_data_do_not_work_for_ever(database: str, tmp_path: Path) -> None:
+    async with opened(database) as store, sql(database) as admin:
+        old, new = copy_of(tmp_path, "2099a", "Asia/Tokyo"), copy_of(tmp_path, "2099b", "Europe/Berlin")
+        await changes.add(admin, schedule(rhythm=BERLIN), who="me")
+        older, newer = ZoneWatch(lambda: [old]), ZoneWatch(lambda: [new])
+        with zones_of(new):
+            await newer.run_upkeep(store.pool)
+            before = await check_waiting(admin)
+            await older.run_upkeep(store.pool)
+            await admin.execute("ALTER TABLE schedule RENAME TO missing")
+            await newer.run_upkeep(store.pool)
+            await admin.execute("ALTER TABLE missing RENAME TO schedule")
+        assert await check_waiting(admin) == before
+
+
+async def test_a_schedule_that_cannot_be_computed_does_not_keep_the_others(database: str, tmp_path: Path) -> None:
+    async with opened(database) as store, sql(database) as admin:
+        await changes.apply(admin, [schedule(name, rhythm=BERLIN) for name in "abc"], who="me")
+        await admin.execute("UPDATE schedule SET zone = 'Broken/Zone' WHERE name = 'b'")
+        place = copy_of(tmp_path, "2099a", "Asia/Tokyo")
+        (place / "Broken").mkdir()
+        (place / "Broken" / "Zone").symlink_to("/proc/self/mem")  # No read of its begin succeeds.
+        before = await record(admin, "b")
+        with capture_logs() as logged, pytest.raises(StoreLost, match="1 could not be computed"):
+            await renew_by(place, store)
+        assert [one["schedule"] for one in logged if one["event"] == "schedule not computed"] == ["b"]
+        assert [hour_of(await check_waiting(admin, name)) for name in "ac"] == [22, 22]
+        assert await check_waiting(admin, "b") == before
+        assert await reading.zone_version(admin) == "", "it tries again"
+
+
+async def test_many_schedules_are_renewed_in_many_transactions(database: str, tmp_path: Path) -> None:
+    async with opened(database) as store, sql(database) as admin:
+        await changes.apply(admin, [schedule(f"s{n}", rhythm=BERLIN) for n in range(200)], who="me")
+        await renew_by(copy_of(tmp_path, "2099a", "Asia/Tokyo"), store)
+        assert await admin.fetchval("SELECT count(DISTINCT xmin::text) FROM schedule") == 4
+        assert {hour_of(one) async for page in reading.pages(admin) for one in page} == {22}
