@@ -24,7 +24,6 @@ from delayer.imports.crontab import translate_crontab
 from delayer.imports.translation import Translation
 from delayer.schedule.rhythm import rhythm_in_words
 from delayer.schedule.wall import UnknownZone, check_zone
-from delayer.store.errors import ScheduleRefused
 from delayer.store.schedules import changes
 
 _options = joined(
@@ -135,17 +134,8 @@ def _bring(
     url_of_schedules(context)
     result = Translation(time.time_ns() // 1_000_000, uuid4, prefix=prefix)
     read(result)
-    apply = partial(changes.apply, wanted=result.schedules, who=whoami())
-    found = change(context, "import schedules", partial(apply, dry_run=True))
-    if found.changed:
-        raise ScheduleRefused(
-            [
-                f"name: expected a new one, found the schedule {one.name}, which is another one; use --prefix"
-                for one, _ in found.changed
-            ]
-        )
-    if not dry_run:
-        found = change(context, "import schedules", apply)
+    apply = partial(changes.apply, wanted=result.schedules, who=whoami(), only_new=True, dry_run=dry_run)
+    found = change(context, "import schedules", apply)
     if as_json:
         added = [{"name": one.name, **texts_of(one)} for one in found.added]
         missing = [one._asdict() for one in result.untranslated]

@@ -13,13 +13,13 @@ MESSAGE_ID: Final = b"00000000-0000-0000-0000-000000000000"
 """Stands for the occurrence's message id in a schedule's properties, for frameworks that need it in a header too."""
 
 
-def message_id(schedule: UUID, at_ms: int) -> str:
-    """The message id of a schedule's occurrence: a copy after a fault has the same one.
+def message_id(schedule: UUID, at: int | str) -> str:
+    """The message id of a schedule's occurrence of the rhythm's time ``at``: a copy after a fault has the same id.
 
     >>> message_id(UUID(int=1), 1_795_604_400_000)
     '09018670-5c65-5988-bb09-990f8edafef1'
     """
-    return str(uuid5(schedule, str(at_ms)))
+    return str(uuid5(schedule, str(at)))
 
 
 def due_ms(schedule: Schedule, at_ms: int) -> int:
@@ -31,15 +31,24 @@ def due_ms(schedule: Schedule, at_ms: int) -> int:
 
 def occurrence(schedule: Schedule, at_ms: int) -> Parcel:
     """Compose the message of the rhythm's time ``at_ms``. The release adds ``x-delayer-id`` and ``x-delayer-due``."""
-    own = message_id(schedule.id, at_ms).encode()
+    return _compose(schedule, due_ms(schedule, at_ms), message_id(schedule.id, at_ms))
+
+
+def extra_message(schedule: Schedule, id_: int, now_ms: int) -> Parcel:
+    """Compose a message that is no occurrence. ``id_``: its id in the store, from which it has its message id."""
+    return _compose(schedule, now_ms, message_id(schedule.id, f"run {id_}"))
+
+
+def _compose(schedule: Schedule, at_ms: int, message_id: str) -> Parcel:
+    own = message_id.encode()
     properties = Properties.parse(schedule.properties.replace(MESSAGE_ID, own))
-    named = changed(properties, {"message_id": bytes((len(own),)) + own})
+    with_id = changed(properties, {"message_id": bytes((len(own),)) + own})
     return Parcel(
-        due_ms(schedule, at_ms),
+        at_ms,
         b"",
         schedule.target.exchange,
         schedule.target.routing_key,
         schedule.target,
-        splice(named, append=entry(SCHEDULE, long_string(schedule.name.encode()))),
+        splice(with_id, append=entry(SCHEDULE, long_string(schedule.name.encode()))),
         schedule.body,
     )

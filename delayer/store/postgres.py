@@ -51,6 +51,7 @@ FAR_MS: Final = 120_000
 """Messages due later than this are spread over the lanes of all processes. A lane claims at least once a minute and
 looks a minute ahead (lane.py), so its owner finds them in time. Sooner messages stay in a lane of this process."""
 
+NONE: Final[Changes] = Counter()
 T = TypeVar("T")
 
 
@@ -196,7 +197,13 @@ class PostgresStore:
     async def hold(self, lane: PostgresLane, parcels: Sequence[tuple[Parcel, Hold]]) -> None:
         """Commit messages that never waited as held. Raises like :meth:`apply`."""
         place, now_ms = Placement(lane.number, self.locks.routes, lane.epoch, history=lane.history), self.now_upper_ms()
-        retry_ms = await self._write("hold", lane, lambda connection: hold_new(connection, place, parcels, now_ms))
+
+        async def write(connection: Connection) -> int | None:
+            retry_ms, changes = await hold_new(connection, place, parcels, now_ms)
+            await _count(connection, place, changes)
+            return retry_ms
+
+        retry_ms = await self._write("hold", lane, write)
         if retry_ms is not None:
             lane.cursor.note_held(retry_ms)
 
@@ -298,17 +305,17 @@ def to_notify(place: Placement, dues: Iterable[tuple[Parcel, int]]) -> dict[int,
 
 
 async def apply_batch(
-    connection: Connection, place: Placement, batch: Fold, term: Term | None = None
+    connection: Connection, place: Placement, batch: Fold, term: Term | None = None, more: Changes = NONE
 ) -> tuple[Applied, int | None, Fold]:
-    """Write what is left of a batch, in the open transaction. Also returns the epoch of ``term`` (an import has none),
-    and the batch as written. Raises LaneLost, StoreLost, the driver's errors."""
+    """Write what is left of a batch, in the open transaction, and count it with ``more``. Also returns the epoch of
+    ``term`` (an import has none), and the batch as written. Raises LaneLost, StoreLost, the driver's errors."""
     if batch.keys or batch.groups:
-        return await _park_keyed(connection, place, batch, term)
-    await park_plain(connection, place, batch.kept)
+        return await _park_keyed(connection, place, batch, term, more)
+    await park_plain(connection, place, batch.kept, more)
     return Applied(), None if term is None else term.epoch, batch
 
 
-async def park_plain(connection: Connection, place: Placement, parcels: Sequence[Parcel]) -> None:
+async def park_plain(connection: Connection, place: Placement, parcels: Sequence[Parcel], more: Changes = NONE) -> None:
     """Park messages without keys by one COPY."""
     lanes = lanes_of(parcels, place)
     records = [stored_row(parcel, lane) for parcel, lane in zip(parcels, lanes, strict=True)]
@@ -316,11 +323,13 @@ async def park_plain(connection: Connection, place: Placement, parcels: Sequence
     reach("park.copied")
     if owners := to_notify(place, ((parcel, parcel.due_ms) for parcel in parcels)):
         await notify(connection, owners, {})
-    await _count(connection, place, Counter((lane, "parked") for lane in lanes))
+    changes = more.copy()
+    changes.update((lane, "parked") for lane in lanes)
+    await _count(connection, place, changes)
 
 
 async def _park_keyed(
-    connection: Connection, place: Placement, batch: Fold, term: Term | None
+    connection: Connection, place: Placement, batch: Fold, term: Term | None, more: Changes
 ) -> tuple[Applied, int | None, Fold]:
     """Cancel the messages waiting under the batch's keys, and park its own. Returns like :func:`apply_batch`."""
     touched = batch.keys | await keys.find_keys(connection, batch.groups)
@@ -344,7 +353,9 @@ async def _park_keyed(
         entries += [history.of_parcel(history.CANCELLED, None, p, now_ms, parked_ms=now_ms) for p in batch.dropped]
         await history.write(connection, entries)
     epoch = None if term is None else await _fence(connection, term)
-    await _count(connection, place, _changes(place, batch, lanes, cancelled))
+    changes = _changes(place, batch, lanes, cancelled)
+    changes.update(more)
+    await _count(connection, place, changes)
     return batch.applied(cancelled.keys), epoch, batch
 
 
@@ -371,9 +382,9 @@ def _changes(place: Placement, batch: Fold, lanes: Sequence[int], cancelled: key
 
 async def hold_new(
     connection: Connection, place: Placement, parcels: Sequence[tuple[Parcel, Hold]], now_ms: int
-) -> int | None:
+) -> tuple[int | None, Changes]:
     """Hold messages that never waited. No other message may wait under their keys. Returns the first retry (epoch ms),
-    never before its message is due; None if an operator decides about all of them."""
+    never before its message is due, or None if an operator decides about all of them; and what to count."""
     records: list[tuple[object, ...]] = []
     retries: list[tuple[Parcel, int]] = []
     keyed: list[tuple[bytes, int, int, int]] = []
@@ -395,8 +406,7 @@ async def hold_new(
         await keys.point(connection, (), keyed)
     if place.history:
         await history.write(connection, entries)
-    await _count(connection, place, changes)
-    return min((retry_ms for _, retry_ms in retries), default=None)
+    return min((retry_ms for _, retry_ms in retries), default=None), changes
 
 
 async def _count(connection: Connection, place: Placement, changes: Changes) -> None:

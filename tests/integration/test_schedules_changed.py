@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 
@@ -11,15 +12,16 @@ import pytest
 from delayer.amqp.properties import Properties
 from delayer.core.units import DAY_MS
 from delayer.schedule import occurrence
+from delayer.schedule.record import ScheduleRecord, key_of
 from delayer.schedule.rhythm import Cron, Every
 from delayer.schedule.schedule import Schedule, ScheduleState
 from delayer.store.admin import audit_log
 from delayer.store.errors import ScheduleRefused
-from delayer.store.rows import partitions
-from delayer.store.schedules import changes, reading
+from delayer.store.rows import keys, partitions
+from delayer.store.schedules import changes, reading, table
 from tests.support.rows import conserved
 from tests.support.schedules import HOUR_MS, check_waiting, named, record, rewind, schedule
-from tests.support.store import opened, owned, release_all, sql
+from tests.support.store import blocked, opened, owned, release_all, sql
 
 BERLIN = Cron("0 7 * * *", "Europe/Berlin")
 
@@ -140,7 +142,7 @@ async def test_run_now_sends_one_more_message_and_the_schedule_stays(database: s
         [due] = [one for lane in lanes for one in await release_all(lane)]
         assert (due.id, due.parcel.key, named(due)[0]) == (id_, None, "tick")
         message_id = Properties.parse(due.parcel.properties).short("message_id")
-        assert message_id != occurrence.message_id(before.schedule.id, due.due_ms).encode()
+        assert message_id == occurrence.message_id(before.schedule.id, f"run {id_}").encode()
         assert await check_waiting(admin) == before
         await conserved(admin)
 
@@ -169,6 +171,23 @@ async def test_apply_makes_the_store_equal_to_a_set(database: str) -> None:
         assert names(again.same) == ["new", "same", "changed", "paused"]
         assert names((await changes.apply(admin, wanted[:1], who="me")).removed) == [], "without prune others stay"
         await conserved(admin)
+
+
+async def test_an_import_edits_no_schedule_that_was_added_meanwhile(database: str) -> None:
+    async with sql(database) as admin, sql(database) as other, sql(database) as watch:
+        wanted = [schedule(body=b"mine"), schedule("new")]
+        async with other.transaction():
+            await keys.lock_keys(other, [key_of("tick")])
+            importing = asyncio.create_task(changes.apply(admin, wanted, who="me", only_new=True))
+            await blocked(watch, "%advisory%")
+            await table.put(other, [ScheduleRecord(schedule(state=ScheduleState.PAUSED))])
+        with pytest.raises(ScheduleRefused, match="expected a new one, found the schedule tick"):
+            await importing
+        assert (await record(admin)).schedule.body == b"tick"
+        assert await reading.show(admin, "new") is None
+        same = [schedule(), schedule("new")]
+        found = await changes.apply(admin, same, who="me", only_new=True)
+        assert [one.name for one in found.same] == ["tick"]
 
 
 async def test_schedules_are_listed_by_name_and_counted(database: str) -> None:

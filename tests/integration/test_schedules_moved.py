@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from delayer.core.importing import ImportBatch, ImportItem
 from delayer.core.message import Target
+from delayer.format.lines import format_schedule_line
+from delayer.schedule.occurrence import occurrence
 from delayer.schedule.record import ScheduleRecord
 from delayer.schedule.rhythm import Cron
 from delayer.schedule.schedule import ScheduleState
+from delayer.store.admin.importing import ImportStore
 from delayer.store.schedules import changes, reading
 from tests.integration.cli import Run
 from tests.integration.test_import_jsonl import other_store
+from tests.support.fakes import WHY
 from tests.support.rows import conserved
 from tests.support.schedules import HOUR_MS, check_waiting, record, rewind, schedule
 from tests.support.servers import Postgres
@@ -88,3 +93,27 @@ async def test_a_line_that_is_no_schedule_is_left_out_and_named(delayer: Run, da
         ):
             file.write_bytes(json.dumps(good | wrong).encode() + b"\n" + end + b"\n")
             assert says in delayer("import", "jsonl", "preview", str(file), expect=1).output
+
+
+async def test_an_import_counts_once_in_each_transaction(database: str) -> None:
+    """Counters come last, so that no transaction locks them in two orders."""
+    tick = ScheduleRecord(schedule(), waiting_ms=4_000_000_000_000)
+    items = [
+        ImportItem(parcel(4_000_000_000_000)),
+        ImportItem(parcel(4_000_000_000_000, key=b"held"), WHY),
+        ImportItem(occurrence(tick.schedule, 4_000_000_000_000), schedule=format_schedule_line(tick)),
+    ]
+    async with sql(database) as admin:
+        await admin.execute(
+            "CREATE TABLE counted (at timestamptz DEFAULT now());"
+            "CREATE FUNCTION counting() RETURNS trigger LANGUAGE plpgsql AS"
+            " $$ BEGIN INSERT INTO counted DEFAULT VALUES; RETURN NULL; END $$;"
+            "CREATE TRIGGER counting AFTER INSERT ON counter FOR EACH STATEMENT EXECUTE FUNCTION counting()"
+        )
+        async with ImportStore.open(database) as store:
+            run = await store.finish_staging(await store.begin("test", {}, "me"), 3)
+            run, _ = await store.commit(run, ImportBatch(items, "1"))
+        assert (run.parked, run.held) == (2, 1)
+        assert await admin.fetchval("SELECT count(*) FROM counted") == 1
+        await check_waiting(admin)
+        await conserved(admin)

@@ -36,6 +36,7 @@ from delayer.store.rows import history, keys, partitions
 from delayer.store.rows.partitions import Days, read_days
 from delayer.store.schedules import changes, table
 from delayer.store.session import LONG_SECONDS
+from delayer.store.statements import Changes
 
 _LOCK: Final = "pg_try_advisory_lock('import_run'::regclass::oid::int, 1)"
 _TOKEN: Final = "token"
@@ -159,11 +160,10 @@ class ImportStore:
                 named = [key.decode(errors="replace") for key in superseded[:NAMED]]
                 log_id = await audit_log.begin(self._connection, run.who, SUPERSEDED, {"import": run.id, "keys": named})
                 await audit_log.add(self._connection, log_id, len(superseded))
-            if parcels:
-                await postgres.apply_batch(self._connection, place, fold(parcels))
+            counted: Changes = await changes.bring(self._connection, records)
             if held:
-                await postgres.hold_new(self._connection, place, held, now_ms)
-            await changes.bring(self._connection, records)
+                counted.update((await postgres.hold_new(self._connection, place, held, now_ms))[1])
+            await postgres.apply_batch(self._connection, place, fold(parcels), more=counted)
         return tuple(row), items
 
     async def _not_waiting(self, items: Sequence[ImportItem]) -> tuple[list[ImportItem], list[bytes]]:

@@ -23,7 +23,7 @@ from delayer.core.errors import StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.units import DAY_MS
 from delayer.schedule.missed import Following
-from delayer.schedule.occurrence import occurrence
+from delayer.schedule.occurrence import extra_message
 from delayer.schedule.record import PlannedRecord, ScheduleRecord, begin, key_of, plan, revise, stop
 from delayer.schedule.schedule import Schedule, ScheduleState, problems
 from delayer.store import pool
@@ -33,7 +33,9 @@ from delayer.store.errors import ScheduleRefused, ScheduleUnknown
 from delayer.store.lanes.notify import notify, soonest
 from delayer.store.rows import history, keys
 from delayer.store.rows.partitions import PARK_SECONDS
+from delayer.store.rows.places import new_ids
 from delayer.store.schedules import occurrences, reading, table
+from delayer.store.statements import Changes
 
 _LANES: Final = "SELECT number FROM lane WHERE route IS NULL ORDER BY number"
 _NOW: Final = "SELECT statement_timestamp()"
@@ -128,12 +130,12 @@ async def run_now(connection: Connection, name: str, *, who: str) -> int:
         async with pool.transaction(connection):
             there = _known((await table.read(connection, [name])).get(name), name)
             now_ms: int = await connection.fetchval(_NOW)
-            # No rhythm has a negative time, so no occurrence has this message id.
-            parcel = occurrence(there.schedule, -now_ms)._replace(due_ms=now_ms)
+            [id_] = await new_ids(connection, 1)
+            parcel = extra_message(there.schedule, id_, now_ms)
             [lane] = await _lanes(connection, [name])
             log_id = await audit_log.begin(connection, *_entry(who, "run", name))
             await audit_log.add(connection, log_id, 1)
-            [id_] = await occurrences.copy(connection, [(parcel, lane)])
+            await occurrences.copy(connection, [(parcel, lane)], [id_])
             await notify(connection, {lane: now_ms}, {})
             await write_counters(connection, Counter({(lane, "parked"): 1}))
         return id_
@@ -152,11 +154,17 @@ class ScheduleDifference(NamedTuple):
 
 
 async def apply(
-    connection: Connection, wanted: Sequence[Schedule], *, who: str, prune: bool = False, dry_run: bool = False
+    connection: Connection,
+    wanted: Sequence[Schedule],
+    *,
+    who: str,
+    prune: bool = False,
+    only_new: bool = False,
+    dry_run: bool = False,
 ) -> ScheduleDifference:
     """Add and edit schedules in one transaction, so that the store has all of ``wanted``. Ids and states in the store
-    stay, so a paused schedule stays paused. ``prune``: remove all other schedules. ``dry_run``: change nothing. Returns
-    the difference before the change."""
+    stay, so a paused schedule stays paused. ``prune``: remove all other schedules. ``only_new``: refuse to edit one.
+    ``dry_run``: change nothing. Returns the difference before the change."""
     there = await table.read(connection, [one.name for one in wanted])
     if prune:
         there = {record.name: record async for page in reading.pages(connection) for record in page}
@@ -172,7 +180,8 @@ async def apply(
             found.changed.append((record.schedule, after))
         else:
             found.same.append(one)
-    wrong = [
+    wrong = [what for before, after in found.changed if only_new for what in _differs(before, after)]
+    wrong += [
         f"{one.name}: {what}"
         for one in (*found.added, *(after for _, after in found.changed))
         for what in problems(one, now_ms)
@@ -180,13 +189,20 @@ async def apply(
     if wrong:
         raise ScheduleRefused(wrong)
     if not dry_run:
-        await _carry_out(connection, found, who)
+        await _carry_out(connection, found, who, only_new=only_new)
     return found
 
 
-async def _carry_out(connection: Connection, difference: ScheduleDifference, who: str) -> None:
+async def _carry_out(connection: Connection, difference: ScheduleDifference, who: str, *, only_new: bool) -> None:
     def to(schedule: Schedule) -> Revision:
-        return lambda there, now_ms: _added(schedule, now_ms) if there is None else _edited(there, schedule, now_ms)
+        def revision(there: ScheduleRecord | None, now_ms: int) -> PlannedRecord:
+            if there is None:
+                return _added(schedule, now_ms)
+            if only_new and (wrong := _differs(there.schedule, schedule)):
+                raise ScheduleRefused(wrong)
+            return _edited(there, schedule, now_ms)
+
+        return revision
 
     revisions: dict[str, Revision] = {one.name: to(one) for one in difference.added}
     revisions |= {after.name: to(after) for _, after in difference.changed}
@@ -210,11 +226,12 @@ async def renew(connection: Connection, names: Collection[str]) -> None:
     await _change(connection, dict.fromkeys(names, renewed), None)
 
 
-async def bring(connection: Connection, records: Sequence[ScheduleRecord]) -> None:
+async def bring(connection: Connection, records: Sequence[ScheduleRecord]) -> Changes:
     """Insert schedules of another store, in the open transaction of an import, which has locked their keys. None of
-    their names is taken. Each goes on with the occurrence that waited there. Raises the driver's errors."""
+    their names is taken. Each continues with the occurrence that waited there. Returns what to count. Raises Rejected,
+    the driver's errors."""
     if not records:
-        return
+        return Counter()
     lanes = await _lanes(connection, [record.name for record in records])
     planned = [
         (
@@ -226,7 +243,7 @@ async def bring(connection: Connection, records: Sequence[ScheduleRecord]) -> No
     ]
     _, written = await occurrences.write(connection, list(zip(planned, lanes, strict=True)), table.put)
     await notify(connection, soonest((one.lane, one.due_ms) for one in written), {})
-    await write_counters(connection, Counter((one.lane, "parked") for one in written))
+    return Counter((one.lane, "parked") for one in written)
 
 
 async def _change(
@@ -332,6 +349,12 @@ def _edited(there: ScheduleRecord, schedule: Schedule, now_ms: int) -> PlannedRe
 def _like(there: Schedule, schedule: Schedule) -> Schedule:
     """``schedule`` with what an edit does not change."""
     return replace(schedule, id=there.id, name=there.name, state=there.state)
+
+
+def _differs(there: Schedule, wanted: Schedule) -> list[str]:
+    if _like(there, wanted) == there:
+        return []
+    return [f"name: expected a new one, found the schedule {there.name}, which is another one; use --prefix"]
 
 
 def _check(schedule: Schedule, now_ms: int) -> None:

@@ -114,7 +114,8 @@ async def _write(
     connection: Connection, planned: Sequence[Planned], put: Put
 ) -> tuple[list[ScheduleRecord], list[WaitingOccurrence]]:
     parcels = [(one.parcel, lane) for one, lane in planned if one.parcel is not None]
-    ids = await copy(connection, parcels)
+    ids = await new_ids(connection, len(parcels))
+    await copy(connection, parcels, ids)
     written = [WaitingOccurrence(lane, parcel.due_ms, new) for (parcel, lane), new in zip(parcels, ids, strict=True)]
     pointers = [(p.key, *one) for (p, _), one in zip(parcels, written, strict=True) if p.key is not None]
     await keys.point(connection, (), pointers)
@@ -126,13 +127,11 @@ async def _write(
     return records, written
 
 
-async def copy(connection: Connection, parcels: Sequence[tuple[Parcel, int]]) -> list[int]:
-    """Write messages, each into its lane, and return their ids. Raises the driver's errors."""
-    ids = await new_ids(connection, len(parcels))
+async def copy(connection: Connection, parcels: Sequence[tuple[Parcel, int]], ids: Sequence[int]) -> None:
+    """Write messages, each into its lane. Raises the driver's errors."""
     rows = [(*stored_row(parcel, lane), new) for (parcel, lane), new in zip(parcels, ids, strict=True)]
     if rows:
         await connection.copy_records_to_table("message", records=rows, columns=COLUMNS_WITH_ID)
-    return ids
 
 
 async def find_expired(connection: Connection, rows: Iterable[Due], now_ms: int) -> set[int]:
