@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from delayer.audit import faults
 from delayer.audit import spark as sessions
-from delayer.core.message import OCCURRENCE
+from delayer.core.message import OCCURRENCES
 from delayer.core.secret import SecretUrl
 
 if TYPE_CHECKING:
@@ -53,11 +53,12 @@ ORDER BY l.number
 LOCK: Final = "LOCK TABLE message, held, message_key, schedule, lane, counter, segment IN ACCESS SHARE MODE"
 _LOCK_ALL: Final = LOCK.replace("segment", "segment, history")
 COUNTERS: Final = "SELECT lane, kind, n FROM counter ORDER BY lane, kind"
+_FIRST, _END = (key.decode() for key in OCCURRENCES)
 # Schedules whose waiting occurrence is not where it should be: the fault, how many, the soonest, and five names.
 SCHEDULES: Final = f"""
 SELECT fault, count(*), (extract(epoch FROM min(due_at)) * 1000)::bigint, (array_agg(name ORDER BY name))[:5]
 FROM (
-    SELECT coalesce(s.name, encode(substring(k.key FROM {len(OCCURRENCE) + 1}), 'escape')) AS name, k.due_at,
+    SELECT coalesce(s.name, encode(substring(k.key FROM {len(_FIRST) + 1}), 'escape')) AS name, k.due_at,
         CASE WHEN s.state = 'active' AND (k.id IS NULL OR NOT EXISTS (
                  SELECT FROM message AS m WHERE m.lane = k.lane AND m.due_at = k.due_at AND m.id = k.id
              )) THEN '{faults.UNPLANNED}'
@@ -65,8 +66,8 @@ FROM (
              WHEN s.state IS DISTINCT FROM 'active' AND k.id IS NOT NULL THEN '{faults.UNSCHEDULED}' END AS fault
     FROM schedule AS s
     FULL JOIN (
-        SELECT * FROM message_key WHERE key >= 'delayer.schedule/' AND key < 'delayer.schedule0'
-    ) AS k ON k.key = 'delayer.schedule/'::bytea || convert_to(s.name, 'UTF8')
+        SELECT * FROM message_key WHERE key >= '{_FIRST}' AND key < '{_END}'
+    ) AS k ON k.key = '{_FIRST}'::bytea || convert_to(s.name, 'UTF8')
 ) AS looked_at WHERE fault IS NOT NULL GROUP BY fault ORDER BY fault
 """
 _MAY_BE_EMPTY: Final = ("held", "segment", "message_key", "history")

@@ -16,9 +16,10 @@ from delayer.audit.tasks import SESSION, turn
 from delayer.core.readable import Say
 from delayer.core.segment import Broken, Restored
 from delayer.core.units import DAY_MS
-from delayer.store.admin.actions import make_missing, retry_conflicts
+from delayer.store import pool
 from delayer.store.admin.traffic import Traffic
 from delayer.store.errors import DAMAGED, DRIVER_ERRORS, check_arrow, describe
+from delayer.store.rows.partitions import make_missing
 from delayer.store.segments import catalog
 from delayer.store.segments.catalog import SegmentEntry
 from delayer.store.session import read_connection
@@ -89,7 +90,7 @@ def _hear(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 async def restore_segment(connection: Connection, traffic: Traffic, entry: SegmentEntry, done: RestoreResult) -> None:
     """Restore a segment, and add the result to ``done``. Retries a transaction that lost a conflict."""
     try:
-        found = await retry_conflicts(partial(_restored, connection, traffic, entry))
+        found = await pool.retry_conflicts(partial(_restored, connection, traffic, entry))
     except DAMAGED as error:  # A damaged segment does not stop the rest.
         done.broken.append(f"segment {entry.id}: the store cannot read it, or write its rows: {describe(error)}")
     except DRIVER_ERRORS as error:

@@ -113,6 +113,8 @@ class KeyGroup(bytes):
 
 OCCURRENCE: Final = b"delayer.schedule/"
 """How the key of a schedule's waiting occurrence begins. The schedule's name follows. No publisher may use it."""
+OCCURRENCES: Final = (OCCURRENCE, OCCURRENCE[:-1] + b"0")
+"""The range of these keys, without its end."""
 
 
 def is_occurrence(key: bytes | None) -> bool:

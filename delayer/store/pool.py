@@ -203,6 +203,15 @@ async def transaction(connection: Connection) -> AsyncIterator[None]:
         await started.commit()
 
 
+async def retry_conflicts(work: Callable[[], Awaitable[T]], attempts: int = 20) -> T:
+    """Repeat ``work``, which is one transaction, if it loses against another: a release, or a park that replaces
+    several keys. Raises what ``work`` raises."""
+    for _ in range(attempts - 1):
+        with suppress(*WORTH_REPEATING):
+            return await work()
+    return await work()
+
+
 async def in_savepoint(connection: Connection, write: Callable[[], Awaitable[T]]) -> T:
     """Run ``write`` in the open transaction. If the database rejects its data, undo it. If it lost against a partition
     that was attached meanwhile, repeat it. Raises Rejected, and the driver's other errors; after these the transaction

@@ -36,11 +36,11 @@ from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.locks import LaneLocks
 from delayer.store.lanes.notify import notify, soonest
 from delayer.store.rows import history, keys, partitions
+from delayer.store.rows.counters import Changes, add_counts
 from delayer.store.rows.partitions import Days, read_days
 from delayer.store.rows.places import new_ids
 from delayer.store.schedules.zones import ZoneWatch
 from delayer.store.segments import catalog
-from delayer.store.statements import Changes
 
 IDLE_SECONDS: Final = 4.0
 """Connections are fed, and the store is polled, each second. A hanging process loses its lanes in about 5 seconds."""
@@ -242,21 +242,19 @@ class PostgresStore:
 
     async def _write(self, doing: str, lane: PostgresLane, work: Callable[[Connection], Awaitable[T]]) -> T:
         """Run ``work`` in one transaction, and repeat it if it loses against another. Returns its result."""
-        attempt = 0
-        while True:
-            attempt += 1
+
+        async def attempt() -> T:
             lane.check_owned(doing)
-            try:
-                async with self._transaction() as connection:
-                    result = await work(connection)
-            except DRIVER_ERRORS as error:
-                if attempt < pool.ATTEMPTS and isinstance(error, WORTH_REPEATING):
-                    continue
-                rejected = isinstance(error, REJECTED)
-                raise (Rejected(f"{doing}: {describe(error)}") if rejected else to_store_lost(doing, error)) from error
-            else:
-                reach("park.committed")
-                return result
+            async with self._transaction() as connection:
+                return await work(connection)
+
+        try:
+            result = await pool.retry_conflicts(attempt, pool.ATTEMPTS)
+        except DRIVER_ERRORS as error:
+            rejected = isinstance(error, REJECTED)
+            raise (Rejected(f"{doing}: {describe(error)}") if rejected else to_store_lost(doing, error)) from error
+        reach("park.committed")
+        return result
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[Connection]:
@@ -347,12 +345,12 @@ async def _park_keyed(
     pointers = [(p.key, lane, p.due_ms, new) for p, lane, new in placed if p.key is not None]
     await keys.point(connection, touched - cancelled.spared if cancelled.known else (), pointers)
     reach("park.copied")
+    epoch = None if term is None else await _fence(connection, term)
     await notify(connection, to_notify(place, ((parcel, parcel.due_ms) for parcel in batch.kept)), {})
     if place.history:
         entries = [history.of_row(row, now_ms) for row in cancelled.rows]
         entries += [history.of_parcel(history.CANCELLED, None, p, now_ms, parked_ms=now_ms) for p in batch.dropped]
         await history.write(connection, entries)
-    epoch = None if term is None else await _fence(connection, term)
     changes = _changes(place, batch, lanes, cancelled)
     changes.update(more)
     await _count(connection, place, changes)
@@ -411,10 +409,10 @@ async def hold_new(
 
 async def _count(connection: Connection, place: Placement, changes: Changes) -> None:
     """Update the counters, if the lane is still ours; the last statement before the commit."""
+    if place.epoch is None:
+        return await add_counts(connection, changes)
     # Cancels that found nothing change no counter, but must be fenced as well.
     changed = sorted((of, kind, n) for (of, kind), n in changes.items() if n) or [(place.number, "parked", 0)]
     lanes, kinds, numbers = zip(*changed, strict=True)
-    if place.epoch is None:
-        await connection.execute(statements.COUNT, lanes, kinds, numbers)
-    elif not await connection.fetch(statements.COUNT_PARKED, lanes, kinds, numbers, place.number, place.epoch):
+    if not await connection.fetch(statements.COUNT_PARKED, lanes, kinds, numbers, place.number, place.epoch):
         raise LaneLost(f"lane {place.number}: it changed its owner since epoch {place.epoch}")

@@ -3,7 +3,6 @@ commands only."""
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import cache
 from importlib.resources import files
 
@@ -20,8 +19,6 @@ CLAIM_HELD = read("claim_held")
 NEXT_DUE = read("next_due")
 NEXT_RETRY = read("next_retry")
 COUNT = read("count")
-Changes = Counter[tuple[int, str]]
-"""The changes of the counters in a transaction, by lane and kind. COUNT adds them."""
 COUNT_PARKED = read("count_parked")
 HOLD_AGAIN = read("hold_again")
 LOOK = read("look")

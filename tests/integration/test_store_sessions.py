@@ -15,12 +15,13 @@ import asyncpg
 from delayer.core.units import DAY_MS
 from delayer.store import pool, statements
 from delayer.store.lanes.lane import PostgresLane
+from delayer.store.rows.places import DELETE_ROWS
 from tests.integration.test_store_plan import FEW, fill
 from tests.support.fakes import WHY
 from tests.support.store import ROOM, Store, opened, owned, parcel, sql
 
 TIMES = 15
-CANCEL = statements.read("delete_rows")
+CANCEL = DELETE_ROWS
 CANCEL_HELD = "DELETE FROM held WHERE id IN"
 # A statement without arguments has no custom plan: it counts as generic.
 _PREPARED = "SELECT statement, generic_plans, custom_plans FROM pg_prepared_statements WHERE statement LIKE $1"

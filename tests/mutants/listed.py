@@ -40,7 +40,7 @@ MUTANTS: Sequence[Mutant] = (
         "tests/integration/test_schedules.py",
         ("expired-for-all-policies", "and is_expired(record.schedule, record.waiting_ms, now_ms)", ""),
         ("occurrence-of-any-id", "if one.id == record.waiting_id:", "if one.id != record.waiting_id:"),
-        ("rejected-occurrence-fails-all", "if len(planned) == 1:", "if planned:"),
+        ("rejected-occurrence-fails-all", "if len(planned) > 1:", "if not planned:"),
     ),
     *of(
         "delayer/store/sql/lock_run.sql",
@@ -59,9 +59,9 @@ MUTANTS: Sequence[Mutant] = (
     ),
     *of(
         "delayer/store/schedules/zones.py",
-        "tests/integration/test_schedules_changed.py",
-        ("older-zone-data-win", "version <= known and not caught_up", "version == known and not caught_up"),
-        ("zone-data-do-not-catch-up", 'before not in ("", version)', "False"),
+        "tests/integration/test_schedules_zones.py",
+        ("older-zone-data-are-forgotten", "WHERE zone_version > $1", "WHERE zone_version < $1"),
+        ("zone-data-do-not-catch-up", "min(version, self._loaded or version)", "version"),
     ),
     *of(
         "delayer/store/rows/partitions.py",

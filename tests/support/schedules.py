@@ -19,8 +19,7 @@ from delayer.schedule.occurrence import occurrence
 from delayer.schedule.record import ScheduleRecord, key_of
 from delayer.schedule.rhythm import Every
 from delayer.schedule.schedule import SCHEDULE, Schedule
-from delayer.store.admin.actions import make_missing
-from delayer.store.rows.partitions import PARK_SECONDS
+from delayer.store.rows.partitions import PARK_SECONDS, make_missing
 from delayer.store.schedules import reading, table
 from tests.support.place import Place
 from tests.support.raw import Raw

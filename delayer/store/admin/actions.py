@@ -6,17 +6,15 @@ statements. The process that moves it locks its row or its segment, so a message
 lock, or if the list of segments changed, we look again for messages that slipped away. We wait for a message that is
 being released; then it is gone, or ours.
 
-Locks are taken in the order of keys.py: keys' advisory locks, messages' rows, held rows, rows of message_key and of
-schedule, the counters. Many messages are changed in portions, each in one transaction with its share of the audit log,
-so an interruption leaves whole portions.
+Locks are taken in the order of keys.py. Many messages are changed in portions, each in one transaction with its share
+of the audit log, so an interruption leaves whole portions.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -25,21 +23,20 @@ from asyncpg import Connection, Record
 from delayer.core.filters import Filter, Token
 from delayer.core.message import is_occurrence
 from delayer.core.segment import Broken
-from delayer.core.units import DAY_MS
 from delayer.schedule.record import Fate
-from delayer.store import held_messages, pool, statements, waiting
+from delayer.store import held_messages, pool, waiting
 from delayer.store.admin import audit_log
 from delayer.store.admin.detail import ABSENT, FoundIn
-from delayer.store.errors import WORTH_REPEATING, check_arrow
+from delayer.store.errors import check_arrow
 from delayer.store.lanes.notify import notify, soonest
 from delayer.store.rows import history
+from delayer.store.rows.counters import Changes, add_counts
 from delayer.store.rows.keys import DELETE_HELD, forget, lock_keys, lock_pointers
-from delayer.store.rows.partitions import PARK_SECONDS, Days, read_days
-from delayer.store.rows.places import NO_DUES, Dues, Places, find_rows
+from delayer.store.rows.partitions import PARK_SECONDS, make_missing
+from delayer.store.rows.places import AT, DELETE_ROWS, KEYS_OF_ROWS, MOVE_ROWS, NO_DUES, WANTED, Dues, Places, find_rows
 from delayer.store.schedules.occurrences import EndedOccurrence, follow
 from delayer.store.segments import catalog
 from delayer.store.session import read_connection
-from delayer.store.statements import Changes
 
 LOOKS: Final = 10
 """Maximum number of passes to find messages that slip away. Two are rare."""
@@ -103,7 +100,7 @@ async def _until_quiet(
         if not missing:
             break
         before = await catalog.read_list_state(connection)
-        met, quiet = await retry_conflicts(partial(_do, connection, missing, log_id, work))
+        met, quiet = await pool.retry_conflicts(partial(_do, connection, missing, log_id, work))
         found |= met
         left = [number for number in missing if number not in met]
         if left and before["segments"]:
@@ -120,7 +117,7 @@ async def _do(
         met, changes, quiet = await work(connection, ids)
         if log_id is not None:
             await audit_log.add(connection, log_id, len(met))
-        await write_counters(connection, changes)
+        await add_counts(connection, changes)
     return met, quiet
 
 
@@ -134,32 +131,17 @@ async def _in_segments(
         from delayer.store.segments.restore import restore  # noqa: PLC0415 - pyarrow
 
         await make_missing(connection, await catalog.due_days(connection, segment), PARK_SECONDS)
-        if isinstance(await retry_conflicts(partial(restore, connection, segment)), Broken):
+        if isinstance(await pool.retry_conflicts(partial(restore, connection, segment)), Broken):
             found |= dict.fromkeys(inside, FoundIn.UNREADABLE)
             continue
-        met, _ = await retry_conflicts(partial(_do, connection, inside, log_id, work))
+        met, _ = await pool.retry_conflicts(partial(_do, connection, inside, log_id, work))
         found |= {number: FoundIn.SEGMENT if where is FoundIn.WAITING else where for number, where in met.items()}
     return found
 
 
-async def make_missing(
-    connection: Connection, wanted: Collection[int], seconds: float, days: Days | None = None, pause: float = 0.0
-) -> None:
-    """Call :meth:`Days.ensure` for a process that has not parked before. Raises the driver's errors."""
-    today = await connection.fetchval("SELECT statement_timestamp()") // DAY_MS
-    days = days or Days(await read_days(connection))
-    await days.ensure(connection, wanted, today, time.monotonic(), seconds, most=len(wanted), pause=pause)
-
-
-async def write_counters(connection: Connection, changes: Changes) -> None:
-    """Add to the counters, as the last statement before the commit."""
-    if changed := sorted((lane, kind, n) for (lane, kind), n in changes.items() if n):
-        await connection.execute(statements.COUNT, *map(list, zip(*changed, strict=True)))
-
-
 async def lock_keys_of(connection: Connection, places: Places, more: Sequence[bytes] = ()) -> None:
     """Lock the keys of these rows, and ``more``, against all other transactions. Raises the driver's errors."""
-    rows = await connection.fetch(statements.read("keys_of_rows"), *places)
+    rows = await connection.fetch(KEYS_OF_ROWS, *places)
     if keys := [*more, *(key for (key,) in rows)]:
         await lock_keys(connection, keys)
 
@@ -171,7 +153,7 @@ async def _cancel_rows(
     held = await connection.fetch("SELECT id, key FROM held WHERE id = ANY($1) ORDER BY id", ids)
     keys = [key for _, key in held if key is not None]
     await lock_keys_of(connection, places, keys)
-    waiting = await connection.fetch(statements.read("delete_rows"), *places)
+    waiting = await connection.fetch(DELETE_ROWS, *places)
     were_held = await connection.fetch(DELETE_HELD, [number for number, _ in held])
     if await history.is_kept(connection):
         now_ms = await connection.fetchval("SELECT statement_timestamp()")
@@ -183,20 +165,20 @@ async def _cancel_rows(
         changes[lane, "held"] -= where is FoundIn.HELD
     if keyed := [(key, number) for number, _, key, _ in gone if key is not None]:
         await forget(connection, keyed)
-        changes.update(await _follow(connection, [(key, id_, lane) for id_, lane, key, _ in gone], Fate.CANCELLED))
+        written = await _follow(connection, [(key, id_, lane) for id_, lane, key, _ in gone], Fate.CANCELLED)
+        await notify(connection, soonest(written), {})
+        changes.update((lane, "parked") for lane, _ in written)
     quiet = len(gone) == len(places.ids) + len(held)
     return {number: where for number, _, _, where in gone}, changes, quiet
 
 
-async def _follow(connection: Connection, gone: Iterable[tuple[bytes | None, int, int]], fate: Fate) -> Changes:
-    """Write the next occurrences of the schedules whose waiting one is among ``gone`` (key, id, lane). Returns the
-    changes of the counters."""
+async def _follow(
+    connection: Connection, gone: Iterable[tuple[bytes | None, int, int]], fate: Fate
+) -> list[tuple[int, int]]:
+    """Write the next occurrences of the schedules whose waiting one is among ``gone`` (key, id, lane). Returns the lane
+    and due instant of each, to notify and to count."""
     over = [EndedOccurrence(key, id_, lane, fate) for key, id_, lane in gone if key is not None and is_occurrence(key)]
-    if not over:
-        return Counter()
-    written = await follow(connection, over)
-    await notify(connection, soonest((one.lane, one.due_ms) for one in written), {})
-    return Counter((one.lane, "parked") for one in written)
+    return [(one.lane, one.due_ms) for one in await follow(connection, over)] if over else []
 
 
 # An imported message may be held before it is due. Then the new instant is also its due instant. A message that waits
@@ -210,12 +192,7 @@ _MOVE_HELD = (
 )
 
 
-_UNKEY: Final = """
-UPDATE message AS m SET key = NULL
-FROM unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS w (lane, due, id)
-WHERE m.lane = w.lane AND m.due_at >= w.due AND m.due_at < w.due + interval '1 millisecond' AND m.id = w.id
-  AND m.due_at >= $4 AND m.due_at < $5
-"""
+_UNKEY: Final = f"UPDATE message AS m SET key = NULL FROM {WANTED} WHERE {AT}"
 
 
 class NewDue(NamedTuple):
@@ -240,23 +217,24 @@ async def _move_rows(
     places = await find_rows(connection, ids, dues)
     held = [number for (number,) in await connection.fetch("SELECT id FROM held WHERE id = ANY($1) ORDER BY id", ids)]
     await lock_keys_of(connection, places)
-    moved = await connection.fetch(statements.read("move_rows"), *places[:3], *when, *places[3:])
-    changes: Changes = Counter()
+    moved = await connection.fetch(MOVE_ROWS, *places, *when)
+    again = await connection.fetch(_MOVE_HELD, held, *when)
+    written: list[tuple[int, int]] = []
     if keyed := [row for row in moved if row["key"] is not None]:
         await _point(connection, sorted((key, number, due_ms) for number, _, due_ms, key in keyed))
-        changes = await _part(connection, [row for row in keyed if is_occurrence(row["key"])])
-    again = await connection.fetch(_MOVE_HELD, held, *when)
+        written = await _part(connection, [row for row in keyed if is_occurrence(row["key"])])
     found = {number: FoundIn.WAITING for number, *_ in moved} | {number: FoundIn.HELD for number, *_ in again}
-    moved_to = soonest((lane, due_ms) for _, lane, due_ms, _ in moved)
+    moved_to = soonest([*written, *((lane, due_ms) for _, lane, due_ms, _ in moved)])
     await notify(connection, moved_to, soonest((lane, retry_ms) for _, lane, retry_ms in again))
+    changes = Counter((lane, "parked") for lane, _ in written)
     return found, changes, len(found) == len(places.ids) + len(held)
 
 
-async def _part(connection: Connection, moved: Sequence[Record]) -> Changes:
+async def _part(connection: Connection, moved: Sequence[Record]) -> list[tuple[int, int]]:
     """Make ordinary messages of these occurrences, which an operator moved. Their schedules go on as if these had been
-    sent."""
+    sent. Returns like :func:`_follow`."""
     if not moved:
-        return Counter()
+        return []
     ids, lanes, dues, keys = map(list, zip(*moved, strict=True))
     await connection.execute(_UNKEY, lanes, dues, ids, min(dues), max(dues) + 1)
     await forget(connection, list(zip(keys, ids, strict=True)))
@@ -349,14 +327,6 @@ async def apply_to_matching(
     return done
 
 
-async def retry_conflicts(work: Callable[[], Awaitable[T]], attempts: int = 20) -> T:
-    """Retry a portion that lost against another transaction: a release, or a park that replaces several keys."""
-    for _ in range(attempts - 1):
-        with suppress(*WORTH_REPEATING):
-            return await work()
-    return await work()
-
-
 PART: Final = 4096
 """Ids per integer: half a kilobyte, so a few scattered ids cost little, and ten million in a row 1.4 MB."""
 
@@ -400,4 +370,4 @@ async def retry_held(connection: Connection, ids: Collection[int], _: Dues, log_
             await notify(connection, {}, soonest((lane, retry_ms) for _, lane, retry_ms in rows))
         return dict.fromkeys(ids, FoundIn.NOWHERE) | {number: FoundIn.HELD for number, *_ in rows}
 
-    return await retry_conflicts(retry)
+    return await pool.retry_conflicts(retry)

@@ -12,21 +12,19 @@ from asyncpg import Connection
 from delayer.core.faultpoint import reach
 from delayer.core.message import Due
 from delayer.format.rows import read_row
-from delayer.store import pool, statements
-from delayer.store.admin import actions, audit_log
+from delayer.store import pool
+from delayer.store.admin import audit_log
 from delayer.store.admin.stats import counters, waiting_of
-from delayer.store.rows import keys
-from delayer.store.rows.places import Place, Places
+from delayer.store.rows.counters import add_counts
+from delayer.store.rows.keys import OF_SCHEDULE, forget
+from delayer.store.rows.places import AT, DELETE_ROWS, WANTED, Place, Places
 from delayer.store.segments import catalog
 
-_OF_SCHEDULE: Final = "(key >= 'delayer.schedule/' AND key < 'delayer.schedule0')"
 _LOCK: Final = f"""
 SELECT m.id, m.due_at, m.checksum, m.format, m.route, m.exchange, m.routing_key,
        m.to_exchange, m.to_key, m.properties, m.body, m.key
-FROM message AS m
-JOIN unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS w (lane, due, id)
-  ON m.lane = w.lane AND m.due_at >= w.due AND m.due_at < w.due + interval '1 millisecond' AND m.id = w.id
-WHERE m.due_at >= $4 AND m.due_at < $5 AND (m.key IS NULL OR $6 AND NOT {_OF_SCHEDULE})
+FROM message AS m JOIN {WANTED} ON {AT}
+WHERE m.key IS NULL OR $6 AND NOT {OF_SCHEDULE}
 ORDER BY m.lane, m.due_at, m.id
 FOR UPDATE OF m
 """
@@ -48,13 +46,13 @@ class DrainBacklog(NamedTuple):
 SOON_MOST: Final = 1_000_000
 _KEYED: Final = (
     "SELECT count(*) FROM message_key AS k"
-    f" WHERE segment IS NULL AND NOT EXISTS (SELECT FROM held AS h WHERE h.id = k.id) AND (NOT $1 OR {_OF_SCHEDULE})"
+    f" WHERE segment IS NULL AND NOT EXISTS (SELECT FROM held AS h WHERE h.id = k.id) AND (NOT $1 OR {OF_SCHEDULE})"
 )
 _SOON: Final = f"""
 SELECT count(*)
 FROM lane AS l
 CROSS JOIN LATERAL (
-    SELECT FROM message WHERE lane = l.number AND due_at < $1 AND (key IS NULL OR $3 AND NOT {_OF_SCHEDULE}) LIMIT $2
+    SELECT FROM message WHERE lane = l.number AND due_at < $1 AND (key IS NULL OR $3 AND NOT {OF_SCHEDULE}) LIMIT $2
 ) AS soonest
 """
 
@@ -95,11 +93,9 @@ async def drain_rows(
         yield LockedRows(sound, len(found) - len(sound))
         reach("drain.published")
         ids = {one.id for one in sound}
-        gone = await connection.fetch(
-            statements.read("delete_rows"), *Places.of(place for place in places if place.id in ids)
-        )
+        gone = await connection.fetch(DELETE_ROWS, *Places.of(place for place in places if place.id in ids))
         if keyed := [(one.parcel.key, one.id) for one in sound if one.parcel.key is not None]:
-            await keys.forget(connection, keyed)
+            await forget(connection, keyed)
         await audit_log.add(connection, log_id, len(gone))
-        await actions.write_counters(connection, Counter((row["lane"], "released") for row in gone))
+        await add_counts(connection, Counter((row["lane"], "released") for row in gone))
     reach("drain.committed")

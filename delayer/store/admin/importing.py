@@ -29,14 +29,13 @@ from delayer.format import lines
 from delayer.schedule.record import ScheduleRecord, key_of, name_of
 from delayer.store import pool, postgres, schema
 from delayer.store.admin import audit_log
-from delayer.store.admin.actions import make_missing, retry_conflicts
 from delayer.store.errors import translate_errors
 from delayer.store.postgres import Placement
 from delayer.store.rows import history, keys, partitions
+from delayer.store.rows.counters import Changes
 from delayer.store.rows.partitions import Days, read_days
 from delayer.store.schedules import changes, table
 from delayer.store.session import LONG_SECONDS
-from delayer.store.statements import Changes
 
 _LOCK: Final = "pg_try_advisory_lock('import_run'::regclass::oid::int, 1)"
 _TOKEN: Final = "token"
@@ -124,9 +123,9 @@ class ImportStore:
         """Park and hold the whole batch, with its progress, or nothing. Returns the messages added."""
         days = {item.parcel.due_ms // DAY_MS for item in batch.items if item.hold is None}
         with translate_errors("make partitions"):
-            await make_missing(self._connection, days, partitions.MAINTAIN_SECONDS, self._days)
+            await partitions.make_missing(self._connection, days, partitions.MAINTAIN_SECONDS, self._days)
         with translate_errors("import"):
-            (parked, held, superseded), items = await retry_conflicts(partial(self._transact, run, batch))
+            (parked, held, superseded), items = await pool.retry_conflicts(partial(self._transact, run, batch))
         reach("import.committed")
         return replace(run, parked=parked, held=held, superseded=superseded, progress=batch.progress), items
 

@@ -40,7 +40,7 @@ OF_HELD: Final = (
     " octet_length(body) + octet_length(properties) AS size"
 )
 """The columns of a row of ``held`` for :func:`of_row`, after its id. Its ``parked_at`` is when it was held. For a
-waiting row, delete_rows.sql returns them."""
+waiting row, DELETE_ROWS (places.py) returns them."""
 
 
 class HistoryEntry(NamedTuple):

@@ -5,13 +5,16 @@ To avoid deadlocks, all transactions take locks in this order:
 
 1. the keys' advisory locks, by number. From here on, transactions on the same key take turns, as do some on different
    keys. A batch takes at most :data:`LOCKS`. With one lock per key they filled the lock table of the whole cluster.
-2. the old messages' rows, by lane, due instant and id, like a release. This waits for a release in flight, which either
-   published the old message (too late) or rolled back, so that the message is ours to cancel.
+2. the old messages' rows, by lane, due instant and id, like a release; then held rows, by id. This waits for a release
+   in flight, which either published the old message (too late) or rolled back, so that the message is ours to cancel.
 3. the rows of segments with old messages, by id. This waits for a restore, which turns the messages into rows.
 4. the rows of message_key, by key. The holder of such a row never waits for a message's row.
 5. the rows of schedule, by name. A transaction that ends a waiting occurrence has locked its message's row
-   (schedules/occurrences.py).
-6. the counters, by lane and kind.
+   (schedules/occurrences.py). The key of the next one is a new row, which only this transaction writes.
+6. the row of store, by a park with keys.
+7. the rows of lane whose watermark falls, by number (lanes/notify.py). A park locks its own lane only with step 8, so
+   next to limited routes it may lose a deadlock, and is repeated.
+8. the counters, by lane and kind.
 
 A release, a compaction and a restore take no advisory locks. They change a key only while it points at their message.
 """
@@ -26,11 +29,15 @@ from zlib import crc32
 
 from asyncpg import Connection, Record
 
-from delayer.core.message import KeyGroup
-from delayer.store import pool, statements
+from delayer.core.message import OCCURRENCES, KeyGroup
+from delayer.store import pool
+from delayer.store.rows.counters import Changes
 from delayer.store.rows.history import OF_HELD
+from delayer.store.rows.places import AT, DELETE_ROWS, WANTED
 from delayer.store.segments import catalog
 
+OF_SCHEDULE: Final = "(key >= '{}' AND key < '{}')".format(*(one.decode() for one in OCCURRENCES))
+"""Whether a key is that of a schedule's occurrence."""
 LOCKS: Final = 64
 """The number of advisory locks for all keys."""
 _OF_SEGMENT: Final = "segment, position, parked_at, route, to_exchange, to_key, size"
@@ -55,16 +62,11 @@ FROM unnest($2::bytea[], $3::bigint[], $4::int[], $5::timestamptz[], $6::bytea[]
 WHERE k.key = p.key AND k.id = p.id
 """
 _LEAVE: Final = f"UPDATE message_key SET {_OF_ROW} WHERE key = ANY($1) AND segment = $2"
-# Locks each row as a DELETE of it would. $5 and $4 bound the due instants, to prune partitions while planning.
-_LOCK_ROWS: Final = """
-SELECT m.id FROM message AS m
-JOIN unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS w (lane, due, id)
-  ON m.lane = w.lane AND m.due_at >= w.due AND m.due_at < w.due + interval '1 millisecond' AND m.id = w.id
-WHERE m.due_at >= $4 AND m.due_at < $5
-ORDER BY m.lane, m.due_at, m.id FOR UPDATE OF m
-"""
+# Locks each row as a DELETE of it would.
+_LOCK_ROWS: Final = (
+    f"SELECT m.id FROM message AS m JOIN {WANTED} ON {AT} ORDER BY m.lane, m.due_at, m.id FOR UPDATE OF m"
+)
 _LOCK_HELD: Final = "SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE"
-_DELETE: Final = statements.read("delete_rows")
 DELETE_HELD: Final = (
     "DELETE FROM held WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE)"
     f" RETURNING id, lane, key, {OF_HELD}"
@@ -90,9 +92,9 @@ class Cancelled:
     """The keys to spare under which a message waits or is held. It stays there until the transaction ends."""
 
     @property
-    def changes(self) -> statements.Changes:
+    def changes(self) -> Changes:
         """The changes of the counters."""
-        changes: statements.Changes = Counter()
+        changes: Changes = Counter()
         for lane, n in self.messages.items():
             changes[lane, "cancelled"] += n
         for lane, n in self.held.items():
@@ -166,7 +168,7 @@ async def _delete_rows(
     if len(to_delete) < len(wanted):  # Lock all keys in one order before deleting any.
         _note_spared(cancelled, places, await connection.fetch(_LOCK_ROWS, *_places(wanted)), spare)
     if to_delete:
-        for row in await connection.fetch(_DELETE, *_places(to_delete)):
+        for row in await connection.fetch(DELETE_ROWS, *_places(to_delete)):
             _note(cancelled, places, row)
     if left := [number for number in ids if number in places]:
         if len(to_delete) < len(wanted):
@@ -178,7 +180,7 @@ async def _delete_rows(
 
 
 def _places(rows: Sequence[Record]) -> tuple[object, ...]:
-    """The parameters of _DELETE and _LOCK_ROWS."""
+    """The parameters of DELETE_ROWS and _LOCK_ROWS."""
     lanes, dues, ids = zip(*(tuple(row)[:3] for row in rows), strict=True)
     return lanes, dues, ids, min(dues), max(dues) + 1
 

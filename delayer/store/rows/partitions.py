@@ -334,3 +334,12 @@ async def run_upkeep(connection: Connection, clock: StoreClock, days: Days) -> N
     except BaseException:
         pool.end(connection)  # This drops the lock and the settings as well.
         raise
+
+
+async def make_missing(
+    connection: Connection, wanted: Collection[int], seconds: float, days: Days | None = None, pause: float = 0.0
+) -> None:
+    """Call :meth:`Days.ensure` for a process that has not parked before. Raises the driver's errors."""
+    today = await connection.fetchval("SELECT statement_timestamp()") // DAY_MS
+    days = days or Days(await read_days(connection))
+    await days.ensure(connection, wanted, today, time.monotonic(), seconds, most=len(wanted), pause=pause)

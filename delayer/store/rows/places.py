@@ -10,15 +10,36 @@ from asyncpg import Connection
 from delayer.core.filters import Token
 from delayer.store import statements
 
-AT_PLACES: Final = """
-FROM unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS wanted (of_lane, due, number)
-CROSS JOIN LATERAL (
-    SELECT * FROM message
-    WHERE lane = of_lane AND due_at >= due AND due_at < due + interval '1 millisecond' AND id = number
-      AND due_at >= $4 AND due_at < $5
-) AS there
+WANTED: Final = "unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS w (of_lane, due, number)"
+AT: Final = (
+    "m.lane = of_lane AND m.due_at >= due AND m.due_at < due + interval '1 millisecond' AND m.id = number"
+    " AND m.due_at >= $4 AND m.due_at < $5"
+)
+"""Whether the row ``m`` of ``message`` is at the place of WANTED, by the primary key. The arguments are
+:class:`Places`."""
+AT_PLACES: Final = f"FROM {WANTED} CROSS JOIN LATERAL (SELECT * FROM message AS m WHERE {AT}) AS there"
+DELETE_ROWS: Final = f"""
+DELETE FROM message AS m USING {WANTED} WHERE {AT}
+RETURNING m.id, m.lane, m.key, m.route, m.to_exchange, m.to_key, m.due_at, m.parked_at,
+          octet_length(m.body) + octet_length(m.properties) AS size
 """
-"""Rows by the primary key, with :class:`Places` as arguments."""
+"""Delete the rows, in the order in which a release locks them."""
+KEYS_OF_ROWS: Final = f"SELECT m.key FROM message AS m JOIN {WANTED} ON {AT} WHERE m.key IS NOT NULL"
+MOVE_ROWS: Final = f"""
+WITH moved AS (DELETE FROM message AS m USING {WANTED} WHERE {AT} RETURNING m.*)
+INSERT INTO message (id, due_at, parked_at, checksum, lane, format, route, exchange, routing_key, to_exchange, to_key,
+                     properties, body, key)
+SELECT id, greatest(coalesce($6::timestamptz, due_at + $7::bigint * interval '1 millisecond'),
+                    least(due_at, date_trunc('milliseconds', now()))), parked_at, checksum, lane, format,
+       route, exchange, routing_key, to_exchange, to_key, properties, body, key
+FROM moved
+RETURNING id, lane, due_at, key
+"""
+"""Move the rows to due instant $6, or if that is null, by $7 milliseconds. An instant in the past becomes now, so that
+late_limit does not hold the message. A message already due keeps its instant.
+
+The rows are deleted and inserted again, with their id and instant of parking. An UPDATE into another partition makes
+waiting transactions fail; after a DELETE they find no row."""
 
 Dues = Mapping[int, int]
 """Known due times (epoch ms) by id. If the due time of a message is known, only that time is searched."""

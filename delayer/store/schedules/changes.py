@@ -28,14 +28,13 @@ from delayer.schedule.record import PlannedRecord, ScheduleRecord, begin, key_of
 from delayer.schedule.schedule import Schedule, ScheduleState, problems
 from delayer.store import pool
 from delayer.store.admin import audit_log
-from delayer.store.admin.actions import make_missing, retry_conflicts, write_counters
 from delayer.store.errors import ScheduleRefused, ScheduleUnknown
 from delayer.store.lanes.notify import notify, soonest
 from delayer.store.rows import history, keys
-from delayer.store.rows.partitions import PARK_SECONDS
+from delayer.store.rows.counters import Changes, add_counts
+from delayer.store.rows.partitions import PARK_SECONDS, make_missing
 from delayer.store.rows.places import new_ids
 from delayer.store.schedules import occurrences, reading, table
-from delayer.store.statements import Changes
 
 _LANES: Final = "SELECT number FROM lane WHERE route IS NULL ORDER BY number"
 _NOW: Final = "SELECT statement_timestamp()"
@@ -137,10 +136,10 @@ async def run_now(connection: Connection, name: str, *, who: str) -> int:
             await audit_log.add(connection, log_id, 1)
             await occurrences.copy(connection, [(parcel, lane)], [id_])
             await notify(connection, {lane: now_ms}, {})
-            await write_counters(connection, Counter({(lane, "parked"): 1}))
+            await add_counts(connection, Counter({(lane, "parked"): 1}))
         return id_
 
-    return await retry_conflicts(run)
+    return await pool.retry_conflicts(run)
 
 
 class ScheduleDifference(NamedTuple):
@@ -262,7 +261,7 @@ async def _change(
     planned = [revision(there.get(name), now_ms) for name, revision in revisions.items()]
     days = {one.parcel.due_ms // DAY_MS for one in planned if one is not None and one.parcel is not None}
     await make_missing(connection, days, PARK_SECONDS)
-    written = await retry_conflicts(partial(_transact, connection, revisions, entry, unless))
+    written = await pool.retry_conflicts(partial(_transact, connection, revisions, entry, unless))
     reach("schedule.committed")
     return written
 
@@ -303,7 +302,7 @@ async def _transact(
         await notify(connection, soonest((one.lane, one.due_ms) for one in written), {})
         changes = cancelled.changes
         changes.update((one.lane, "parked") for one in written)
-        await write_counters(connection, changes)
+        await add_counts(connection, changes)
         return list((await table.read(connection, names)).values())
 
 

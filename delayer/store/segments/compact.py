@@ -9,6 +9,7 @@ briefly for the lane's counter ``compacted``. A park that replaces or cancels on
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -17,10 +18,12 @@ from asyncpg import Connection
 
 from delayer.core.faultpoint import reach
 from delayer.core.filters import MAX_ID
+from delayer.core.message import OCCURRENCES
 from delayer.core.segment import FORMAT, SegmentBroken
 from delayer.core.units import DAY_MS, HOUR_MS
 from delayer.store import pool, statements
 from delayer.store.rows import keys
+from delayer.store.rows.counters import add_counts
 
 ROWS: Final = 10_000
 """Maximum number of messages in a segment."""
@@ -94,7 +97,7 @@ async def packed_share(connection: Connection, window: CompactionWindow, rows: i
         rows = min(rows, await _fitting(connection, window, BYTES))
         unlocked = statements.read("lock_run").replace("FOR UPDATE SKIP LOCKED", "")
         bounds = (window.lane, window.first_ms, window.last_ms + 1, window.first_ms * 1000, -MAX_ID)
-        found = await connection.fetch(unlocked, *bounds, rows, BYTES, LARGEST)
+        found = await connection.fetch(unlocked, *bounds, rows, BYTES, LARGEST, *OCCURRENCES)
     if not found:
         return 0.0
     packed = packing.pack(packing.table_of(found))
@@ -140,7 +143,7 @@ async def compact_one(
         if status != f"DELETE {packed.messages}":
             raise RuntimeError(f"segment of lane {window.lane}: {packed.messages} messages packed, but {status}")
         await keys.enter_segment(connection, segment, _keyed(found, ids))
-        await connection.execute(statements.COUNT, [window.lane], ["compacted"], [packed.messages])
+        await add_counts(connection, Counter({(window.lane, "compacted"): packed.messages}))
         reach("compact.deleted")
     reach("compact.committed")
     return Compacted(segment, packed.messages, packed.last_due_ms, packed.raw_bytes, len(packed.packed), more)
@@ -169,7 +172,7 @@ async def _lock(
     while rows > 0 and room > 0:
         wanted = min(portion, rows)
         bounds = (window.lane, first_us // 1000, window.last_ms + 1, first_us, first_id)
-        some = await connection.fetch(statements.read("lock_run"), *bounds, wanted, room, LARGEST)
+        some = await connection.fetch(statements.read("lock_run"), *bounds, wanted, room, LARGEST, *OCCURRENCES)
         found += some
         if not some or (some[-1]["locked"] < wanted and len(some) == some[-1]["locked"]):
             return found, False

@@ -5,6 +5,7 @@ it removes the message from the segment first, or waits for the restore and find
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
@@ -14,10 +15,11 @@ from asyncpg import Connection
 from delayer.core.faultpoint import reach
 from delayer.core.segment import Broken, Restored, SegmentBroken
 from delayer.format.rows import reason_text
-from delayer.store import pool, statements
+from delayer.store import pool
 from delayer.store.errors import DAMAGED, REJECTED, WORTH_REPEATING, describe
 from delayer.store.lanes.notify import notify
 from delayer.store.rows import keys
+from delayer.store.rows.counters import add_counts
 from delayer.store.segments import codec
 
 PORTION_BYTES: Final = 1 << 20
@@ -87,7 +89,7 @@ async def _restore(
         await connection.execute("DELETE FROM segment WHERE id = $1", segment["id"])
         await keys.leave_segment(connection, segment["id"], table["key"].drop_null().to_pylist())
         await notify(connection, {lane: first_ms}, {})
-        await connection.execute(statements.COUNT, [lane], ["restored"], [count])
+        await add_counts(connection, Counter({(lane, "restored"): count}))
         reach("restore.deleted")
     reach("restore.committed")
     return Restored(segment["id"], count, first_ms)

@@ -4,7 +4,8 @@
 -- $1 lane; due from $2 to before $3, to prune partitions; starts at ($4 microseconds, $5) in the order of (due_at, id);
 -- $6 rows; $7 bytes of bodies and properties, but at least one row. Rows of more than $8 bytes stay rows, because they
 -- gain nothing in a segment. So do rows locked by another session (a cancel, another compaction), and rows locked here
--- that exceed $7. So do the waiting occurrences of schedules, one of each.
+-- that exceed $7. So do the waiting occurrences of schedules, whose keys are
+-- from $9 to before $10.
 SELECT *
 FROM (
     SELECT *, sum(octet_length(body) + octet_length(properties)) OVER (ROWS UNBOUNDED PRECEDING)
@@ -17,7 +18,7 @@ FROM (
         WHERE lane = $1 AND due_at >= $2 AND due_at < $3
           AND (due_at, id) >= ('epoch'::timestamptz + $4::bigint * interval '1 microsecond', $5::bigint)
           AND octet_length(body) + octet_length(properties) <= $8
-          AND (key IS NULL OR key < 'delayer.schedule/' OR key >= 'delayer.schedule0')
+          AND (key IS NULL OR key < $9 OR key >= $10)
         ORDER BY due_at, id
         LIMIT $6
         FOR UPDATE SKIP LOCKED
