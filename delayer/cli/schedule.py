@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import IO, Any
 
@@ -22,7 +21,7 @@ from delayer.core.readable import readable
 from delayer.http import as_json as for_programs
 from delayer.schedule.record import ScheduleRecord
 from delayer.schedule.rhythm import rhythm_in_words
-from delayer.schedule.schedule import Schedule, ScheduleState
+from delayer.schedule.schedule import Schedule
 from delayer.store.errors import ScheduleRefused
 from delayer.store.schedules import changes
 from delayer.store.schedules.changes import ScheduleDifference
@@ -128,9 +127,7 @@ def add(context: click.Context, /, *, name: str, paused: bool, as_json: bool, **
       delayer schedule add month-end --cron '0 18 LW * *' --to '' --routing-key invoices --missed all
     """
     one = new_schedule(name, _given(options))
-    if paused:
-        one = replace(one, state=ScheduleState.PAUSED)
-    record = change(context, "add", lambda connection: changes.add(connection, one, who=whoami()))
+    record = change(context, "add", lambda connection: changes.add(connection, one, paused=paused, who=whoami()))
     tell("Added", record, as_json=as_json)
 
 

@@ -67,7 +67,7 @@ def look_at(context: click.Context, name: str) -> ScheduleRecord:
 
 
 def state_of(record: ScheduleRecord) -> str:
-    return f"{record.schedule.state}{f': {record.why}' if record.why else ''}"
+    return f"{record.state}{f': {record.why}' if record.why else ''}"
 
 
 @click.command("list", short_help="List schedules by name, page by page.")
@@ -187,7 +187,7 @@ def preview(context: click.Context, *, name: str, count: int, as_json: bool) -> 
         click.echo(f"No time follows: {readable(state_of(record))}.")
         return
     print_table([zone.key, "UTC", "after"], [_previewed(one) for one in found], right=(2,))
-    if record.schedule.state is ScheduleState.PAUSED:
+    if record.state is ScheduleState.PAUSED:
         note(f"It is paused. Next: `delayer schedule resume {name}`.")
     if len(times) < count:
         note("No other time follows.")

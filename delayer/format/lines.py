@@ -116,7 +116,7 @@ def format_schedule_line(record: ScheduleRecord) -> bytes:
         schedule.max_occurrences,
     )  # fmt: skip
     numbers = dict(zip(_RHYTHM, values, strict=True)) | {name: getattr(record, name) for name in _COUNTS}
-    line: dict[str, Any] = {"v": VERSION, "schedule": record.name, "id": str(schedule.id), "state": schedule.state}
+    line: dict[str, Any] = {"v": VERSION, "schedule": record.name, "id": str(schedule.id), "state": record.state}
     line |= {name: value for name, value in (numbers | {"why": record.why or None}).items() if value is not None}
     for name, raw in zip(_OF_SCHEDULE, (*schedule.target, schedule.properties, schedule.body), strict=True):
         _put(line, name, raw)
@@ -191,7 +191,7 @@ def _schedule(record: dict[str, Any]) -> ScheduleRecord:
     schedule = Schedule(
         id_, texts["schedule"], Target(_get(record, "to_exchange", b""), _get(record, "to_key", b"")), rhythm,
         _get(record, "properties", PERSISTENT, _ANY), _get(record, "body", b"", _ANY), numbers.get("last_ms"),
-        numbers.get("catch_up", ONCE), numbers.get("jitter_ms", 0), numbers.get("max"), state,
+        numbers.get("catch_up", ONCE), numbers.get("jitter_ms", 0), numbers.get("max"),
     )  # fmt: skip
     if wrong_ones := problems(schedule, 0):
         raise NotALine("; ".join(wrong_ones))
@@ -199,6 +199,7 @@ def _schedule(record: dict[str, Any]) -> ScheduleRecord:
         raise NotALine(f"waiting_ms: expected with an active schedule, and only then, found the state {state}")
     return ScheduleRecord(
         schedule,
+        state,
         texts["why"],
         numbers.get("made", 0),
         numbers.get("missed", 0),

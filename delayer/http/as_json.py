@@ -71,7 +71,7 @@ def schedule(record: ScheduleRecord) -> dict[str, Any]:
     return {
         "name": one.name,
         "id": str(one.id),
-        "state": one.state.value,
+        "state": record.state.value,
         "why": record.why or None,
         "rhythm": rhythm_in_words(rhythm),
         "cron": rhythm.expression if isinstance(rhythm, Cron) else None,

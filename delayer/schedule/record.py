@@ -7,7 +7,6 @@ the next occurrence. A schedule whose rhythm has none, because its expression or
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -36,6 +35,7 @@ class ScheduleRecord(NamedTuple):
     it was due. ``added_ms`` and ``changed_ms``: when an operator added the schedule, and last changed it."""
 
     schedule: Schedule
+    state: ScheduleState = ScheduleState.ACTIVE
     why: str = ""
     made: int = 0
     missed: int = 0
@@ -78,7 +78,7 @@ def next_times(record: ScheduleRecord, now_ms: int, most: int) -> list[int]:
     """Find the next times of the rhythm, beginning with the waiting occurrence. For a paused schedule, find the times
     after a resume now. Raises BadCron and UnknownZone."""
     schedule, left = record.schedule, record.schedule.max_occurrences
-    if schedule.state is ScheduleState.ENDED:
+    if record.state is ScheduleState.ENDED:
         return []
     at_ms = record.waiting_ms
     if at_ms is None:
@@ -111,7 +111,7 @@ def revise(record: ScheduleRecord, schedule: Schedule, now_ms: int) -> PlannedRe
     """The record after an edit to ``schedule``, or, if it is equal, after a change of the zone data. A paused schedule
     stays paused; one that ended or failed may become active again."""
     edited = record._replace(schedule=schedule)
-    if record.schedule.state is ScheduleState.PAUSED:
+    if record.state is ScheduleState.PAUSED:
         return PlannedRecord(edited, None)
     waiting_ms = now_ms + 1 if record.waiting_ms is None else record.waiting_ms
     settled_ms = record.settled_ms or 0
@@ -125,8 +125,7 @@ def revise(record: ScheduleRecord, schedule: Schedule, now_ms: int) -> PlannedRe
 
 def stop(record: ScheduleRecord, state: ScheduleState, why: str = "") -> ScheduleRecord:
     """The record without a waiting occurrence, in this state."""
-    schedule = replace(record.schedule, state=state)
-    return record._replace(schedule=schedule, why=why, waiting_ms=None, waiting_id=None)
+    return record._replace(state=state, why=why, waiting_ms=None, waiting_id=None)
 
 
 def plan(record: ScheduleRecord, find: Callable[[], Following]) -> PlannedRecord:
@@ -139,6 +138,5 @@ def plan(record: ScheduleRecord, find: Callable[[], Following]) -> PlannedRecord
     if found.at_ms is None:
         return PlannedRecord(stop(record, ScheduleState.ENDED, found.why), None)
     parcel = occurrence(record.schedule, found.at_ms)
-    schedule = replace(record.schedule, state=ScheduleState.ACTIVE)
-    active = record._replace(schedule=schedule, why="", waiting_ms=found.at_ms)
+    active = record._replace(state=ScheduleState.ACTIVE, why="", waiting_ms=found.at_ms)
     return PlannedRecord(active, parcel._replace(key=key_of(record.name)))

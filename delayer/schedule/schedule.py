@@ -61,7 +61,6 @@ class Schedule:
     jitter_ms: int = 0
     """Each occurrence is due up to this time later than the rhythm says."""
     max_occurrences: int | None = None
-    state: ScheduleState = ScheduleState.ACTIVE
 
 
 def next_time(schedule: Schedule, after_ms: int) -> int | None:

@@ -49,7 +49,7 @@ async def test_every_second_each_occurrence_comes_once_and_operators_change_the_
         await eventually(lambda: inbox.of("tick"), lambda came: (resumed.waiting_ms or 0) + 2_000 in came)
         await changes.remove(admin, "tick", who="test")
         await changes.add(admin, schedule("twice", rhythm=SECOND, max_occurrences=2), who="test")
-        await eventually(lambda: record(admin, "twice"), lambda one: one.schedule.state is ScheduleState.ENDED)
+        await eventually(lambda: record(admin, "twice"), lambda one: one.state is ScheduleState.ENDED)
         await check_waiting(admin, "twice")
         await eventually(lambda: inbox.of("twice"), lambda came: len(came) == 2)
     assert {len(came) for came in inbox.came.values()} == {1}

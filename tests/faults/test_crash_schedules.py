@@ -128,7 +128,7 @@ async def test_an_operator_dies_in_a_change(vhost: str, store: str, change: str,
         assert await perform(store, change, "s0", f"{point}:1") == -signal.SIGKILL
         if change == "pause":
             async with sql(store) as admin:
-                assert (await record(admin, "s0")).schedule.state is ScheduleState.PAUSED
+                assert (await record(admin, "s0")).state is ScheduleState.PAUSED
                 await changes.resume(admin, "s0", who="test")
         else:
             await go_on(inbox)

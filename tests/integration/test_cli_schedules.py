@@ -144,7 +144,7 @@ async def test_apply_makes_the_store_equal_to_a_file(delayer: Run, database: str
     assert (difference["removed"], difference["same"], difference["changed"]) == (["berlin"], ["tick", "report"], [])
     async with sql(database) as connection:
         tick = await check_waiting(connection, "tick")
-        assert (tick.schedule.state, tick.schedule.body) == (ScheduleState.PAUSED, b"tick"), "a pause outlives this"
+        assert (tick.state, tick.schedule.body) == (ScheduleState.PAUSED, b"tick"), "a pause outlives this"
         await check_waiting(connection, "report")
     assert (
         delayer("schedule", "apply", "-", stdin=FILE.encode()).stdout

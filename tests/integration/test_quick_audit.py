@@ -19,7 +19,6 @@ from delayer.audit.findings import AuditReport
 from delayer.audit.job import Options
 from delayer.cli.main import cli
 from delayer.core.secret import SecretUrl
-from delayer.schedule.schedule import ScheduleState
 from delayer.store.schedules import changes
 from delayer.store.statements import read
 from tests.audit.planting import CANCELLED, FAR, NEAR, SEGMENTS, Planting, build
@@ -139,7 +138,8 @@ async def test_a_stopped_audit_ends_with_one_line(database: str, number: int, co
 )
 async def test_a_schedule_that_does_not_agree_with_its_occurrence(database: str, damage: str, fault: str) -> None:
     async with sql(database) as connection:
-        await changes.apply(connection, [schedule(), schedule("paused", state=ScheduleState.PAUSED)], who="test")
+        await changes.add(connection, schedule(), who="test")
+        await changes.add(connection, schedule("paused"), paused=True, who="test")
         assert not [one for one in (await audited(database)).findings if one.rule == "schedules"]
         await connection.execute(damage)
     [found] = [one for one in (await audited(database)).findings if one.rule == "schedules"]

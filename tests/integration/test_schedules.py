@@ -236,7 +236,7 @@ async def test_a_schedule_ends_after_its_last_occurrence(database: str) -> None:
         await scan(lanes)
         assert len(await released(lanes)) == 1
         after = await check_waiting(admin)
-        assert (after.schedule.state, after.why) == (ScheduleState.ENDED, "it has had its 1 occurrence")
+        assert (after.state, after.why) == (ScheduleState.ENDED, "it has had its 1 occurrence")
 
 
 async def test_a_schedule_that_cannot_be_computed_fails_alone(database: str) -> None:
@@ -254,8 +254,8 @@ async def test_a_schedule_that_cannot_be_computed_fails_alone(database: str) -> 
         failed = {entry["schedule"] for entry in logged if entry["event"] == "schedule failed"}
         assert failed == {"lost", "poison"}
         states = {name: await check_waiting(admin, name) for name in ("lost", "good", "poison")}
-        assert states["good"].schedule.state is ScheduleState.ACTIVE
-        assert states["lost"].schedule.state is states["poison"].schedule.state is ScheduleState.FAILED
+        assert states["good"].state is ScheduleState.ACTIVE
+        assert states["lost"].state is states["poison"].state is ScheduleState.FAILED
         assert "Europe/Atlantis" in states["lost"].why
         assert "no poison here" in states["poison"].why
         assert [one.made for one in states.values()] == [1, 1, 1]
@@ -273,7 +273,7 @@ async def test_a_pause_waits_for_the_release_under_way_and_takes_what_follows(da
         await lane.claimers[0].settle(rows, [])
         await pausing
         paused = await check_waiting(admin)
-        assert (paused.schedule.state, paused.made) == (ScheduleState.PAUSED, 1)
+        assert (paused.state, paused.made) == (ScheduleState.PAUSED, 1)
         assert await released(lanes) == []
 
 

@@ -80,7 +80,7 @@ async def test_a_paused_schedule_misses_nothing_and_goes_on_with_the_next_time(d
     async with sql(database) as admin:
         before = await changes.add(admin, schedule(), who="me")
         paused = await changes.pause(admin, "tick", who="me")
-        assert (paused.schedule.state, paused.waiting_id) == (ScheduleState.PAUSED, None)
+        assert (paused.state, paused.waiting_id) == (ScheduleState.PAUSED, None)
         assert await changes.pause(admin, "tick", who="me")
         await check_waiting(admin)
         resumed = await changes.resume(admin, "tick", who="me")
@@ -93,8 +93,8 @@ async def test_a_paused_schedule_misses_nothing_and_goes_on_with_the_next_time(d
 
 async def test_a_schedule_may_begin_paused(database: str) -> None:
     async with sql(database) as admin:
-        added = await changes.add(admin, schedule(state=ScheduleState.PAUSED), who="me")
-        assert (added.schedule.state, added.waiting_id) == (ScheduleState.PAUSED, None)
+        added = await changes.add(admin, schedule(), paused=True, who="me")
+        assert (added.state, added.waiting_id) == (ScheduleState.PAUSED, None)
         assert (await changes.resume(admin, "tick", who="me")).waiting_id is not None
 
 
@@ -122,15 +122,15 @@ async def test_an_edit_revives_an_ended_schedule_and_leaves_a_paused_one_paused(
         for lane in lanes:
             await lane.scan()
             await release_all(lane)
-        assert (await check_waiting(admin)).schedule.state is ScheduleState.ENDED
+        assert (await check_waiting(admin)).state is ScheduleState.ENDED
         for refused in (changes.resume(admin, "tick", who="me"), changes.pause(admin, "tick", who="me")):
             with pytest.raises(ScheduleRefused, match="it has had its 1 occurrence"):
                 await refused
         edited = await changes.edit(admin, "tick", lambda one: replace(one, max_occurrences=2), who="me")
-        assert (edited.schedule.state, edited.why, edited.made) == (ScheduleState.ACTIVE, "", 1)
+        assert (edited.state, edited.why, edited.made) == (ScheduleState.ACTIVE, "", 1)
         await changes.pause(admin, "tick", who="me")
         paused = await changes.edit(admin, "tick", lambda one: replace(one, max_occurrences=3), who="me")
-        assert (paused.schedule.state, paused.schedule.max_occurrences) == (ScheduleState.PAUSED, 3)
+        assert (paused.state, paused.schedule.max_occurrences) == (ScheduleState.PAUSED, 3)
 
 
 async def test_run_now_sends_one_more_message_and_the_schedule_stays(database: str) -> None:
@@ -163,7 +163,7 @@ async def test_apply_makes_the_store_equal_to_a_set(database: str) -> None:
             assert (names(found.added), names(found.removed), names(found.same)) == (["new"], ["other"], ["same"])
             assert [(before.body, after.body) for before, after in found.changed] == [(b"tick", b"x")] * 2
         assert await record(admin, "same") == same
-        assert (await record(admin, "paused")).schedule.state is ScheduleState.PAUSED
+        assert (await record(admin, "paused")).state is ScheduleState.PAUSED
         assert await reading.show(admin, "other") is None
         for name in ("new", "same", "changed", "paused"):
             await check_waiting(admin, name)
@@ -180,7 +180,7 @@ async def test_an_import_edits_no_schedule_that_was_added_meanwhile(database: st
             await keys.lock_keys(other, [key_of("tick")])
             importing = asyncio.create_task(changes.apply(admin, wanted, who="me", only_new=True))
             await blocked(watch, "%advisory%")
-            await table.put(other, [ScheduleRecord(schedule(state=ScheduleState.PAUSED))])
+            await table.put(other, [ScheduleRecord(schedule(), ScheduleState.PAUSED)])
         with pytest.raises(ScheduleRefused, match="expected a new one, found the schedule tick"):
             await importing
         assert (await record(admin)).schedule.body == b"tick"

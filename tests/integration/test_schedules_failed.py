@@ -65,7 +65,7 @@ async def test_a_partition_attached_meanwhile_fails_no_schedule(database: str) -
             writing = asyncio.create_task(write())
             await blocked(watch, "COPY%")
         [written] = await writing
-        assert written.schedule.state is ScheduleState.ACTIVE
+        assert written.state is ScheduleState.ACTIVE
         assert await other.fetchval(f"SELECT count(*) FROM {name}") == 1
         await check_waiting(admin)
 
@@ -78,7 +78,7 @@ async def test_progress_that_is_rejected_fails_its_schedule_alone(database: str)
         await lane.scan()
         assert len(await released([lane])) == 2
         stuck = await check_waiting(admin, "stuck")
-        assert (stuck.schedule.state, stuck.made) == (ScheduleState.FAILED, 1)
+        assert (stuck.state, stuck.made) == (ScheduleState.FAILED, 1)
         assert "no progress" in stuck.why
         assert (await check_waiting(admin, "good")).made == 1
 

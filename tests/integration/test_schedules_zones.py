@@ -83,14 +83,14 @@ async def test_a_schedule_without_its_zone_goes_on_when_the_data_have_it(databas
         added = await changes.add(admin, schedule(rhythm=BERLIN), who="me")
         await admin.execute("UPDATE schedule SET zone = 'Europe/Atlantis'")
         await ZoneWatch(lambda: [copy_of(tmp_path, "2099a", "Europe/Berlin")]).run_upkeep(store.pool)
-        assert (await check_waiting(admin)).schedule.state is ScheduleState.FAILED
+        assert (await check_waiting(admin)).state is ScheduleState.FAILED
         with pytest.raises(ScheduleRefused, match=r"tick: expected a next occurrence, found none: .*Atlantis"):
             await changes.resume(admin, "tick", who="me")
-        assert (await check_waiting(admin)).schedule.state is ScheduleState.FAILED
+        assert (await check_waiting(admin)).state is ScheduleState.FAILED
         await admin.execute("UPDATE schedule SET zone = 'Europe/Berlin'")
         await ZoneWatch(lambda: [copy_of(tmp_path, "2099b", "Europe/Berlin")]).run_upkeep(store.pool)
         after = await check_waiting(admin)
-        assert (after.schedule.state, after.waiting_ms) == (ScheduleState.ACTIVE, added.waiting_ms)
+        assert (after.state, after.waiting_ms) == (ScheduleState.ACTIVE, added.waiting_ms)
         await conserved(admin)
 
 

@@ -54,13 +54,13 @@ does not exist) and the time, in epoch ms. It is pure, because it is called more
 partition, and in each attempt of the transaction. Raises ScheduleRefused."""
 
 
-async def add(connection: Connection, schedule: Schedule, *, who: str) -> ScheduleRecord:
-    """Add a schedule: active, or paused if its state is. Refuses a name that is taken."""
+async def add(connection: Connection, schedule: Schedule, *, paused: bool = False, who: str) -> ScheduleRecord:
+    """Add a schedule, active or paused. Refuses a name that is taken."""
 
     def added(there: ScheduleRecord | None, now_ms: int) -> PlannedRecord:
         if there is not None:
             raise ScheduleRefused([f"name: expected a new one, found the schedule {schedule.name}; edit it instead"])
-        return _added(schedule, now_ms)
+        return _added(schedule, now_ms, paused=paused)
 
     [record] = await _change(connection, {schedule.name: added}, _entry(who, "add", schedule.name))
     return record
@@ -85,7 +85,7 @@ async def pause(connection: Connection, name: str, *, who: str) -> ScheduleRecor
 
     def paused(there: ScheduleRecord | None, _now_ms: int) -> PlannedRecord:
         there = _known(there, name)
-        if there.schedule.state is ScheduleState.ENDED:
+        if there.state is ScheduleState.ENDED:
             raise _without_next(there)
         return PlannedRecord(stop(there, ScheduleState.PAUSED), None)
 
@@ -99,10 +99,10 @@ async def resume(connection: Connection, name: str, *, who: str) -> ScheduleReco
 
     def resumed(there: ScheduleRecord | None, now_ms: int) -> PlannedRecord:
         there = _known(there, name)
-        if there.schedule.state is ScheduleState.ACTIVE:
+        if there.state is ScheduleState.ACTIVE:
             return PlannedRecord(there, None)  # Not written: ``unless`` ends the transaction first.
         planned = begin(there, now_ms)
-        if planned.record.schedule.state is ScheduleState.ENDED:
+        if planned.record.state is ScheduleState.ENDED:
             raise _without_next(planned.record)
         return planned
 
@@ -275,7 +275,7 @@ async def _transact(
         await keys.lock_keys(connection, used)
         if unless:
             there = await table.read(connection, names)
-            if there and all(record.schedule.state in unless for record in there.values()):
+            if there and all(record.state in unless for record in there.values()):
                 return list(there.values())
         cancelled = await keys.cancel_waiting(connection, used)
         await keys.point(connection, used, ())
@@ -311,17 +311,18 @@ def _check_written(records: Sequence[ScheduleRecord]) -> None:
     failed = [
         f"{one.name}: expected a next occurrence, found none: {one.why}; correct the schedule, or what rejects it"
         for one in records
-        if one.schedule.state is ScheduleState.FAILED
+        if one.state is ScheduleState.FAILED
     ]
     if failed:
         raise ScheduleRefused(failed)
 
 
 def _changed_fields(there: Mapping[str, ScheduleRecord], records: Sequence[ScheduleRecord]) -> dict[str, list[str]]:
-    """The fields in which these schedules differ from before, for the audit log."""
-    pairs = [(there[one.name].schedule, one.schedule) for one in records if one.name in there]
+    """The fields in which these schedules differ from before, and "state" if that does, for the audit log."""
+    pairs = [(there[one.name], one) for one in records if one.name in there]
     names = [one.name for one in fields(Schedule)]
-    found = [name for name in names if any(getattr(a, name) != getattr(b, name) for a, b in pairs)]
+    found = [name for name in names if any(getattr(a.schedule, name) != getattr(b.schedule, name) for a, b in pairs)]
+    found += ["state"] if any(a.state is not b.state for a, b in pairs) else []
     return {"fields": found} if found else {}
 
 
@@ -333,10 +334,10 @@ async def _lanes(connection: Connection, names: Sequence[str]) -> list[int]:
     return [lanes[crc32(name.encode()) % len(lanes)] for name in names]
 
 
-def _added(schedule: Schedule, now_ms: int) -> PlannedRecord:
+def _added(schedule: Schedule, now_ms: int, *, paused: bool = False) -> PlannedRecord:
     _check(schedule, now_ms)
     record = ScheduleRecord(schedule)
-    return PlannedRecord(record, None) if schedule.state is ScheduleState.PAUSED else begin(record, now_ms)
+    return PlannedRecord(stop(record, ScheduleState.PAUSED), None) if paused else begin(record, now_ms)
 
 
 def _edited(there: ScheduleRecord, schedule: Schedule, now_ms: int) -> PlannedRecord:
@@ -347,7 +348,7 @@ def _edited(there: ScheduleRecord, schedule: Schedule, now_ms: int) -> PlannedRe
 
 def _like(there: Schedule, schedule: Schedule) -> Schedule:
     """``schedule`` with what an edit does not change."""
-    return replace(schedule, id=there.id, name=there.name, state=there.state)
+    return replace(schedule, id=there.id, name=there.name)
 
 
 def _differs(there: Schedule, wanted: Schedule) -> list[str]:

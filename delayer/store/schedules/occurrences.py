@@ -79,7 +79,7 @@ async def follow(connection: Connection, over: Sequence[EndedOccurrence]) -> lis
 def log_failed(records: Iterable[ScheduleRecord]) -> None:
     """Log those of these records that have just failed."""
     for record in records:
-        if record.schedule.state is ScheduleState.FAILED:
+        if record.state is ScheduleState.FAILED:
             log.error("schedule failed", extra={"schedule": record.name, "reason": record.why, "next_step": _CORRECT})
 
 

@@ -46,11 +46,21 @@ def record_of(row: Record) -> ScheduleRecord:
     ) = row  # fmt: skip
     rhythm: Rhythm = Every(period_ms, first_ms) if cron is None else Cron(cron, zone, first_ms)
     schedule = Schedule(
-        UUID(int=id_.int), name, Target(exchange, key), rhythm, properties, body, last_ms, catch_up, jitter_ms, most,
-        ScheduleState(state),
+        UUID(int=id_.int), name, Target(exchange, key), rhythm, properties, body, last_ms, catch_up, jitter_ms, most
     )  # fmt: skip
     return ScheduleRecord(
-        schedule, why, made, missed, settled_ms, waiting_ms, waiting_id, made_ms, late_ms, added_ms, changed_ms
+        schedule,
+        ScheduleState(state),
+        why,
+        made,
+        missed,
+        settled_ms,
+        waiting_ms,
+        waiting_id,
+        made_ms,
+        late_ms,
+        added_ms,
+        changed_ms,
     )
 
 
@@ -97,6 +107,6 @@ def _definition(schedule: Schedule) -> tuple[Any, ...]:
 
 def _progress(record: ScheduleRecord) -> tuple[Any, ...]:
     return (
-        record.schedule.state, record.why, record.made, record.missed, record.settled_ms, record.waiting_ms,
+        record.state, record.why, record.made, record.missed, record.settled_ms, record.waiting_ms,
         record.waiting_id, record.made_ms, record.late_ms,
     )  # fmt: skip

@@ -86,7 +86,7 @@ async def _renew(connection: Connection) -> int:
                 log.exception("schedule not computed", schedule=record.name, next_step=NEXT_STEP)
                 failed += 1
                 continue
-            if (now.waiting_ms, now.schedule.state) != (record.waiting_ms, record.schedule.state):
+            if (now.waiting_ms, now.state) != (record.waiting_ms, record.state):
                 names.append(record.name)
         if names:
             await changes.renew(connection, names)

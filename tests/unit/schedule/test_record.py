@@ -43,7 +43,7 @@ def test_it_ends_and_says_why() -> None:
     last = WAITING._replace(schedule=schedule(last_ms=NOON_MS))
     record, parcel = step_on(last, Fate.SENT, NOON_MS)
     assert parcel is None
-    assert (record.schedule.state, record.waiting_ms, record.waiting_id) == (ScheduleState.ENDED, None, None)
+    assert (record.state, record.waiting_ms, record.waiting_id) == (ScheduleState.ENDED, None, None)
     assert record.why.startswith("its last time was")
 
 
@@ -51,7 +51,7 @@ def test_one_that_cannot_be_computed_has_failed() -> None:
     broken = WAITING._replace(schedule=schedule(rhythm=Cron("0 * * * *", "Europe/Atlantis")))
     record, parcel = step_on(broken, Fate.SENT, NOON_MS)
     assert parcel is None
-    assert record.schedule.state is ScheduleState.FAILED
+    assert record.state is ScheduleState.FAILED
     assert "Europe/Atlantis" in record.why
     assert (record.made, record.settled_ms) == (1, NOON_MS)
 
@@ -69,7 +69,7 @@ def test_a_resumed_schedule_does_not_repeat_an_occurrence_that_was_cancelled_ahe
     paused = stop(cancelled, ScheduleState.PAUSED)
     record, _ = begin(paused, NOON_MS - HOUR_MS // 4)
     assert record.waiting_ms == NOON_MS + HOUR_MS
-    assert record.schedule.state is ScheduleState.ACTIVE
+    assert record.state is ScheduleState.ACTIVE
 
 
 @pytest.mark.parametrize(
@@ -85,13 +85,13 @@ def test_a_resumed_schedule_does_not_repeat_an_occurrence_that_was_cancelled_ahe
 def test_an_edit_finds_the_next_time_unless_one_is_due_or_the_schedule_is_paused(
     state: ScheduleState, waiting_ms: int | None, expected_ms: int | None
 ) -> None:
-    before = ScheduleRecord(schedule(state=state), waiting_ms=waiting_ms)
+    before = ScheduleRecord(schedule(), state, waiting_ms=waiting_ms)
     after = replace(before.schedule, rhythm=Every(60_000))
     record, parcel = revise(before, after, NOON_MS)
     assert record.waiting_ms == expected_ms
     assert (parcel is None) == (expected_ms is None)
     assert record.schedule.rhythm == after.rhythm
-    assert record.schedule.state is (state if state is ScheduleState.PAUSED else ScheduleState.ACTIVE)
+    assert record.state is (state if state is ScheduleState.PAUSED else ScheduleState.ACTIVE)
 
 
 def test_the_waiting_occurrence_is_due_with_its_jitter() -> None:
