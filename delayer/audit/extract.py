@@ -20,6 +20,7 @@ from delayer.audit import faults
 from delayer.audit import spark as sessions
 from delayer.core.message import OCCURRENCES
 from delayer.core.secret import SecretUrl
+from delayer.store.statements import IS_OWNED
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -38,14 +39,8 @@ FROM (
     END AS reached
 ) AS seen
 """
-LANES: Final = """
-SELECT l.number, l.owner,
-       CASE WHEN pg_is_in_recovery() THEN NULL ELSE EXISTS (
-           SELECT FROM pg_locks AS k
-           WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2
-             AND k.database = (SELECT oid FROM pg_database WHERE datname = current_database())
-             AND k.classid = 'lane'::regclass AND k.objid = l.number::int::oid
-       ) END AS alive
+LANES: Final = f"""
+SELECT l.number, l.owner, CASE WHEN pg_is_in_recovery() THEN NULL ELSE {IS_OWNED} END AS alive
 FROM lane AS l
 ORDER BY l.number
 """

@@ -60,7 +60,7 @@ def change(context: click.Context, doing: str, act: Callable[[Connection], Await
 
 def look_at(context: click.Context, name: str) -> ScheduleRecord:
     """Read a schedule. Raises ScheduleUnknown."""
-    found = ask_store(url_of_schedules(context), "show a schedule", lambda connection: reading.show(connection, name))
+    found = ask_store(url_of_schedules(context), "show a schedule", lambda connection: reading.get(connection, name))
     if found is None:
         raise ScheduleUnknown(name)
     return found

@@ -321,7 +321,7 @@ class Pages:
         """Show one schedule, to a program."""
         name = request.path_params["name"]
         async with read_connection(self.answers.url, "show a schedule") as connection:
-            found = await schedules.show(connection, name)
+            found = await schedules.get(connection, name)
         if found is None:
             raise HTTPException(404, str(ScheduleUnknown(name[:100])))
         return JSONResponse(as_json.schedule(found))

@@ -38,13 +38,13 @@ class Following(NamedTuple):
     why: str = ""
 
 
-def starting(schedule: Schedule, now_ms: int, made: int = 0) -> Following:
+def find_first(schedule: Schedule, now_ms: int, made: int = 0) -> Following:
     """The first occurrence of a schedule that was added or resumed: the first time later than now, since a paused
     schedule misses nothing. ``made``: how many occurrences were sent. Raises BadCron and UnknownZone."""
-    return _following(schedule, now_ms, made)
+    return _find_next(schedule, now_ms, made)
 
 
-def renewed(
+def find_anew(
     before: Schedule, after: Schedule, *, waiting_ms: int, settled_ms: int, now_ms: int, made: int = 0
 ) -> Following:
     """Find the occurrence that waits after an edit, or, if both schedules are equal, after a change of the zone data.
@@ -54,10 +54,10 @@ def renewed(
     that one was cancelled early: only a new rhythm brings its time back. Raises BadCron and UnknownZone."""
     if waiting_ms <= now_ms:
         return Following(waiting_ms)
-    return _following(after, now_ms if before.rhythm != after.rhythm else max(now_ms, settled_ms), made)
+    return _find_next(after, now_ms if before.rhythm != after.rhythm else max(now_ms, settled_ms), made)
 
 
-def following(schedule: Schedule, at_ms: int, now_ms: int, made: int = 0) -> Following:
+def find_next(schedule: Schedule, at_ms: int, now_ms: int, made: int = 0) -> Following:
     """Find what follows the occurrence of the rhythm's time ``at_ms``, settled at ``now_ms``. ``made``: the number of
     occurrences sent so far, including this one if it was sent. Raises BadCron and UnknownZone."""
     # Occurrences of times up to this one are late, even with all of their jitter.
@@ -69,7 +69,7 @@ def following(schedule: Schedule, at_ms: int, now_ms: int, made: int = 0) -> Fol
     missed = max(0, late - max(0, schedule.catch_up - 1))
     if missed:
         at_ms = until_ms if missed == late else _last_but(schedule, late - missed, at_ms, until_ms)
-    return _following(schedule, at_ms, made)._replace(missed=missed)
+    return _find_next(schedule, at_ms, made)._replace(missed=missed)
 
 
 def is_expired(schedule: Schedule, at_ms: int, now_ms: int) -> bool:
@@ -77,7 +77,7 @@ def is_expired(schedule: Schedule, at_ms: int, now_ms: int) -> bool:
     return schedule.catch_up == SKIP and now_ms - due_ms(schedule, at_ms) > LATE_MS
 
 
-def _following(schedule: Schedule, after_ms: int, made: int) -> Following:
+def _find_next(schedule: Schedule, after_ms: int, made: int) -> Following:
     most = schedule.max_occurrences
     if most is not None and made >= most:
         return Following(None, why=f"it has had its {counted(most, 'occurrence')}")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from delayer.core.message import OCCURRENCE, Parcel
 from delayer.schedule.cron import BadCron
-from delayer.schedule.missed import Following, following, renewed, starting
+from delayer.schedule.missed import Following, find_anew, find_first, find_next
 from delayer.schedule.occurrence import due_ms, occurrence
 from delayer.schedule.schedule import Schedule, ScheduleState, next_time
 from delayer.schedule.wall import UnknownZone
@@ -99,12 +99,12 @@ def step_on(record: ScheduleRecord, fate: Fate, now_ms: int, sent_ms: int | None
     )
     if sent_ms is not None:
         over = over._replace(made_ms=sent_ms, late_ms=sent_ms - due_ms(record.schedule, at_ms))
-    return plan(over, lambda: following(over.schedule, at_ms, now_ms, over.made))
+    return plan(over, lambda: find_next(over.schedule, at_ms, now_ms, over.made))
 
 
 def begin(record: ScheduleRecord, now_ms: int) -> PlannedRecord:
     """The record of a schedule that is added or resumed. An occurrence that is over does not come again."""
-    return plan(record, lambda: starting(record.schedule, max(now_ms, record.settled_ms or 0), record.made))
+    return plan(record, lambda: find_first(record.schedule, max(now_ms, record.settled_ms or 0), record.made))
 
 
 def revise(record: ScheduleRecord, schedule: Schedule, now_ms: int) -> PlannedRecord:
@@ -117,7 +117,7 @@ def revise(record: ScheduleRecord, schedule: Schedule, now_ms: int) -> PlannedRe
     settled_ms = record.settled_ms or 0
     return plan(
         edited,
-        lambda: renewed(
+        lambda: find_anew(
             record.schedule, schedule, waiting_ms=waiting_ms, settled_ms=settled_ms, now_ms=now_ms, made=record.made
         ),
     )

@@ -164,7 +164,7 @@ async def test_apply_makes_the_store_equal_to_a_set(database: str) -> None:
             assert [(before.body, after.body) for before, after in found.changed] == [(b"tick", b"x")] * 2
         assert await record(admin, "same") == same
         assert (await record(admin, "paused")).state is ScheduleState.PAUSED
-        assert await reading.show(admin, "other") is None
+        assert await reading.get(admin, "other") is None
         for name in ("new", "same", "changed", "paused"):
             await check_waiting(admin, name)
         again = await changes.apply(admin, wanted, who="me", prune=True)
@@ -184,7 +184,7 @@ async def test_an_import_edits_no_schedule_that_was_added_meanwhile(database: st
         with pytest.raises(ScheduleRefused, match="expected a new one, found the schedule tick"):
             await importing
         assert (await record(admin)).schedule.body == b"tick"
-        assert await reading.show(admin, "new") is None
+        assert await reading.get(admin, "new") is None
         same = [schedule(), schedule("new")]
         found = await changes.apply(admin, same, who="me", only_new=True)
         assert [one.name for one in found.same] == ["tick"]

@@ -142,7 +142,7 @@ async def test_a_change_whose_occurrence_is_rejected_is_refused(database: str, c
         with pytest.raises(ScheduleRefused, match=r"^(new|tick): expected a next occurrence, found none: .*no poison"):
             await refused()
         assert [await check_waiting(admin, name) for name in ("other", "tick")] == before
-        assert await reading.show(admin, "new") is None
+        assert await reading.get(admin, "new") is None
         await conserved(admin)
 
 

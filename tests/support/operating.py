@@ -34,7 +34,7 @@ async def cancel_next(connection: asyncpg.Connection, name: str) -> None:
     """Cancel the waiting occurrence. If it leaves meanwhile, cancel the one that follows."""
     found = {0: FoundIn.NOWHERE}
     while FoundIn.WAITING not in found.values():
-        record = await reading.show(connection, name)
+        record = await reading.get(connection, name)
         assert record is not None and record.waiting_id is not None
         found = await actions.cancel(connection, [record.waiting_id])
 

@@ -37,7 +37,7 @@ def schedule(name: str = "tick", **values: Any) -> Schedule:
 
 
 async def record(connection: asyncpg.Connection, name: str = "tick") -> ScheduleRecord:
-    found = await reading.show(connection, name)
+    found = await reading.get(connection, name)
     assert found is not None
     return found
 

@@ -34,7 +34,7 @@ from delayer.store.rows.counters import Changes, add_counts
 from delayer.store.rows.keys import DELETE_HELD, forget, lock_keys, lock_pointers
 from delayer.store.rows.partitions import PARK_SECONDS, make_missing
 from delayer.store.rows.places import AT, DELETE_ROWS, KEYS_OF_ROWS, MOVE_ROWS, NO_DUES, WANTED, Dues, Places, find_rows
-from delayer.store.schedules.occurrences import EndedOccurrence, follow
+from delayer.store.schedules.occurrences import EndedOccurrence, write_next
 from delayer.store.segments import catalog
 from delayer.store.session import read_connection
 
@@ -165,20 +165,20 @@ async def _cancel_rows(
         changes[lane, "held"] -= where is FoundIn.HELD
     if keyed := [(key, number) for number, _, key, _ in gone if key is not None]:
         await forget(connection, keyed)
-        written = await _follow(connection, [(key, id_, lane) for id_, lane, key, _ in gone], Fate.CANCELLED)
+        written = await _write_next(connection, [(key, id_, lane) for id_, lane, key, _ in gone], Fate.CANCELLED)
         await notify(connection, soonest(written), {})
         changes.update((lane, "parked") for lane, _ in written)
     quiet = len(gone) == len(places.ids) + len(held)
     return {number: where for number, _, _, where in gone}, changes, quiet
 
 
-async def _follow(
+async def _write_next(
     connection: Connection, gone: Iterable[tuple[bytes | None, int, int]], fate: Fate
 ) -> list[tuple[int, int]]:
     """Write the next occurrences of the schedules whose waiting one is among ``gone`` (key, id, lane). Returns the lane
     and due instant of each, to notify and to count."""
     over = [EndedOccurrence(key, id_, lane, fate) for key, id_, lane in gone if key is not None and is_occurrence(key)]
-    return [(one.lane, one.due_ms) for one in await follow(connection, over)] if over else []
+    return [(one.lane, one.due_ms) for one in await write_next(connection, over)] if over else []
 
 
 # An imported message may be held before it is due. Then the new instant is also its due instant. A message that waits
@@ -232,13 +232,13 @@ async def _move_rows(
 
 async def _part(connection: Connection, moved: Sequence[Record]) -> list[tuple[int, int]]:
     """Make ordinary messages of these occurrences, which an operator moved. Their schedules go on as if these had been
-    sent. Returns like :func:`_follow`."""
+    sent. Returns like :func:`_write_next`."""
     if not moved:
         return []
     ids, lanes, dues, keys = map(list, zip(*moved, strict=True))
     await connection.execute(_UNKEY, lanes, dues, ids, min(dues), max(dues) + 1)
     await forget(connection, list(zip(keys, ids, strict=True)))
-    return await _follow(connection, [(key, id_, lane) for id_, lane, _, key in moved], Fate.SENT)
+    return await _write_next(connection, [(key, id_, lane) for id_, lane, _, key in moved], Fate.SENT)
 
 
 async def _point(connection: Connection, keyed: Sequence[tuple[bytes, int, int]]) -> None:

@@ -11,7 +11,7 @@ from asyncpg import Connection
 from delayer.core.filters import HOW_TO_NAME, OWN, Token
 from delayer.core.readable import instant
 from delayer.format.reading import address
-from delayer.store import held_messages, waiting
+from delayer.store import held_messages, statements, waiting
 from delayer.store.held_messages import HeldState
 from delayer.store.waiting import Entry
 
@@ -53,14 +53,7 @@ class FullMessage(NamedTuple):
     owned: bool
 
 
-_OWNER: Final = """
-SELECT owner, EXISTS (
-    SELECT FROM pg_locks AS k
-    WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2
-      AND k.database = (SELECT oid FROM pg_database WHERE datname = current_database())
-      AND k.classid = 'lane'::regclass AND k.objid = number::int::oid
-) FROM lane WHERE number = $1
-"""
+_OWNER: Final = f"SELECT owner, {statements.IS_OWNED} FROM lane AS l WHERE number = $1"
 
 
 WHOLE: Final = (1 << 31) - 1

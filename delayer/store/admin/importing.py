@@ -159,7 +159,7 @@ class ImportStore:
                 named = [key.decode(errors="replace") for key in superseded[:NAMED]]
                 log_id = await audit_log.begin(self._connection, run.who, SUPERSEDED, {"import": run.id, "keys": named})
                 await audit_log.add(self._connection, log_id, len(superseded))
-            counted: Changes = await changes.bring(self._connection, records)
+            counted: Changes = await changes.insert_imported(self._connection, records)
             if held:
                 counted.update((await postgres.hold_new(self._connection, place, held, now_ms))[1])
             await postgres.apply_batch(self._connection, place, fold(parcels), more=counted)

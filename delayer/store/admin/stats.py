@@ -19,6 +19,18 @@ LANE_KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held"
 RESTORED_MS = HOUR_MS
 """Minimum time from a segment's restore to its first due instant. Daemons begin a day before, and take seconds for a
 million messages."""
+_OVERVIEW: Final = f"""
+SELECT l.number, l.owner, l.route,
+       {statements.IS_OWNED} AS alive,
+       array(SELECT c.kind FROM counter AS c WHERE c.lane = l.number ORDER BY c.kind) AS kinds,
+       array(SELECT c.n FROM counter AS c WHERE c.lane = l.number ORDER BY c.kind) AS numbers,
+       (SELECT max(c.at) FROM counter AS c WHERE c.lane = l.number AND c.kind IN ('released', 'held')) AS advanced_at,
+       (SELECT min(h.retry_at) FROM held AS h WHERE h.lane = l.number) AS next_retry
+FROM lane AS l
+ORDER BY l.number
+"""
+"""Every lane with its owner, whether the owner is alive, its counters and the next retry of its held rows. Reads a few
+rows, and no messages."""
 
 
 class FirstRow(NamedTuple):
@@ -118,7 +130,7 @@ async def overview(url: str, restore_ahead_ms: int = DAY_MS) -> StoreOverview:
 
 
 async def _lanes(connection: Connection, now_ms: int) -> list[LaneOverview]:
-    rows = await connection.fetch(statements.read("overview"))
+    rows = await connection.fetch(_OVERVIEW)
     counters = {
         row["number"]: dict.fromkeys(LANE_KINDS, 0) | dict(zip(row["kinds"], row["numbers"], strict=True))
         for row in rows

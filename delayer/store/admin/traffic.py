@@ -9,6 +9,11 @@ from asyncpg import Connection
 
 from delayer.store import statements
 
+_PASSED = f"""
+SELECT EXISTS (SELECT FROM lane AS l WHERE {statements.IS_OWNED}),
+       (SELECT coalesce(sum(n), 0)::bigint FROM counter WHERE kind IN ('parked', 'released'))
+"""
+"""Whether a daemon owns a lane, and how much all have parked and released so far."""
 _TURN = "('segment'::regclass::oid::int, 1)"
 
 
@@ -26,8 +31,8 @@ class Traffic:
         now = self._clock()
         if self._passed is not None and now - self._at < 1.0:
             return self.busy
-        _, lanes, passed = await connection.fetchrow(statements.read("traffic"))
-        self.busy = bool(lanes) and (self._passed is None or (passed - self._passed) / (now - self._at) >= 50)
+        owned, passed = await connection.fetchrow(_PASSED)
+        self.busy = owned and (self._passed is None or (passed - self._passed) / (now - self._at) >= 50)
         self._at, self._passed = now, passed
         return self.busy
 

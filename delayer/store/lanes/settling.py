@@ -34,7 +34,7 @@ from delayer.store.clock import StoreClock
 from delayer.store.errors import describe, plain_reason
 from delayer.store.lanes.cursor import NEVER_MS
 from delayer.store.rows import history, keys
-from delayer.store.schedules.occurrences import EndedOccurrence, follow
+from delayer.store.schedules.occurrences import EndedOccurrence, write_next
 
 log = structlog.get_logger()
 
@@ -181,7 +181,7 @@ class Settlement:
         keyed |= {(one.key, one.id) for one in over}  # Those of held occurrences, too.
         if keyed:
             await keys.forget(self.connection, keyed)
-        written = await follow(self.connection, over) if over else []
+        written = await write_next(self.connection, over) if over else []
         self.next_dues += [one.due_ms for one in written]
         self.retry_ms = min(self.retry_ms, retry_ms)
         expired = sum(row.expired for row in rows)

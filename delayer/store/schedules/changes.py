@@ -60,7 +60,7 @@ async def add(connection: Connection, schedule: Schedule, *, paused: bool = Fals
     def added(there: ScheduleRecord | None, now_ms: int) -> PlannedRecord:
         if there is not None:
             raise ScheduleRefused([f"name: expected a new one, found the schedule {schedule.name}; edit it instead"])
-        return _added(schedule, now_ms, paused=paused)
+        return _plan_new(schedule, now_ms, paused=paused)
 
     [record] = await _change(connection, {schedule.name: added}, _entry(who, "add", schedule.name))
     return record
@@ -73,8 +73,8 @@ async def edit(
     is rewritten: for the same time if that has come, otherwise for the next time of the new rhythm."""
 
     def edited(there: ScheduleRecord | None, now_ms: int) -> PlannedRecord:
-        there = _known(there, name)
-        return _edited(there, change(there.schedule), now_ms)
+        there = _require(there, name)
+        return _plan_edit(there, change(there.schedule), now_ms)
 
     [record] = await _change(connection, {name: edited}, _entry(who, "edit", name))
     return record
@@ -84,7 +84,7 @@ async def pause(connection: Connection, name: str, *, who: str) -> ScheduleRecor
     """Cancel the waiting occurrence until :func:`resume`. A paused schedule misses nothing."""
 
     def paused(there: ScheduleRecord | None, _now_ms: int) -> PlannedRecord:
-        there = _known(there, name)
+        there = _require(there, name)
         if there.state is ScheduleState.ENDED:
             raise _without_next(there)
         return PlannedRecord(stop(there, ScheduleState.PAUSED), None)
@@ -98,7 +98,7 @@ async def resume(connection: Connection, name: str, *, who: str) -> ScheduleReco
     is."""
 
     def resumed(there: ScheduleRecord | None, now_ms: int) -> PlannedRecord:
-        there = _known(there, name)
+        there = _require(there, name)
         if there.state is ScheduleState.ACTIVE:
             return PlannedRecord(there, None)  # Not written: ``unless`` ends the transaction first.
         planned = begin(there, now_ms)
@@ -116,7 +116,7 @@ async def remove(connection: Connection, name: str, *, who: str) -> None:
     stay."""
 
     def removed(there: ScheduleRecord | None, _now_ms: int) -> None:
-        _known(there, name)
+        _require(there, name)
 
     await _change(connection, {name: removed}, _entry(who, "remove", name))
 
@@ -127,7 +127,7 @@ async def run_now(connection: Connection, name: str, *, who: str) -> int:
 
     async def run() -> int:
         async with pool.transaction(connection):
-            there = _known((await table.read(connection, [name])).get(name), name)
+            there = _require((await table.read(connection, [name])).get(name), name)
             now_ms: int = await connection.fetchval(_NOW)
             [id_] = await new_ids(connection, 1)
             parcel = extra_message(there.schedule, id_, now_ms)
@@ -175,7 +175,7 @@ async def apply(
     for one in wanted:
         if (record := there.get(one.name)) is None:
             found.added.append(one)
-        elif (after := _like(record.schedule, one)) != record.schedule:
+        elif (after := _as_edit_of(record.schedule, one)) != record.schedule:
             found.changed.append((record.schedule, after))
         else:
             found.same.append(one)
@@ -196,10 +196,10 @@ async def _carry_out(connection: Connection, difference: ScheduleDifference, who
     def to(schedule: Schedule) -> Revision:
         def revision(there: ScheduleRecord | None, now_ms: int) -> PlannedRecord:
             if there is None:
-                return _added(schedule, now_ms)
+                return _plan_new(schedule, now_ms)
             if only_new and (wrong := _differs(there.schedule, schedule)):
                 raise ScheduleRefused(wrong)
-            return _edited(there, schedule, now_ms)
+            return _plan_edit(there, schedule, now_ms)
 
         return revision
 
@@ -225,7 +225,7 @@ async def renew(connection: Connection, names: Collection[str]) -> None:
     await _change(connection, dict.fromkeys(names, renewed), None)
 
 
-async def bring(connection: Connection, records: Sequence[ScheduleRecord]) -> Changes:
+async def insert_imported(connection: Connection, records: Sequence[ScheduleRecord]) -> Changes:
     """Insert schedules of another store, in the open transaction of an import, which has locked their keys. None of
     their names is taken. Each continues with the occurrence that waited there. Returns what to count. Raises Rejected,
     the driver's errors."""
@@ -334,25 +334,25 @@ async def _lanes(connection: Connection, names: Sequence[str]) -> list[int]:
     return [lanes[crc32(name.encode()) % len(lanes)] for name in names]
 
 
-def _added(schedule: Schedule, now_ms: int, *, paused: bool = False) -> PlannedRecord:
+def _plan_new(schedule: Schedule, now_ms: int, *, paused: bool = False) -> PlannedRecord:
     _check(schedule, now_ms)
     record = ScheduleRecord(schedule)
     return PlannedRecord(stop(record, ScheduleState.PAUSED), None) if paused else begin(record, now_ms)
 
 
-def _edited(there: ScheduleRecord, schedule: Schedule, now_ms: int) -> PlannedRecord:
-    after = _like(there.schedule, schedule)
+def _plan_edit(there: ScheduleRecord, schedule: Schedule, now_ms: int) -> PlannedRecord:
+    after = _as_edit_of(there.schedule, schedule)
     _check(after, now_ms)
     return revise(there, after, now_ms)
 
 
-def _like(there: Schedule, schedule: Schedule) -> Schedule:
+def _as_edit_of(there: Schedule, schedule: Schedule) -> Schedule:
     """``schedule`` with what an edit does not change."""
     return replace(schedule, id=there.id, name=there.name)
 
 
 def _differs(there: Schedule, wanted: Schedule) -> list[str]:
-    if _like(there, wanted) == there:
+    if _as_edit_of(there, wanted) == there:
         return []
     return [f"name: expected a new one, found the schedule {there.name}, which is another one; use --prefix"]
 
@@ -362,7 +362,7 @@ def _check(schedule: Schedule, now_ms: int) -> None:
         raise ScheduleRefused(wrong)
 
 
-def _known(there: ScheduleRecord | None, name: str) -> ScheduleRecord:
+def _require(there: ScheduleRecord | None, name: str) -> ScheduleRecord:
     if there is None:
         raise ScheduleUnknown(name)
     return there

@@ -52,7 +52,7 @@ class WaitingOccurrence(NamedTuple):
     id: int
 
 
-async def follow(connection: Connection, over: Sequence[EndedOccurrence]) -> list[WaitingOccurrence]:
+async def write_next(connection: Connection, over: Sequence[EndedOccurrence]) -> list[WaitingOccurrence]:
     """Write what follows these occurrences, each into the same lane; their messages and keys are deleted. Steps 4 and 5
     of keys.py. The caller counts the new ones as parked, and wakes their lanes. Raises Rejected if one cannot be
     computed or written, and the driver's other errors."""

@@ -42,7 +42,7 @@ async def pages(connection: Connection) -> AsyncIterator[Sequence[ScheduleRecord
         after = page.after
 
 
-async def show(connection: Connection, name: str) -> ScheduleRecord | None:
+async def get(connection: Connection, name: str) -> ScheduleRecord | None:
     """The schedule of this name. Raises the driver's errors."""
     return (await table.read(connection, [name])).get(name)
 

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
-from delayer.schedule.missed import LATE_MS, Following, following, is_expired, renewed, starting
+from delayer.schedule.missed import LATE_MS, Following, find_anew, find_first, find_next, is_expired
 from delayer.schedule.occurrence import due_ms
 from delayer.schedule.rhythm import Cron, Every
 from delayer.schedule.schedule import ONCE, SKIP, next_time
@@ -38,7 +38,7 @@ HOUR = HOUR_MS
     ],
 )
 def test_a_stopped_daemon(catch_up: int, settled: int, next_: int, missed: int) -> None:
-    assert following(schedule(catch_up=catch_up), TEN, settled) == Following(next_, missed)
+    assert find_next(schedule(catch_up=catch_up), TEN, settled) == Following(next_, missed)
 
 
 @pytest.mark.parametrize(
@@ -59,48 +59,48 @@ def test_a_single_missed_occurrence_is_sent_late_or_not_at_all() -> None:
     for catch_up in (SKIP, ONCE, 10):
         one = schedule(rhythm=rhythm, catch_up=catch_up)
         assert is_expired(one, seven, nine) is (catch_up == SKIP)
-        assert following(one, seven, nine) == Following(monday)
+        assert find_next(one, seven, nine) == Following(monday)
 
 
 def test_the_last_time_ends_a_schedule_and_bounds_what_was_missed() -> None:
     one = schedule(last_ms=TEN + 3 * HOUR)
-    assert following(one, TEN + 2 * HOUR, TEN + 2 * HOUR) == Following(TEN + 3 * HOUR)
-    assert following(one, TEN + 3 * HOUR, TEN + 3 * HOUR) == Following(
+    assert find_next(one, TEN + 2 * HOUR, TEN + 2 * HOUR) == Following(TEN + 3 * HOUR)
+    assert find_next(one, TEN + 3 * HOUR, TEN + 3 * HOUR) == Following(
         None, why="its last time was 2026-03-02T13:00:00Z"
     )
-    assert following(one, TEN, TEN + DAY_MS)[:2] == (None, 3)
-    assert following(schedule(last_ms=TEN + 3 * HOUR, catch_up=3), TEN, TEN + DAY_MS)[:2] == (TEN + 2 * HOUR, 1)
+    assert find_next(one, TEN, TEN + DAY_MS)[:2] == (None, 3)
+    assert find_next(schedule(last_ms=TEN + 3 * HOUR, catch_up=3), TEN, TEN + DAY_MS)[:2] == (TEN + 2 * HOUR, 1)
 
 
 def test_the_maximum_ends_a_schedule() -> None:
     one = schedule(max_occurrences=3)
-    assert following(one, TEN, TEN, made=2) == Following(TEN + HOUR)
-    assert following(one, TEN, TEN, made=3) == Following(None, why="it has had its 3 occurrences")
-    assert starting(one, TEN, made=3).at_ms is None
+    assert find_next(one, TEN, TEN, made=2) == Following(TEN + HOUR)
+    assert find_next(one, TEN, TEN, made=3) == Following(None, why="it has had its 3 occurrences")
+    assert find_first(one, TEN, made=3).at_ms is None
 
 
 def test_a_date_that_does_not_come_again_ends_a_schedule() -> None:
     never = schedule(rhythm=Cron("0 0 */31 * MON#5"))
-    assert starting(never, TEN) == Following(None, why="no date follows")
+    assert find_first(never, TEN) == Following(None, why="no date follows")
 
 
 def test_a_zone_that_is_gone_is_an_error() -> None:
     gone = schedule(rhythm=Cron("@daily", "Europe/Atlantis"))
-    for settle in (lambda: following(gone, TEN, TEN), lambda: starting(gone, TEN)):
+    for settle in (lambda: find_next(gone, TEN, TEN), lambda: find_first(gone, TEN)):
         with pytest.raises(UnknownZone):
             settle()
 
 
 def test_a_paused_schedule_misses_nothing() -> None:
-    assert starting(schedule(catch_up=1_000), TEN + DAY_MS + 1) == Following(TEN + DAY_MS + HOUR)
-    assert starting(schedule(rhythm=Every(HOUR, TEN + 5)), 0) == Following(TEN + 5)
+    assert find_first(schedule(catch_up=1_000), TEN + DAY_MS + 1) == Following(TEN + DAY_MS + HOUR)
+    assert find_first(schedule(rhythm=Every(HOUR, TEN + 5)), 0) == Following(TEN + 5)
 
 
 def test_an_interval_goes_on_from_its_first_time_not_from_a_release() -> None:
     one = schedule(rhythm=Every(HOUR, TEN))
     at, settled = TEN, TEN + 1_234
     for step in range(1, 50):
-        at = following(one, at, settled).at_ms or 0
+        at = find_next(one, at, settled).at_ms or 0
         assert at == TEN + step * HOUR
         settled = at + 1_234
 
@@ -110,27 +110,27 @@ def test_an_edit_keeps_what_is_due_and_what_was_cancelled() -> None:
     quarterly, body = schedule(rhythm=Every(HOUR // 4)), schedule(body=b"new")
     now = TEN + MINUTE_MS
     # 11:00 waits.
-    assert renewed(before, body, waiting_ms=TEN + HOUR, settled_ms=TEN, now_ms=now) == Following(TEN + HOUR)
-    assert renewed(before, quarterly, waiting_ms=TEN + HOUR, settled_ms=TEN, now_ms=now) == Following(TEN + HOUR // 4)
+    assert find_anew(before, body, waiting_ms=TEN + HOUR, settled_ms=TEN, now_ms=now) == Following(TEN + HOUR)
+    assert find_anew(before, quarterly, waiting_ms=TEN + HOUR, settled_ms=TEN, now_ms=now) == Following(TEN + HOUR // 4)
     # 10:00 is due, and every daemon is down.
-    assert renewed(before, quarterly, waiting_ms=TEN, settled_ms=TEN - HOUR, now_ms=now) == Following(TEN)
+    assert find_anew(before, quarterly, waiting_ms=TEN, settled_ms=TEN - HOUR, now_ms=now) == Following(TEN)
     # 11:00 was cancelled, and 12:00 waits.
-    assert renewed(before, body, waiting_ms=TEN + 2 * HOUR, settled_ms=TEN + HOUR, now_ms=now) == Following(
+    assert find_anew(before, body, waiting_ms=TEN + 2 * HOUR, settled_ms=TEN + HOUR, now_ms=now) == Following(
         TEN + 2 * HOUR
     )
-    assert renewed(before, quarterly, waiting_ms=TEN + 2 * HOUR, settled_ms=TEN + HOUR, now_ms=now) == Following(
+    assert find_anew(before, quarterly, waiting_ms=TEN + 2 * HOUR, settled_ms=TEN + HOUR, now_ms=now) == Following(
         TEN + HOUR // 4
     )
-    assert renewed(before, schedule(last_ms=now + 1), waiting_ms=TEN + HOUR, settled_ms=TEN, now_ms=now).at_ms is None
+    assert find_anew(before, schedule(last_ms=now + 1), waiting_ms=TEN + HOUR, settled_ms=TEN, now_ms=now).at_ms is None
     assert (
-        renewed(before, schedule(max_occurrences=2), waiting_ms=TEN + HOUR, settled_ms=TEN, now_ms=now, made=2).at_ms
+        find_anew(before, schedule(max_occurrences=2), waiting_ms=TEN + HOUR, settled_ms=TEN, now_ms=now, made=2).at_ms
         is None
     )
 
 
 def test_jitter_makes_no_occurrence_missed() -> None:
     one = schedule(rhythm=Cron("*/5 * * * *"), jitter_ms=20 * MINUTE_MS)
-    assert following(one, TEN, TEN + 20 * MINUTE_MS) == Following(TEN + 5 * MINUTE_MS)
+    assert find_next(one, TEN, TEN + 20 * MINUTE_MS) == Following(TEN + 5 * MINUTE_MS)
 
 
 RHYTHMS = st.sampled_from(
@@ -148,7 +148,7 @@ def test_every_occurrence_is_sent_once_or_counted_as_missed(
     are no more than the policy says."""
     one = schedule(rhythm=rhythm, catch_up=catch_up, jitter_ms=jitter_ms)
     now = TEN + start * MINUTE_MS
-    waiting, settled, missed = starting(one, now).at_ms, [], 0
+    waiting, settled, missed = find_first(one, now).at_ms, [], 0
     for stop in stops:
         now += stop * MINUTE_MS
         late = 0
@@ -156,7 +156,7 @@ def test_every_occurrence_is_sent_once_or_counted_as_missed(
             assert not settled or waiting > settled[-1]
             late += now - due_ms(one, waiting) > LATE_MS + jitter_ms and not is_expired(one, waiting, now)
             settled.append(waiting)
-            waiting, more, _ = following(one, waiting, now)
+            waiting, more, _ = find_next(one, waiting, now)
             missed += more
         assert late <= catch_up
     expected, at = [], next_time(one, TEN + start * MINUTE_MS)
@@ -186,4 +186,4 @@ def test_what_is_caught_up_next_to_a_change_of_the_clocks(
     caught_up, after = late[1 - catch_up :], [one for one in times if one > max([settled, *late])]
     assume(caught_up or after)
     one = schedule(rhythm=Cron(reading.expression, zone), catch_up=catch_up)
-    assert following(one, settled, now) == Following([*caught_up, *after][0], len(late) - len(caught_up))
+    assert find_next(one, settled, now) == Following([*caught_up, *after][0], len(late) - len(caught_up))
