@@ -11,9 +11,8 @@ from delayer.schedule.record import ScheduleRecord
 from delayer.schedule.schedule import ScheduleState
 from delayer.store.schedules import table
 
-_PAGE: Final = (
-    f"SELECT {table.COLUMNS} FROM schedule WHERE name > $1 AND ($3::text IS NULL OR state = $3) ORDER BY name LIMIT $2"
-)
+_PAGE: Final = f"SELECT {table.COLUMNS} FROM schedule WHERE name > $1 ORDER BY name LIMIT $2"
+_PAGE_IN_STATE: Final = f"SELECT {table.COLUMNS} FROM schedule WHERE name > $1 AND state = $3 ORDER BY name LIMIT $2"
 _COUNTS: Final = (
     "SELECT state, count(*), sum(made)::bigint, sum(missed)::bigint, max(late_ms) FROM schedule GROUP BY state"
 )
@@ -28,7 +27,10 @@ class SchedulePage(NamedTuple):
 
 async def find(connection: Connection, limit: int, after: str = "", state: ScheduleState | None = None) -> SchedulePage:
     """The next ``limit`` schedules, of this state if one is given. Raises the driver's errors."""
-    rows = await connection.fetch(_PAGE, after, limit + 1, state)
+    if state is None:
+        rows = await connection.fetch(_PAGE, after, limit + 1)
+    else:
+        rows = await connection.fetch(_PAGE_IN_STATE, after, limit + 1, state)
     found = [table.record_of(row) for row in rows[:limit]]
     return SchedulePage(found, found[-1].name if len(rows) > limit else None)
 
