@@ -16,6 +16,13 @@ _PAGE_IN_STATE: Final = f"SELECT {table.COLUMNS} FROM schedule WHERE name > $1 A
 _COUNTS: Final = (
     "SELECT state, count(*), sum(made)::bigint, sum(missed)::bigint, max(late_ms) FROM schedule GROUP BY state"
 )
+# The name of a presence ends with version and owner (locks.py); the server cuts a long one.
+_ZONE_VERSIONS: Final = """
+SELECT split_part(application_name, ' ', 3), array_agg(split_part(application_name, ' ', 4) ORDER BY application_name)
+FROM pg_stat_activity
+WHERE datname = current_database() AND application_name LIKE 'delayer presence _%'
+GROUP BY 1 ORDER BY 1
+"""
 
 
 class SchedulePage(NamedTuple):
@@ -65,6 +72,13 @@ async def count(connection: Connection) -> ScheduleCounts:
     states = dict.fromkeys(ScheduleState, 0) | {ScheduleState(state): number for state, number, *_ in rows}
     late = max((row["max"] for row in rows if row["max"] is not None), default=None)
     return ScheduleCounts(states, sum(row[2] for row in rows), sum(row[3] for row in rows), late)
+
+
+async def zone_versions(connection: Connection) -> Mapping[str, Sequence[str]]:
+    """The live daemons by the version of their zone data, each by its owner's name (PostgresStore.connect). Raises the
+    driver's errors."""
+    rows = await connection.fetch(_ZONE_VERSIONS)
+    return dict(rows)
 
 
 async def zone_version(connection: Connection) -> str:

@@ -40,23 +40,23 @@ class ZoneWatch:
         self._directories = directories
         self._loaded = ""
 
-    async def run_upkeep(self, connections: asyncpg.Pool) -> None:
+    async def run_upkeep(self, connections: asyncpg.Pool) -> str:
         """Compute the next occurrences again if this host's zone data are newer than the store's, or have caught up,
-        unless another daemon does. Raises StoreLost, the driver's errors."""
+        unless another daemon does. Returns the version of this host. Raises StoreLost, the driver's errors."""
         data = zone_data(self._directories())
         version, before = UNKNOWN if data is None else data.version, self._loaded
         if version != before:
             forget_zones()
             self._loaded = version
         if version == UNKNOWN:
-            return
+            return version
         async with pool.borrow(connections) as connection:
             known = await reading.zone_version(connection)
             caught_up = version == known and before not in ("", version)  # It has computed some by older data since.
             if (version <= known and not caught_up) or not await connection.fetchval(
                 f"SELECT pg_try_advisory_lock{_LOCK}"
             ):
-                return
+                return version
             try:
                 renewed = await _renew(connection)
                 await connection.execute("UPDATE store SET zone_version = $1", version)
@@ -66,6 +66,7 @@ class ZoneWatch:
                 raise
         if renewed:
             log.info("zone data changed", version=version, before=known, schedules=renewed)
+        return version
 
 
 async def _renew(connection: Connection) -> int:
