@@ -50,7 +50,7 @@ def quick() -> Options:
     return Options(
         quick=True, count=20_000, backlog=50_000, repeats=1, rates=(2000,), longest_delay=2, steady_seconds=4,
         burst=10_000, flood=5_000, waiting=20_000, native=12_000, trip_seconds=2, trip_longest=2, peers=1000,
-        churn_seconds=5, churn_rate=1000, schedules=500, schedule_period=5, schedule_seconds=10, many_schedules=20_000,
+        churn_seconds=5, churn_rate=1000, schedules=500, schedule_period=5, schedule_seconds=10, many_schedules=5_000,
     )  # fmt: skip
 
 

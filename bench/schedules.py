@@ -167,7 +167,7 @@ def ratios(bench: Bench, kind: str) -> None:
 async def waiting(bench: Bench) -> None:
     """The memory of a daemon without schedules and with very many, and the time of a page of them."""
     count = bench.options.many_schedules
-    place, port = await bench.place(), reserve()
+    place, port, turns = await bench.place(), reserve(), 3 if bench.options.quick else TURNS
     for there in (0, count):
         if there:
             await add(bench, place, [schedule(n, daily(n)) for n in range(count)])
@@ -179,7 +179,7 @@ async def waiting(bench: Bench) -> None:
             bench.say(f"{there:,} schedules: the page and its answers for programs")
             for path in ("/schedules", "/api/schedules", f"/schedules?after={_NAME % (there // 2)}",
                          "/schedules?state=failed", "/metrics"):  # fmt: skip
-                times = [await asyncio.to_thread(fetch, port, path) * 1000 for _ in range(TURNS)]
+                times = [await asyncio.to_thread(fetch, port, path) * 1000 for _ in range(turns)]
                 bench.add(path, median(times), "ms", **at)
                 bench.add(f"{path}, slowest", max(times), "ms", **at)
             await asyncio.sleep(SETTLE_SECONDS if count > ADDED_TOGETHER else 1.0)
@@ -196,7 +196,7 @@ async def waiting(bench: Bench) -> None:
     }
     for name, line in lines.items():
         bench.say(f"{name}, {count:,} schedules")
-        times = [await seconds_of(line) * 1000 for _ in range(TURNS)]
+        times = [await seconds_of(line) * 1000 for _ in range(turns)]
         bench.add(name, median(times), "ms", schedules=count)
         bench.add(f"{name}, slowest", max(times), "ms", schedules=count)
 
