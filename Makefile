@@ -64,7 +64,7 @@ check: dev lint ## style, types and import rules; no server
 	@$(PYTHON_OF_VENV) -m pytest --quiet tests/unit/test_imports.py
 
 .PHONY: bench
-bench: servers ## rates, lateness and cost next to the ceilings of broker and database; about an hour (BENCH_ARGS=…)
+bench: servers ## rates, lateness and cost next to the ceilings of broker and database; over two hours (BENCH_ARGS=…)
 	@$(PYTHON_OF_VENV) -m bench $(BENCH_ARGS)
 
 .PHONY: bench-quick

@@ -40,6 +40,7 @@ from bench import (
     peers,
     release,
     report,
+    schedules,
     steady,
 )
 from bench.figures import Result
@@ -52,7 +53,7 @@ RESULTS = HERE / "results"
 SECTIONS = {
     "ceilings": ceilings, "park": park, "keys": keys, "release": release, "pair": pair, "steady": steady,
     "burst": burst, "floods": floods, "native": native, "hop": hop, "peers": peers, "commands": commands,
-    "churn": churn,
+    "churn": churn, "schedules": schedules,
 }  # fmt: skip
 NEEDS = {"park": "ceilings", "release": "ceilings", "burst": "ceilings", "peers": "native"}
 """Sections whose ratios need another section of the same run."""
@@ -84,7 +85,7 @@ def section_names(text: str) -> set[str]:
 
 def arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--quick", action="store_true", help="two minutes: fewer messages, no commands, no churn")
+    parser.add_argument("--quick", action="store_true", help="three minutes: fewer messages, no commands, no churn")
     parser.add_argument("--only", type=section_names, metavar="NAMES", help=f"some of: {', '.join(SECTIONS)}")
     parser.add_argument("--skip", type=section_names, default=set(), metavar="NAMES", help="all but these sections")
     parser.add_argument("--count", type=whole_number, help="messages of each park and release (default 200,000)")
@@ -95,6 +96,12 @@ def arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rates", type=whole_numbers, help="steady messages a second (default 2000,5000)")
     parser.add_argument("--steady-seconds", type=whole_number, help="seconds of each steady rate (default 60)")
     parser.add_argument("--churn-seconds", type=whole_number, help="seconds of churn (default 600)")
+    parser.add_argument(
+        "--schedules", type=whole_number, help="schedules that fire beside the traffic (default 10,000)"
+    )
+    parser.add_argument("--schedule-period", type=whole_number, help="seconds between their times (default 60)")
+    parser.add_argument("--schedule-seconds", type=whole_number, help="seconds of that traffic (default 600)")
+    parser.add_argument("--many-schedules", type=whole_number, help="schedules that wait (default 1,000,000)")
     parser.add_argument("--plugin-url", help="amqp:// URL of a broker with the delayed-message plugin, as a peer")
     parser.add_argument("--output", type=Path, help="the JSON file (default bench/results/latest.json or quick.json)")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print a stored result; measure nothing")
@@ -114,6 +121,10 @@ def options_of(asked: argparse.Namespace) -> Options:
         "churn_seconds",
         "waiting",
         "plugin_url",
+        "schedules",
+        "schedule_period",
+        "schedule_seconds",
+        "many_schedules",
     )
     return replace(options, **{name: getattr(asked, name) for name in names if getattr(asked, name) is not None})
 

@@ -34,12 +34,12 @@ async def run(bench: Bench) -> None:
     processes = {f"`delayer {name}`": [[*delayer, *line] for line in turns] for name, turns in lines.items()}
     for name, turns in ({"libraries alone": [LIBRARIES] * TURNS} | processes).items():
         bench.say(f"{name}, {rows:,} rows waiting")
-        times = [await _seconds(line) * 1000 for line in turns]
+        times = [await seconds_of(line) * 1000 for line in turns]
         bench.add(name, median(times), "ms", backlog=rows)
         bench.add(f"{name}, slowest", max(times), "ms", backlog=rows)
 
 
-async def _seconds(line: list[str]) -> float:
+async def seconds_of(line: list[str]) -> float:
     """The time this process takes. Raises RuntimeError if it fails."""
     began = time.monotonic()
     done = await asyncio.create_subprocess_exec(*line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)

@@ -34,6 +34,11 @@ class Options:
     plugin_url: str = ""
     churn_seconds: int = 600
     churn_rate: int = 5000
+    schedules: int = 10_000
+    schedule_period: int = 60
+    """Seconds: a divisor of a minute."""
+    schedule_seconds: int = 600
+    many_schedules: int = 1_000_000
 
     def count_of(self, size: int) -> int:
         """The count for this size: fewer large messages, so that a section takes about as long for every size."""
@@ -45,7 +50,7 @@ def quick() -> Options:
     return Options(
         quick=True, count=20_000, backlog=50_000, repeats=1, rates=(2000,), longest_delay=2, steady_seconds=4,
         burst=10_000, flood=5_000, waiting=20_000, native=12_000, trip_seconds=2, trip_longest=2, peers=1000,
-        churn_seconds=5, churn_rate=1000,
+        churn_seconds=5, churn_rate=1000, schedules=500, schedule_period=5, schedule_seconds=10, many_schedules=5_000,
     )  # fmt: skip
 
 

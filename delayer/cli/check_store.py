@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
 from delayer.cli.output import SHOWN, quoted
@@ -54,6 +55,7 @@ async def check_store(report: CheckReport, settings: Settings, url: str) -> Cloc
                 connections = await needs.connection_need(connection)
                 rights = await needs.missing_rights(connection, history=settings.store.history_days > 0)
                 zones = await reading.zone_version(connection)
+                daemons = await reading.zone_versions(connection)
                 failed = await reading.find(connection, SHOWN, state=ScheduleState.FAILED)
                 # The lanes of routes that no daemon has used yet.
                 limited = len({route.from_ for route in settings.routes if route.max_rate})
@@ -83,24 +85,28 @@ async def check_store(report: CheckReport, settings: Settings, url: str) -> Cloc
     _connections(report, connections)
     _lanes(report, seen)
     _messages(report, seen)
-    _zones(report, zones)
+    _zones(report, zones, daemons)
     for record in failed.schedules:
         advice = f"correct it (`delayer schedule edit {record.name}`), then `delayer schedule resume {record.name}`"
         report.add("schedule", "off", f"{quoted(record.name)} sends nothing: {record.why}", advice)
     return server.clock
 
 
-def _zones(report: CheckReport, used: str) -> None:
-    """Compare this host's zone data with the oldest by which a daemon may have computed the times of schedules."""
+def _zones(report: CheckReport, used: str, daemons: Mapping[str, Sequence[str]]) -> None:
+    """Compare this host's zone data, and those of the live daemons, with the oldest by which a daemon may have computed
+    the times of schedules."""
     if not used:
         return
     data = zone_data(zone_directories())
-    here = "none" if data is None else f"{data.version} in {data.path}"
-    if data is not None and data.version == used:
-        report.add("zone data", "ok", here)
+    found = ["none here" if data is None else f"{data.version} in {data.path}"]
+    if data is None or data.version != used:
+        found.append(f"the schedules of this store use {used}")
+    found += [f"{version} on {', '.join(owners)}" for version, owners in daemons.items() if version != used]
+    if len(found) == 1:
+        report.add("zone data", "ok", *found)
     else:
-        found = f"{here}; the schedules of this store use {used}"
-        report.add("zone data", "note", found, "install the same tzdata on every host of a daemon, the newest one")
+        advice = "install the same tzdata on every host of a daemon, the newest one"
+        report.add("zone data", "note", "; ".join(found), advice)
 
 
 def _messages(report: CheckReport, seen: stats.StoreOverview) -> None:

@@ -26,6 +26,8 @@ from delayer.schedule.wall import UnknownZone, zone_of
 _ENTRIES: Final = ("beat_schedule", "CELERY_BEAT_SCHEDULE", "CELERYBEAT_SCHEDULE")
 _ZONES: Final = ("timezone", "CELERY_TIMEZONE")
 _QUEUES: Final = ("task_default_queue", "CELERY_TASK_DEFAULT_QUEUE", "CELERY_DEFAULT_QUEUE")
+_C_MODULES: Final[Mapping[str, str]] = {"dbm.gnu": "_gdbm", "dbm.ndbm": "_dbm", "dbm.sqlite3": "dbm.sqlite3"}
+"""Kinds of beat's file that not every Python reads: what must be there for it."""
 _CRONTAB: Final = ("minute", "hour", "day_of_week", "day_of_month", "month_of_year")
 
 
@@ -119,9 +121,13 @@ def read_beat_file(path: Path) -> BeatSource:
         with dbm.open(str(path), "r") as shelf:
             raw = {name: shelf[name] for name in (b"entries", b"tz") if name in shelf}
     except (*dbm.error, OSError, ImportError, ValueError, SyntaxError) as error:
+        found, step = f"none that this Python reads: {error}", "pass"
+        if (module := _module_of(path)) and find_spec(_C_MODULES[module]) is None:
+            found = f"one of {module}, a module that this Python lacks"
+            step = "run delayer by the Python that runs beat, or install the module (Debian: python3-gdbm), or pass"
         raise BeatUnreadable(
-            f"{path}: expected beat's file (celerybeat-schedule, without .dat or .db), found none that this Python "
-            f"reads: {error}. Next: pass the settings module instead, a file that ends in .py."
+            f"{path}: expected beat's file (celerybeat-schedule, without .dat or .db), found {found}. "
+            f"Next: {step} the settings module instead, a file that ends in .py."
         ) from None
     try:
         values = {name: _Unpickler(io.BytesIO(pickled)).load() for name, pickled in raw.items()}
@@ -133,6 +139,18 @@ def read_beat_file(path: Path) -> BeatSource:
     if not isinstance(entries, dict):
         raise BeatUnreadable(f"{path}: expected beat's entries, found none. Next: check that beat wrote this file.")
     return BeatSource(entries, zone if isinstance(zone, str) else None)
+
+
+def _module_of(path: Path) -> str:
+    """The module that wrote this file: one of _C_MODULES, or "". Python recognizes some only if it has the module."""
+    if path.with_name(f"{path.name}.db").is_file():
+        return "dbm.ndbm"
+    try:
+        with path.open("rb") as file:
+            is_sqlite = file.read(16) == b"SQLite format 3\0"
+        return "dbm.sqlite3" if is_sqlite else dbm.whichdb(str(path)) or ""
+    except OSError:
+        return ""
 
 
 def read_beat_settings(path: Path) -> BeatSource:

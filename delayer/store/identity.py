@@ -46,7 +46,7 @@ class StoreIdentity(NamedTuple):
 
 _READ: Final = """
 SELECT id, has_broker, (SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()
-                        AND application_name = 'delayer presence' AND pid <> $1) FROM store
+                        AND application_name LIKE 'delayer presence%' AND pid <> $1) FROM store
 """
 
 

@@ -281,6 +281,7 @@ class PostgresStore:
                 await partitions.run_upkeep(connection, self.clock, self.days)
                 await history.run_upkeep(connection, self.clock.now_upper_ms() // DAY_MS, self.history_days)
             await self.zones.run_upkeep(self.pool)
+            self.locks.zone_version = self.zones.loaded
 
 
 def lanes_of(parcels: Iterable[Parcel], place: Placement) -> list[int]:

@@ -145,6 +145,7 @@ CREATE TABLE schedule (
                                        AND (waiting_id IS NULL) = (state <> 'active'))
 ) WITH (fillfactor = 70, {ROWS_THAT_CHURN});
 ALTER TABLE schedule ALTER COLUMN body SET STORAGE EXTERNAL;
+CREATE INDEX schedule_state_name ON schedule (state, name);
 
 -- epoch grows with every change of owner and fences off the parks of the last one. watermark is the instant where the
 -- next owner begins. route is the limited route that the lane belongs to.

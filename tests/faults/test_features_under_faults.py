@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.features import cancels, foreign, keys, overdue, peace, rates, retries
+from tests.faults.features import cancels, foreign, keys, modes, overdue, peace, rates, retries
 from tests.faults.features.peace import HOUR_MS, meanwhile
 from tests.faults.features.striking import finished, handful, numbers_in, opened, strike
 from tests.faults.fleet import Fleet
@@ -81,6 +81,31 @@ async def test_keys(mode: str, servers: Servers, tmp_path: Path) -> None:
         # If a fault prevents the commit of a release, the row may be replaced before its next release.
         assert counters["released"] <= await fleet.rows_back() <= counters["released"] + counters["cancelled"]
         assert counters["cancelled"] >= live - keys.KEYS - len(refused)
+
+
+@pytest.mark.deadline(500)
+@pytest.mark.parametrize(
+    ("mode", "faults"),
+    [(STORE, SHORT), pytest.param(STORE, None, marks=LONG), pytest.param(NATIVE, None, marks=LONG)],
+    ids=["short", STORE, NATIVE],
+)
+async def test_key_modes(mode: str, faults: int | None, servers: Servers, tmp_path: Path) -> None:
+    """Keys that throttle and keys that debounce, while messages become due; first in peace. As with keys, native mode
+    has no faults of the store."""
+    async with opened(*servers, tmp_path, modes.Modal, mode=mode, seed=SEED + 70, daemons=1) as fleet:
+        peaceful = await peace.modes_in_peace(fleet, seconds=4.0)
+        peaceful.assert_kept()
+        ledger = fleet.ledger
+        assert isinstance(ledger, modes.Modal)
+        chosen = handful(SEED + 70, daemons=1, store=mode == STORE)[:faults]
+        struck = await strike(fleet, chosen, rate=300, longest_ms=1_500)
+        await ledger.publish(2 * keys.KEYS, longest_ms=1_500)
+        counters = await finished(fleet)
+        judgement = modes.judged(ledger, set(await numbers_in(fleet, "delays.refused")))
+        print(f"{mode}: {struck} faults, {ledger.account.sent} sent, {judgement.dropped} dropped", counters)
+        judgement.assert_kept()
+        kept(ledger.verdict())
+        assert counters["released"] <= await fleet.rows_back() <= counters["released"] + counters["cancelled"]
 
 
 # ---- cancels
@@ -266,6 +291,15 @@ async def test_a_missing_replacement_is_found(buggy: Opened) -> None:
         await fleet.ledger.publish(keys.KEYS, delay_ms=peace.HOUR_MS)
         judgement = await peace.keys_waiting(fleet, [])
         with pytest.raises(AssertionError, match=f"{keys.KEYS} came though they were replaced"):
+            judgement.assert_kept()
+
+
+@LONG
+@pytest.mark.parametrize(("bug", "broken"), [("forgets keep", "dropped for nothing"), ("forgets ceilings", "ceiling")])
+async def test_a_mode_without_effect_is_found(buggy: Opened, bug: str, broken: str) -> None:
+    async with buggy(modes.Modal, daemons=1, bug=bug) as fleet:
+        judgement = await peace.modes_in_peace(fleet, 2.0)
+        with pytest.raises(AssertionError, match=broken):
             judgement.assert_kept()
 
 

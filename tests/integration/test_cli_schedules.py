@@ -15,10 +15,11 @@ from click.testing import Result
 from delayer.schedule.schedule import ScheduleState
 from delayer.schedule.zone_data import zone_data, zone_directories
 from delayer.store.admin import audit_log
+from delayer.store.schedules.zones import ZoneWatch
 from tests.integration.cli import Run, ids
 from tests.support.rows import conserved
 from tests.support.schedules import check_waiting, record
-from tests.support.store import sql
+from tests.support.store import opened, sql
 
 BERLIN = ["berlin", "--cron", "30 2 * * *", "--zone", "Europe/Berlin", "--to", "delayer.out", "--routing-key", "k"]
 TICK = ["tick", "--every", "1h", "--to", "delayer.out", "--routing-key", "k", "--body", "tick"]
@@ -182,6 +183,25 @@ async def test_check_names_the_version_of_the_zone_data(delayer: Run, database: 
         assert row["result"] == result
         assert data.version in row["found"]
         assert (newest in row["found"]) or result == "ok"
+
+
+async def test_check_names_the_daemons_with_other_zone_data(delayer: Run, database: str, tmp_path: Path) -> None:
+    data = zone_data(zone_directories())
+    assert data is not None
+    (tmp_path / "UTC").touch()
+    (tmp_path / "tzdata.zi").write_text("# version 1999a\n")
+    async with opened(database, owner="here:1") as one, opened(database, owner="there:2") as other:
+        other.zones = ZoneWatch(lambda: [tmp_path])
+        for store in (one, other):
+            await store.locks.look()  # Before the first upkeep, as a daemon does.
+            await store.maintain()
+            await store.locks.look()
+        [row] = [row for row in checked(delayer) if row["what"] == "zone data"]
+        assert (row["result"], row["found"]) == ("note", f"{data.version} in {data.path}; 1999a on there:2")
+        (tmp_path / "tzdata.zi").write_text(f"# version {data.version}\n")
+        await other.maintain()
+        await other.locks.look()
+        assert [row["result"] for row in checked(delayer) if row["what"] == "zone data"] == ["ok"]
 
 
 async def test_check_names_a_schedule_that_failed(delayer: Run, database: str) -> None:

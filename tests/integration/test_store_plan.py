@@ -12,11 +12,13 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 
 from delayer.core.units import DAY_MS
+from delayer.schedule.schedule import ScheduleState
 from delayer.store.admin import census
 from delayer.store.admin.stats import overview
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.rows import partitions
 from delayer.store.rows.places import find_rows
+from delayer.store.schedules import reading
 from delayer.store.session import read_connection
 from tests.support.fakes import WHY
 from tests.support.servers import Postgres
@@ -113,8 +115,8 @@ def stores(server: Postgres, templates: dict[int, str], request: pytest.FixtureR
 
 
 _READ = """
-SELECT ((SELECT sum(seq_tup_read) FROM pg_stat_user_tables WHERE relname ~ '^(message|held)')
-      + (SELECT sum(idx_tup_read) FROM pg_stat_user_indexes WHERE relname ~ '^(message|held)'))::bigint
+SELECT ((SELECT sum(seq_tup_read) FROM pg_stat_user_tables WHERE relname ~ '^(message|held|schedule)')
+      + (SELECT sum(idx_tup_read) FROM pg_stat_user_indexes WHERE relname ~ '^(message|held|schedule)'))::bigint
 """
 _OTHERS = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
 
@@ -216,3 +218,28 @@ async def test_an_id_without_its_instant_costs_a_few_blocks_of_each_partition(st
     assert list(found.ids) == [far]
     read = await blocks(url) - before
     assert 0 < read < 6 * (DAYS + 2), read
+
+
+_SCHEDULES = """
+INSERT INTO schedule (name, id, state, why, period_ms, first_at, catch_up, jitter_ms, to_exchange, to_key, properties,
+                      body, made, missed, waiting_at, waiting_id)
+SELECT 's' || to_char(n, 'FM00000'), gen_random_uuid(), 'active', '', 86400000, now(), 1, 0, 'e', 'k', 'p', '', 0, 0,
+       now(), n
+FROM generate_series(1, $1::int) AS n
+"""
+
+
+@pytest.mark.parametrize("state", [None, *ScheduleState])
+async def test_a_page_of_schedules_reads_no_more_than_it_shows(server: Postgres, state: ScheduleState | None) -> None:
+    url, after = server.url(server.add_store()), "s05000"
+    await execute(url, _SCHEDULES, FEW)
+    await execute(
+        url, "UPDATE schedule SET state = 'paused', waiting_at = NULL, waiting_id = NULL WHERE name = 's09999'"
+    )
+    before = await counted(url)
+    async with read_connection(url, "list") as connection:
+        page = await reading.find(connection, 50, after, state)
+    names = [record.name for record in page.schedules]
+    first = [f"s{n:05}" for n in range(5_001, 5_051)]
+    assert names == {None: first, ScheduleState.ACTIVE: first, ScheduleState.PAUSED: ["s09999"]}.get(state, [])
+    assert await counted(url) - before < 200

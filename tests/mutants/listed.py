@@ -133,6 +133,31 @@ MUTANTS: Sequence[Mutant] = (
         ),
     ),
     *of(
+        "delayer/core/operations.py",
+        "tests/conformance/test_key_modes.py",
+        (
+            "keep-yields-to-a-cancelled-message",
+            "parcel.key in self.joining and parcel.key in waiting",
+            "parcel.key in waiting",
+        ),
+        (
+            "each-message-begins-a-burst",
+            "(now_ms if first_ms is None else first_ms) + ceiling_ms",
+            "now_ms + ceiling_ms",
+        ),
+        ("burst-forgets-its-first-message", "since_ms=first_ms)", "since_ms=None)"),
+    ),
+    *of(
+        "delayer/store/rows/keys.py",
+        "tests/conformance/test_key_modes.py",
+        ("keep-does-not-wait-for-a-release", "m.due_at, m.id FOR UPDATE OF m", "m.due_at, m.id"),
+        (
+            "keep-misses-a-held-message",
+            "_note_spared(cancelled, places, await connection.fetch(_LOCK_HELD, left), spare)",
+            "pass",
+        ),
+    ),
+    *of(
         "delayer/store/segments/codec.py",
         "tests/integration/test_store_segments.py::test_a_row_that_does_not_fit_its_bytes_is_broken",
         ("segment-digest-not-compared", "if found != digest:", "if False:"),

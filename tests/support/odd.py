@@ -216,10 +216,31 @@ def keyless() -> None:
 
     parcel = planning.parcel
 
-    def broken(delivery: Any, due_ms: int, target: Any, *_key_and_mode: Any) -> Parcel:
+    def broken(delivery: Any, due_ms: int, target: Any, *_keyed: Any) -> Parcel:
         return parcel(delivery, due_ms, target)
 
     planning.parcel = broken
+
+
+def forgets_keep() -> None:
+    """A message that keeps replaces the waiting one."""
+    from delayer.core import plan
+    from delayer.core.message import REPLACE
+
+    key_mode = plan._key_mode
+
+    def broken(headers: Any, key: bytes | None) -> Any:
+        mode = key_mode(headers, key)
+        return REPLACE if mode.keep else mode
+
+    plan._key_mode = broken
+
+
+def forgets_ceilings() -> None:
+    """A message that debounces is due when its own delay says."""
+    from delayer.core import plan
+
+    plan._ceiling_ms = lambda _: 1 << 40
 
 
 def deaf_to_cancels() -> None:
@@ -304,8 +325,8 @@ _PLANTED: Final = (
     acknowledge_first, early, twice, forgetful, lenient, new_id, same_id, narrow, sorts_headers,
 )  # fmt: skip
 _PLANTED_IN_FEATURES: Final = (
-    keyless, deaf_to_cancels, impatient, once_more, hurried, at_the_border, unlimited, never_too_late,
-    lenient_at_intake,
+    keyless, forgets_keep, forgets_ceilings, deaf_to_cancels, impatient, once_more, hurried, at_the_border, unlimited,
+    never_too_late, lenient_at_intake,
 )  # fmt: skip
 BUGS: Final[Mapping[str, Callable[[], None]]] = {bug.__name__.replace("_", " "): bug for bug in _PLANTED}
 OF_FEATURES: Final = {bug.__name__.replace("_", " "): bug for bug in _PLANTED_IN_FEATURES}

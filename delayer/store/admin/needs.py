@@ -76,7 +76,7 @@ _CONNECTIONS: Final = """
 SELECT allowed, raise,
        (SELECT count(*) FROM lane WHERE route IS NULL), (SELECT count(*) FROM lane WHERE route IS NOT NULL),
        (SELECT count(*) FROM pg_stat_activity
-        WHERE datname = current_database() AND application_name = 'delayer presence')
+        WHERE datname = current_database() AND application_name LIKE 'delayer presence%')
 FROM pg_database, pg_roles, LATERAL (VALUES
     (current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int
      - coalesce(current_setting('reserved_connections', true)::int, 0), ''),  -- from Postgres 16 on
@@ -134,7 +134,7 @@ OF_HISTORY: Final[Mapping[str, str]] = {"history": "OWNER", "history_default": "
 _MISSING: Final = """
 WITH live AS (
     SELECT DISTINCT usename AS role FROM pg_stat_activity
-    WHERE datname = current_database() AND application_name = 'delayer presence'
+    WHERE datname = current_database() AND application_name LIKE 'delayer presence%'
 ), roles AS (
     SELECT role FROM live
     UNION SELECT current_user

@@ -58,9 +58,10 @@ _END_FROZEN = """
 SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
 WHERE datname = current_database() AND usename = current_user AND state = 'active' AND wait_event = 'ClientRead'
   AND query_start < clock_timestamp() - make_interval(secs => CASE
-      WHEN application_name LIKE 'delayer lane %' OR application_name = 'delayer presence' THEN $1::float8
+      WHEN application_name LIKE 'delayer lane %' OR application_name LIKE 'delayer presence%' THEN $1::float8
       WHEN application_name IN ('delayer park', 'delayer act') THEN $2::float8 END)
 """
+_NAME_PRESENCE: Final = "SELECT set_config('application_name', $1, false)"
 FROZEN_SECONDS: Final = 60.0
 """When to terminate a park that is silent in the middle of a COPY. Its rows normally arrive within milliseconds."""
 
@@ -88,10 +89,12 @@ class LaneLocks:
     def __post_init__(self) -> None:
         self.routes: Mapping[bytes, int] = {}
         """The lane of each limited route, by the last look."""
+        self.zone_version = ""
+        """The zone data of this process. The name of the presence has it, for `check`."""
         self._presence: Connection | None = None
         self._turn = asyncio.Lock()  # The presence runs one statement at a time.
         self._large_turn = asyncio.Lock()
-        self._pid = 0
+        self._pid, self._named = 0, ""
         self._limited: list[LaneSession] = []
         idle = f"{self.idle * 1000:.0f}ms"
         self._presence_settings = {"idle_session_timeout": idle, "tcp_user_timeout": idle}
@@ -105,12 +108,17 @@ class LaneLocks:
         call makes this process present. Raises StoreLost."""
         if self._presence is None or self._presence.is_closed():
             self._presence, self._pid = await self._connect("delayer presence", self._presence_settings), 0
+            self._named = ""
         try:
             async with self._turn:
                 with translate_errors("look at lanes"):
                     if not self._pid:
                         self._pid = await self._presence.fetchval(_PRESENCE, column=1)
                     await self._presence.execute(_END_FROZEN, self.idle, frozen_seconds, timeout=LOOK_TIMEOUT)
+                    if self._named != self.zone_version:
+                        name = f"delayer presence {self.zone_version} {self.owner}"
+                        await self._presence.execute(_NAME_PRESENCE, name, timeout=LOOK_TIMEOUT)
+                        self._named = self.zone_version
                     rows = await self._presence.fetch(statements.LOOK, timeout=LOOK_TIMEOUT)
         except BaseException:
             self.leave()

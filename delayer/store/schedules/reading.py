@@ -11,12 +11,18 @@ from delayer.schedule.record import ScheduleRecord
 from delayer.schedule.schedule import ScheduleState
 from delayer.store.schedules import table
 
-_PAGE: Final = (
-    f"SELECT {table.COLUMNS} FROM schedule WHERE name > $1 AND ($3::text IS NULL OR state = $3) ORDER BY name LIMIT $2"
-)
+_PAGE: Final = f"SELECT {table.COLUMNS} FROM schedule WHERE name > $1 ORDER BY name LIMIT $2"
+_PAGE_IN_STATE: Final = f"SELECT {table.COLUMNS} FROM schedule WHERE name > $1 AND state = $3 ORDER BY name LIMIT $2"
 _COUNTS: Final = (
     "SELECT state, count(*), sum(made)::bigint, sum(missed)::bigint, max(late_ms) FROM schedule GROUP BY state"
 )
+# The name of a presence ends with version and owner (locks.py); the server cuts a long one.
+_ZONE_VERSIONS: Final = """
+SELECT split_part(application_name, ' ', 3), array_agg(split_part(application_name, ' ', 4) ORDER BY application_name)
+FROM pg_stat_activity
+WHERE datname = current_database() AND application_name LIKE 'delayer presence _%'
+GROUP BY 1 ORDER BY 1
+"""
 
 
 class SchedulePage(NamedTuple):
@@ -28,7 +34,10 @@ class SchedulePage(NamedTuple):
 
 async def find(connection: Connection, limit: int, after: str = "", state: ScheduleState | None = None) -> SchedulePage:
     """The next ``limit`` schedules, of this state if one is given. Raises the driver's errors."""
-    rows = await connection.fetch(_PAGE, after, limit + 1, state)
+    if state is None:
+        rows = await connection.fetch(_PAGE, after, limit + 1)
+    else:
+        rows = await connection.fetch(_PAGE_IN_STATE, after, limit + 1, state)
     found = [table.record_of(row) for row in rows[:limit]]
     return SchedulePage(found, found[-1].name if len(rows) > limit else None)
 
@@ -63,6 +72,13 @@ async def count(connection: Connection) -> ScheduleCounts:
     states = dict.fromkeys(ScheduleState, 0) | {ScheduleState(state): number for state, number, *_ in rows}
     late = max((row["max"] for row in rows if row["max"] is not None), default=None)
     return ScheduleCounts(states, sum(row[2] for row in rows), sum(row[3] for row in rows), late)
+
+
+async def zone_versions(connection: Connection) -> Mapping[str, Sequence[str]]:
+    """The live daemons by the version of their zone data, each by its owner's name (PostgresStore.connect). Raises the
+    driver's errors."""
+    rows = await connection.fetch(_ZONE_VERSIONS)
+    return dict(rows)
 
 
 async def zone_version(connection: Connection) -> str:

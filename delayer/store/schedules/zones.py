@@ -40,8 +40,9 @@ class ZoneWatch:
     """The zone data of this process. ``directories``: where Python looks for zones."""
 
     def __init__(self, directories: Callable[[], Iterable[Path]] = zone_directories) -> None:
+        self.loaded = ""
+        """The version by which this process computes times now; "" before the first round."""
         self._directories = directories
-        self._loaded = ""
         self._renewed = ""
 
     async def run_upkeep(self, connections: asyncpg.Pool) -> None:
@@ -50,12 +51,12 @@ class ZoneWatch:
         data = zone_data(self._directories())
         version = UNKNOWN if data is None else data.version
         async with pool.borrow(connections) as connection:
-            oldest = min(version, self._loaded or version)  # It has computed some by these since the last round.
+            oldest = min(version, self.loaded or version)  # It has computed some by these since the last round.
             if oldest != UNKNOWN:
                 await connection.execute(_PUT_DOWN, oldest)
-            if version != self._loaded:
+            if version != self.loaded:
                 forget_zones()
-                self._loaded = version
+                self.loaded = version
             before = await reading.zone_version(connection)
             if version in (UNKNOWN, self._renewed) or version <= before:
                 return

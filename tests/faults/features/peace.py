@@ -12,7 +12,7 @@ from typing import Final
 from delayer.store.errors import DRIVER_ERRORS
 from tests.faults.doomed import emptied
 from tests.faults.fault import Fault
-from tests.faults.features import cancels, keys, rates, retries
+from tests.faults.features import cancels, keys, modes, rates, retries
 from tests.faults.features.striking import due_from_now, nothing_left, numbers_in, strike, taken_in
 from tests.faults.fleet import Fleet
 from tests.support.flow import flowing
@@ -58,6 +58,16 @@ async def keys_waiting(fleet: Fleet, faults: Iterable[Fault]) -> keys.Judgement:
     await nothing_left(fleet)
     refused = set(await numbers_in(fleet, "delays.refused"))
     return keys.judged_waiting(ledger, refused)
+
+
+async def modes_in_peace(fleet: Fleet, seconds: float) -> modes.Judgement:
+    """Publish under keys with modes for so long without a fault."""
+    ledger = fleet.ledger
+    assert isinstance(ledger, modes.Modal)
+    async with flowing(ledger, 300, longest_ms=1_500):
+        await asyncio.sleep(seconds)
+    await nothing_left(fleet)
+    return modes.judged(ledger)
 
 
 @asynccontextmanager

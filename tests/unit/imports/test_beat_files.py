@@ -8,6 +8,7 @@ import pickle
 import shelve
 import sys
 from dbm import dumb
+from importlib.util import find_spec
 from pathlib import Path
 from uuid import uuid4
 
@@ -15,6 +16,7 @@ import pytest
 
 from delayer.core.message import Target
 from delayer.core.units import MINUTE_MS
+from delayer.imports import beat_files
 from delayer.imports.beat import translate_beat
 from delayer.imports.beat_files import BeatSource, BeatUnreadable, read_beat_file, read_beat_settings
 from delayer.imports.translation import Translation
@@ -60,12 +62,32 @@ def test_beat_s_own_file() -> None:
     assert "'sunrise'" in missing.why or '"sunrise"' in missing.why
 
 
-def test_a_settings_module(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "module"), [("gnu", "_gdbm"), ("ndbm", "_dbm"), ("sqlite3", "dbm.sqlite3")])
+def test_a_file_of_another_kind_is_read_where_python_has_its_module(name: str, module: str) -> None:
+    """The real scheduler wrote these, too: on Debian 12 with python3-gdbm, and by Python 3.13."""
+    file = WRITTEN.with_name(name)
+    if find_spec(module):
+        source = read_beat_file(file)
+        assert source.zone == "Europe/Berlin"
+        there = {one.name: one for one in translate(source).schedules}
+        assert there["shop-report"].rhythm == Cron("0 7 * * mon-fri", "Europe/Berlin")
+    else:
+        with pytest.raises(
+            BeatUnreadable, match=f"found one of dbm.{name}, a module that this Python lacks. Next: run"
+        ):
+            read_beat_file(file)
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_a_settings_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_installed: bool) -> None:
     file = tmp_path / "celeryconfig.py"
     file.write_text(SETTINGS)
-    before = set(sys.modules)
+    if not is_installed:
+        monkeypatch.setattr(beat_files, "find_spec", lambda _name: None)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "celery"]:
+            monkeypatch.delitem(sys.modules, name)
     source = read_beat_settings(file)
-    assert not {one for one in set(sys.modules) - before if one.startswith("celery")}
+    assert is_installed or not {name for name in sys.modules if name.startswith("celery")}
     assert (source.zone, source.queue) == ("America/New_York", "shop")
     report, often = translate(source).schedules
     assert (report.rhythm, report.target) == (Cron("0 */2 1 * *", "America/New_York"), Target(b"", b"shop"))
