@@ -1,4 +1,4 @@
-"""Failures: which one to raise after a loss, the pause before the next attempt, and writes that a database rejects.
+"""Failures after a loss: which one to raise, and the pause before the next attempt.
 
 An exception refers to its traceback, a traceback to its frames, and a frame to its variables: here whole batches. If a
 variable of such a frame refers to the exception, the references form a cycle. Only the garbage collector frees it, and
@@ -11,14 +11,13 @@ import asyncio
 import gc
 import random
 from asyncio import Task
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Final
 
 from delayer.amqp.errors import BrokerLost
 from delayer.core.backoff import pause
-from delayer.core.errors import Rejected, StoreLost
+from delayer.core.errors import StoreLost
 
-T = TypeVar("T")
 LOSSES = (BrokerLost, StoreLost)
 Pause = Callable[[int, float], float]  # As delayer.core.backoff.pause.
 
@@ -95,22 +94,3 @@ class Backoff:
             step = min(seconds, STEP)
             seconds = 0 if again() else seconds - step
             await first_set(*self._ends, seconds=step)
-
-
-async def write_by_halves(
-    items: Sequence[T],
-    write: Callable[[Sequence[T]], Awaitable[None]],
-    write_rejected: Callable[[T, Rejected], Awaitable[None]],
-) -> None:
-    """Write items at once. If the database rejects them, write each half separately, in order, down to the item at
-    fault, which ``write_rejected`` gets with the error. Raises the other errors of both."""
-    try:
-        return await write(items)
-    except Rejected as error:
-        rejected = error
-    if len(items) == 1:
-        return await write_rejected(items[0], rejected)
-    del rejected
-    middle = len(items) // 2
-    await write_by_halves(items[:middle], write, write_rejected)
-    await write_by_halves(items[middle:], write, write_rejected)

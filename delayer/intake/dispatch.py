@@ -30,8 +30,7 @@ from delayer.format.reading import message_id
 from delayer.format.refusal import refused_properties
 from delayer.held import report_held
 from delayer.intake.ports import Backlog, IntakeSettings
-from delayer.intake.session import AckTracker
-from delayer.retry import write_by_halves
+from delayer.intake.session import AckTracker, write_by_halves
 
 log = structlog.get_logger(__name__)
 MAX_ATTEMPTS: Final = 10

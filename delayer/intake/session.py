@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Final, TypeVar
 
 from delayer.amqp.values import Delivery
+from delayer.core.errors import Rejected
 from delayer.core.faultpoint import reach
 from delayer.core.heartbeat import STUCK_SECONDS
 from delayer.intake.ports import Subscription
@@ -221,3 +222,22 @@ class Session:
             await asyncio.wait(tasks)
             await asyncio.sleep(0)  # The callbacks of the tasks run now.
         raise_first(take_failures(self._lost), unless=LOSSES)
+
+
+async def write_by_halves(
+    items: Sequence[T],
+    write: Callable[[Sequence[T]], Awaitable[None]],
+    write_rejected: Callable[[T, Rejected], Awaitable[None]],
+) -> None:
+    """Write items at once. If the database rejects them, write each half separately, in order, down to the item at
+    fault, which ``write_rejected`` gets with the error. Raises the other errors of both."""
+    try:
+        return await write(items)
+    except Rejected as error:
+        rejected = error
+    if len(items) == 1:
+        return await write_rejected(items[0], rejected)
+    del rejected
+    middle = len(items) // 2
+    await write_by_halves(items[:middle], write, write_rejected)
+    await write_by_halves(items[middle:], write, write_rejected)

@@ -23,10 +23,9 @@ from delayer.core.hold import unfit
 from delayer.core.levels import LEVEL_HEADERS, due_at_level
 from delayer.core.message import Parcel, Target
 from delayer.intake.consume import Handler, Intake
-from delayer.intake.planning import parcel
+from delayer.intake.handle import parcel
 from delayer.intake.ports import Backlog, Clock
-from delayer.intake.session import AckTracker
-from delayer.retry import write_by_halves
+from delayer.intake.session import AckTracker, write_by_halves
 
 log = structlog.get_logger(__name__)
 

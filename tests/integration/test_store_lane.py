@@ -15,8 +15,7 @@ from structlog.testing import capture_logs
 
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.store.lanes import lane as module
-from delayer.store.lanes.claimer import HORIZON_MS
-from delayer.store.lanes.lane import LONGEST_SLEEP, PostgresLane
+from delayer.store.lanes.lane import HORIZON_MS, LONGEST_SLEEP, PostgresLane
 from delayer.store.lanes.locks import application_of
 from tests.support.fakes import WHY
 from tests.support.place import eventually

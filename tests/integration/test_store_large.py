@@ -7,7 +7,7 @@ import pytest
 from delayer.core.hold import Hold, HoldKind
 from delayer.store.admin import actions, audit_log
 from delayer.store.lanes import session
-from delayer.store.lanes.claimer import PostgresClaimer
+from delayer.store.lanes.lane import PostgresClaimer
 from tests.support.store import MANY, ROOM, opened, owned, parcel, sql
 
 LARGE = b"x" * (2 << 20)

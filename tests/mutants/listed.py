@@ -243,7 +243,7 @@ MUTANTS: Sequence[Mutant] = (
         ("ack-before-the-oldest", "self._order[0] in self._accepted", "self._accepted"),
     ),
     *of(
-        "delayer/amqp/confirms.py",
+        "delayer/amqp/channel.py",
         "tests/unit/amqp/test_confirms.py",
         ("returned-counts-as-confirmed", "answers[position] = returned", "pass"),
         ("nacked-counts-as-confirmed", "answers[position] = _NACKED", "pass"),
@@ -281,7 +281,7 @@ MUTANTS: Sequence[Mutant] = (
         ("watermark-passes-open-claims", "now_lower_ms(), *starts)", "now_lower_ms())"),
     ),
     *of(
-        "delayer/store/lanes/claimer.py",
+        "delayer/store/lanes/lane.py",
         "tests/integration/test_store_lane.py",
         ("nothing-is-claimed-beyond-the-horizon", "horizon_ms if next_ms is None", "NEVER_MS if next_ms is None"),
     ),

@@ -176,7 +176,7 @@ def same_id() -> None:
 
 def narrow() -> None:
     """A signed integer leaves as an unsigned one (G4)."""
-    from delayer.intake import handle, planning
+    from delayer.intake import handle
     from delayer.release import loop
 
     released = loop.released_properties
@@ -184,14 +184,14 @@ def narrow() -> None:
     def broken(*arguments: Any) -> bytes:
         return released(*arguments).replace(b"\x03i32I", b"\x03i32i")
 
-    for module in (handle, planning, loop):
+    for module in (handle, loop):
         module.released_properties = broken  # type: ignore[attr-defined]
 
 
 def sorts_headers() -> None:
     """Headers leave sorted by name (G4). A broker from 4.0 on sorts them before the daemon reads them."""
     from delayer.amqp.properties import Properties, splice
-    from delayer.intake import handle, planning
+    from delayer.intake import handle
     from delayer.release import loop
 
     released = loop.released_properties
@@ -202,7 +202,7 @@ def sorts_headers() -> None:
         names = b"".join(bytes((len(name),)) + name + value for name, value in entries)
         return released(Properties.parse(splice(bare, append=names)), *more)
 
-    for module in (handle, planning, loop):
+    for module in (handle, loop):
         module.released_properties = broken  # type: ignore[attr-defined]
 
 
@@ -212,14 +212,14 @@ def sorts_headers() -> None:
 def keyless() -> None:
     """A message with a key replaces nothing."""
     from delayer.core.message import Parcel
-    from delayer.intake import planning
+    from delayer.intake import handle
 
-    parcel = planning.parcel
+    parcel = handle.parcel
 
     def broken(delivery: Any, due_ms: int, target: Any, *_keyed: Any) -> Parcel:
         return parcel(delivery, due_ms, target)
 
-    planning.parcel = broken
+    handle.parcel = broken
 
 
 def forgets_keep() -> None:

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Final, NamedTuple
 
 import asyncpg
@@ -27,7 +26,6 @@ from delayer.core.errors import Rejected
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Due, is_occurrence
 from delayer.format.rows import COLUMNS_WITH_ID, HELD_COLUMNS, hold_columns, moved_row
-from delayer.retry import write_by_halves
 from delayer.schedule.record import Fate
 from delayer.store import pool, statements
 from delayer.store.clock import StoreClock
@@ -139,7 +137,15 @@ class Settlement:
 
     async def write(self, rows: Sequence[Settled]) -> None:
         """Write ``rows``, and with little data those that the database rejects. Raises the driver's other errors."""
-        await write_by_halves(rows, partial(self._try, history=self.history), self._write_plain)
+        try:
+            return await self._try(rows, history=self.history)
+        except Rejected as error:
+            rejected = error
+        if len(rows) == 1:
+            return await self._write_plain(rows[0], rejected)
+        middle = len(rows) // 2
+        await self.write(rows[:middle])
+        await self.write(rows[middle:])
 
     async def _write_plain(self, row: Settled, rejected: Rejected) -> None:
         """Write a rejected row with as little data as possible. If the database does not even delete it from ``held``,

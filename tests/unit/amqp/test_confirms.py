@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.amqp.confirms import Batch, Confirms
+from delayer.amqp.channel import Batch, Confirms
 from delayer.amqp.errors import ProtocolError
 from delayer.amqp.framing import ReturnedMessage
 from delayer.amqp.properties import encode_headers, entry, int64, long_string

@@ -100,7 +100,7 @@ async def test_another_program_is_an_error(answer: bytes) -> None:
         assert found["error"]
         assert found["last"] == {}
         [row] = await checked({"listen": f"{host}:{port}"})
-        assert (row.result, "no daemon of this version" in row.found) == ("note", True)
+        assert (row.result, "not a daemon of this version" in row.found) == ("note", True)
 
 
 async def checked(http: dict[str, str], **more: Any) -> CheckReport:

@@ -18,7 +18,7 @@ from delayer.format.envelope import ID_BYTES, HoldNote, envelope_properties
 from delayer.format.headers import ROOM
 from delayer.format.refusal import refused_properties
 from delayer.format.release import note_failure, released_properties
-from delayer.intake.planning import read_request
+from delayer.intake.handle import read_request
 from tests.unit.amqp.tables import properties, sized, text, with_headers
 from tests.unit.format.test_refused_properties import GAINED, refused
 

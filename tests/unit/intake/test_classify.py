@@ -28,8 +28,17 @@ from delayer.format.headers import ROOM
 from delayer.format.release import released_properties
 from delayer.intake import replies
 from delayer.intake.dispatch import Dispatch
-from delayer.intake.handle import PARK_BYTES, PARK_MESSAGES, IntakeHandler
-from delayer.intake.planning import BatchPlan, Classified, batch_plan, classify, operations_of, replies_to
+from delayer.intake.handle import (
+    PARK_BYTES,
+    PARK_MESSAGES,
+    BatchPlan,
+    Classified,
+    IntakeHandler,
+    batch_plan,
+    classify,
+    operations_of,
+    replies_to,
+)
 from delayer.intake.session import Session
 from tests.support.fakes import NOW, ScriptedLive, ScriptedPublisher, ScriptedSubscription, delivery, ids
 from tests.support.raw import Header, Props, Value, array, nested, number, table, text, wire_instant

@@ -17,7 +17,7 @@ from delayer.core.cascade import routing_key
 from delayer.core.delay_sources import SOURCES, is_lasting
 from delayer.core.plan import AtOnce, EnterCascade, Mode, Park, Policy, Refuse, Route
 from delayer.format.release import released_properties
-from delayer.intake.planning import Classified, classify
+from delayer.intake.handle import Classified, classify
 from tests.support import fakes
 from tests.support.logged import capture_logs
 from tests.support.raw import VOID, Header, Props, Value, array, decimal, number, octets, table, text, wire_instant

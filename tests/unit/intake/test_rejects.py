@@ -15,7 +15,7 @@ from delayer.core.hold import Hold
 from delayer.core.message import Parcel
 from delayer.core.operations import Applied, Cancel, Operation
 from delayer.intake.dispatch import Dispatch, Objection
-from delayer.retry import write_by_halves
+from delayer.intake.session import write_by_halves
 from tests.support.fakes import WHY, ScriptedLane, ScriptedStore, due
 from tests.unit.intake.test_classify import Gathered, asks, cancel
 from tests.unit.store.backlog_scene import at_work

@@ -12,7 +12,7 @@ from delayer.amqp.properties import Properties, entry, long_string
 from delayer.amqp.values import Delivery
 from delayer.core.delay_headers import DelayRequest
 from delayer.core.retry_policy import RETRY_HEADERS
-from delayer.intake.planning import read_request
+from delayer.intake.handle import read_request
 from tests.unit.amqp.tables import sized, text, with_headers
 
 
