@@ -61,7 +61,7 @@ MUTANTS: Sequence[Mutant] = (
         "delayer/store/schedules/zones.py",
         "tests/integration/test_schedules_zones.py",
         ("older-zone-data-are-forgotten", "WHERE zone_version > $1", "WHERE zone_version < $1"),
-        ("zone-data-do-not-catch-up", "min(version, self._loaded or version)", "version"),
+        ("zone-data-do-not-catch-up", "min(version, self.loaded or version)", "version"),
     ),
     *of(
         "delayer/store/rows/partitions.py",
