@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import inspect
 import os
 import sys
@@ -94,10 +95,30 @@ class Failed:
         self._path.write_text("".join(f"{one}\n" for one in self._ids))
 
 
+class Leftovers:
+    """Collects what a failed test left open as soon as it is over: its ResourceWarnings would fail a later test."""
+
+    def __init__(self) -> None:
+        self._failed = False
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._failed |= report.failed
+
+    def pytest_runtest_logfinish(self) -> None:
+        if self._failed:
+            self._failed = False
+            for name in ("last_exc", "last_type", "last_value", "last_traceback"):  # pytest keeps the last failure.
+                vars(sys).pop(name, None)
+            hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+            gc.collect()
+            sys.unraisablehook = hook
+
+
 def pytest_configure(config: pytest.Config) -> None:
     path = os.environ.get("FAILED_TESTS")
     if path and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Failed(Path(path)))
+    config.pluginmanager.register(Leftovers())
     if not config.option.markexpr:  # a worker gets it from the controller: its own args_source is not meaningful
         named = config.args_source is pytest.Config.ArgsSource.ARGS
         config.option.markexpr = "not long" if named else "not long and not slow"

@@ -127,6 +127,7 @@ async def test_a_stop_leaves_nothing(filled: str, tmp_path: Path, phase: str, ho
                 _, told = await process.communicate()  # stderr ends with the JVM
         finally:
             kill_tree(process.pid)
+            await process.communicate()
             for writer in asked:
                 writer.transport.abort()
             server.close()
