@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, settings
 from tests.support import reworded
 from tests.support.servers import Postgres, RabbitMQ
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 CLOSE_SECONDS = 30.0
 """A test's loop may take this long to close."""
 WITH_SPARK = "tests/audit/"

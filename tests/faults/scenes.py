@@ -239,7 +239,7 @@ class Scenes:
 async def told(place: Place) -> str:
     """For a failed row: the messages by place, and the tails of its daemons' logs."""
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             standing = str(await place.standing())
     except (TimeoutError, BrokerLost, OSError) as error:  # perhaps a server failed
         standing = repr(error)
