@@ -26,6 +26,8 @@ DEADLINE_SECONDS = 120.0
 CLOSE_SECONDS = 30.0
 """A test's loop may take this long to close."""
 WITH_SPARK = "tests/audit/"
+OWN_JVMS = "tests/audit/test_killed.py"
+"""Whose tests start a JVM each."""
 # Tests that run in `make test-slow` only. One list, because the sum of their times must fit `make test` (ten minutes).
 SLOW = (
     WITH_SPARK,
@@ -66,17 +68,23 @@ settings.register_profile("shared machine", settings(), deadline=None, suppress_
 settings.load_profile("shared machine")
 
 
+def in_one_jvm(nodeid: str) -> bool:
+    return nodeid.startswith(WITH_SPARK) and not nodeid.startswith(OWN_JVMS)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests run in one worker (`--dist loadfile`), and all of tests/audit too: one JVM is enough."""
+    """A file's tests run in one worker (`--dist loadfile`), and most of tests/audit too: one JVM is enough. Units start
+    in the order of pytest_collection_modifyitems."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class OneJvm(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return WITH_SPARK if nodeid.startswith(WITH_SPARK) else super()._split_scope(nodeid)
+            return WITH_SPARK if in_one_jvm(nodeid) else super()._split_scope(nodeid)
 
+    config.option.loadscopereorder = False
     return OneJvm(config, log)
 
 
@@ -135,10 +143,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark slow tests."""
+    """Mark slow tests. Begin with the longest unit, which would keep one worker busy after the others; the unit tests
+    come last anyway, and are short."""
     for item in items:
         if item.nodeid.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: not in_one_jvm(item.nodeid))
 
 
 @pytest.hookimpl(tryfirst=True)
