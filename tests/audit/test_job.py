@@ -29,6 +29,8 @@ from tests.audit.test_reading import execute, fill, load, pack, take
 from tests.support.daemon import EXECUTABLE
 
 PASSWORD = "hunter2-in-the-url"
+FEW = ("--conf", "spark.sql.shuffle.partitions=4")
+"""Spark's default is 200 for spark-submit, and ours is 32 here: most of the time of a job with 3,000 messages."""
 
 
 def options(url: str, **more: Any) -> job.Options:
@@ -167,7 +169,7 @@ def test_the_command(filled: str, tmp_path: Path) -> None:
     file, page, work = (tmp_path / name for name in ("url", "backlog.html", "work"))
     file.write_text(secret(filled))
     given = ["--set", f"store.url_file={file}", "audit", "--deep", "--no-broker", "--work", str(work)]
-    spark = ["--conf", "spark.driver.memory=768m", "--conf", "spark.log.level=INFO"]
+    spark = ["--conf", "spark.driver.memory=768m", "--conf", "spark.log.level=INFO", *FEW]
     done = delayer(*given, *spark, "--html", str(page))
     assert done.returncode == 0, done.stderr
     assert "3,000 wait" in done.stdout
@@ -179,7 +181,7 @@ def test_the_command(filled: str, tmp_path: Path) -> None:
 def test_the_command_by_spark_submit_with_a_violation(filled: str, tmp_path: Path) -> None:
     execute(filled, "DELETE FROM message WHERE id = 17")
     starter = Path(sys.executable).parent / "spark-submit"
-    program = [str(starter), "--master", "local[2]", "--driver-memory", "768m", submit.__file__]
+    program = [str(starter), "--master", "local[2]", "--driver-memory", "768m", *FEW, submit.__file__]
     environ = {"PYSPARK_PYTHON": sys.executable, "DELAYER_STORE__URL": secret(filled)}
     work = tmp_path / "work"
     done = delayer("audit", "--deep", "--json", "--no-broker", "--work", str(work), program=program, **environ)
