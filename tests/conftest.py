@@ -63,6 +63,10 @@ SLOW = (
 )
 
 
+# The JVMs of tests end before C2 pays off. With this option the first audit of a JVM took 24 s of processor time, and
+# more than 60 s without it. Commands inherit the variable.
+os.environ["SPARK_SUBMIT_OPTS"] = "-XX:TieredStopAtLevel=1"
+
 # No deadline per example: three workers and their servers share two cores, so its time means nothing.
 settings.register_profile("shared machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")

@@ -158,7 +158,7 @@ def test_errors_do_not_quote_the_url(spark: SparkSession, filled: str, work: str
 def delayer(*arguments: str, program: list[str] | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
     ours = {
         name: value for name, value in os.environ.items() if not name.startswith(("DELAYER_", "PYSPARK_", "SPARK_"))
-    }
+    } | {"SPARK_SUBMIT_OPTS": os.environ["SPARK_SUBMIT_OPTS"]}
     return subprocess.run(
         [*(program or [str(EXECUTABLE)]), *arguments],
         env=ours | environ, capture_output=True, text=True, check=False, timeout=500,
