@@ -85,7 +85,7 @@ def section_names(text: str) -> set[str]:
 
 def arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--quick", action="store_true", help="three minutes: fewer messages, no commands, no churn")
+    parser.add_argument("--quick", action="store_true", help="two minutes: fewer messages, no commands, no churn")
     parser.add_argument("--only", type=section_names, metavar="NAMES", help=f"some of: {', '.join(SECTIONS)}")
     parser.add_argument("--skip", type=section_names, default=set(), metavar="NAMES", help="all but these sections")
     parser.add_argument("--count", type=whole_number, help="messages of each park and release (default 200,000)")

@@ -48,9 +48,10 @@ class Options:
 def quick() -> Options:
     """One turn of each section that needs only seconds: it shows that the bench works, and gives rough figures."""
     return Options(
-        quick=True, count=20_000, backlog=50_000, repeats=1, rates=(2000,), longest_delay=2, steady_seconds=4,
-        burst=10_000, flood=5_000, waiting=20_000, native=12_000, trip_seconds=2, trip_longest=2, peers=1000,
-        churn_seconds=5, churn_rate=1000, schedules=500, schedule_period=5, schedule_seconds=10, many_schedules=5_000,
+        quick=True, count=10_000, sizes=(512,), backlog=20_000, repeats=1, rates=(2000,), longest_delay=2,
+        steady_seconds=3, burst=5_000, flood=3_000, waiting=10_000, native=6_000, trip_seconds=2,
+        trip_longest=2, peers=1000, churn_seconds=5, churn_rate=1000, schedules=200,
+        schedule_period=5, schedule_seconds=5, many_schedules=2_000,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any, Final
 from urllib.parse import parse_qsl, quote, urlencode
@@ -86,11 +86,12 @@ class Reading:
             statement.set_sql_query(sql)
             # A signal does not interrupt the driver while it waits for a lock, but it interrupts waiting for a thread.
             with ThreadPoolExecutor(1) as thread:
-                running = thread.submit(statement.execute_query)
                 try:
-                    handle, _ = running.result()
+                    handle, _ = thread.submit(statement.execute_query).result()
                 except KeyboardInterrupt:
-                    statement.cancel()
+                    ended = thread.submit(int)  # This thread's next work begins when the statement has ended.
+                    while not wait([ended], 0.1).done:  # A cancel has no effect on a statement that is about to start.
+                        statement.cancel()
                     raise
             handle.release()
 

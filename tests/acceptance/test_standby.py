@@ -76,7 +76,6 @@ async def test_shared_consumers_are_all_active_and_refuse_keys(place: OwnVhost, 
         assert b"keyed" not in inbox.counts
 
 
-@pytest.mark.deadline(90)
 async def test_from_one_value_of_consumers_to_the_other(vhost: str, database: str) -> None:
     """The steps of docs/operations.md, while publishers go on: nothing is lost, and only messages routed to both queues
     are delivered twice."""

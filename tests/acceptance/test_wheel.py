@@ -90,7 +90,7 @@ def test_the_wheel_runs_with_its_file_in_etc(installed: Path, tmp_path: Path, vh
 
 
 def fetched(listen: str, path: str) -> str:
-    with urllib.request.urlopen(f"http://{listen}{path}", timeout=20) as answer:
+    with urllib.request.urlopen(f"http://{listen}{path}", timeout=60) as answer:
         return str(answer.read().decode())
 
 

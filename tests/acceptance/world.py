@@ -99,7 +99,7 @@ class World:
         """Run the coroutine in the loop of the connection and the daemon's log."""
         return self.runner.run(work)
 
-    def wait(self, *bodies: bytes, box: str = "inbox", timeout: float = 40.0) -> None:
+    def wait(self, *bodies: bytes, box: str = "inbox", timeout: float = 60.0) -> None:
         """Wait until each has arrived. Does not fail; the test that checks a missing message does."""
         inbox = self.boxes[box]
         self.run(inbox.until(lambda: all(body in inbox.counts for body in bodies), timeout))

@@ -95,24 +95,20 @@ async def test_the_machine_of_the_job_goes_down(spark: SparkSession, database: s
         assert (await lawful(database))["compacted"] == FEW
 
 
-@pytest.mark.parametrize("arguments", [COMPACT, ["restore", "--all"]], ids=["compact", "restore"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-async def test_the_command_is_stopped_in_the_middle_of_its_work(
-    database: str, number: int, code: int, arguments: list[str]
-) -> None:
+async def test_the_command_is_stopped_in_the_middle_of_its_work(database: str, number: int, code: int) -> None:
+    """Restore, which has no JVM, is in tests/integration/test_stops.py."""
     async with filled(database, FEW), sql(database) as admin, sql(database) as other:
         before = await everything(database)
-        if arguments is not COMPACT:
-            await compact_all(admin, ROWS)
         await other.execute("BEGIN; LOCK TABLE counter IN EXCLUSIVE MODE")
-        async with command(database, *arguments, fault="") as process, asyncio.timeout(120):
+        async with command(database, *COMPACT, fault="") as process, asyncio.timeout(120):
             await eventually(lambda: admin.fetchval(COUNTING), timeout=120)
             os.killpg(process.pid, number)
             _, told = await process.communicate()
         assert (process.returncode, b"Traceback" in told) == (code, False), told.decode()
         assert b"\ndelayer: " in b"\n" + told  # The JVM is stopped as well, and may print last.
         await other.execute("ROLLBACK")
-        await until_quiet(database, f"delayer {arguments[0]}")
+        await until_quiet(database, "delayer compact")
         assert await everything(database) == before
         await lawful(database)
 

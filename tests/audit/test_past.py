@@ -101,7 +101,6 @@ def test_without_a_history(spark: SparkSession) -> None:
 
 @pytest.mark.deadline(300)
 async def test_the_job_reads_the_history_of_the_store(spark: SparkSession, database: str) -> None:
-    assert audit(spark, database).past is None
     async with opened(database, history_days=2) as there, owned(there) as lanes, sql(database) as admin:
         await put(admin, [row(1, there.now_lower_ms() + DAY_MS)])
         await there.park(lanes[0], [parcel(there.now_lower_ms() + 5)], [])

@@ -230,5 +230,5 @@ async def waking(lane: Lane) -> AsyncIterator[None]:
     await asyncio.sleep(0)
     assert not sleeper.done()
     yield
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(40.0):
         await sleeper

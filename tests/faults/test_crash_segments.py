@@ -114,7 +114,6 @@ async def test_killed_at_random_moments_while_it_restores(vhost: str, store: str
     assert counters["compacted"] == counters["restored"] == MESSAGES
 
 
-@pytest.mark.deadline(90)
 async def test_another_daemon_restores_the_segment_of_a_hung_one(vhost: str, store: str) -> None:
     """The store ends the transaction of the hung daemon after some seconds; the other polls again soon after."""
     place = await Place("store", vhost, store).declare()

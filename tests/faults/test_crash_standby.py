@@ -129,7 +129,7 @@ async def test_the_standby(vhost: str, store: str, point: str, copies: int) -> N
 
 
 @pytest.mark.deadline(120)
-@pytest.mark.parametrize("second", ["cancel", "replace"])
+@pytest.mark.parametrize("second", [pytest.param("cancel", marks=pytest.mark.long), "replace"])
 async def test_a_batch_that_reaches_the_store_after_those_of_the_next_daemon(
     rabbitmq: RabbitMQ, vhost: str, store: str, second: str
 ) -> None:

@@ -58,7 +58,6 @@ async def test_the_active_daemon_dies(vhost: str, store: str, mode: str) -> None
         assert await took_over(second, ledger, began) < SLACK
 
 
-@pytest.mark.deadline(90)
 @pytest.mark.parametrize("mode", ["store", "native"])
 async def test_the_active_daemon_hangs(vhost: str, store: str, mode: str) -> None:
     """RabbitMQ checks once per interval, and closes a connection after two silent intervals. The first may begin just
@@ -73,7 +72,6 @@ async def test_the_active_daemon_hangs(vhost: str, store: str, mode: str) -> Non
         await first.event("standing by", after=seen)
 
 
-@pytest.mark.deadline(90)
 @pytest.mark.parametrize("how", ["refused", "silent"])
 async def test_the_active_daemon_loses_its_store(vhost: str, store: str, postgres: Postgres, how: str) -> None:
     """It stops consuming. The standby, whose store answers, takes over."""

@@ -54,7 +54,6 @@ def met_in_a_level(body: bytes, seconds: int) -> Message:
 
 
 @pytest.mark.words
-@pytest.mark.deadline(60)
 async def test_a_stray_envelope_is_not_opened(vhost: str) -> None:
     """No binding routes to the queue mine, so the message joins the daemon's own envelopes among the strays. The
     command reports that it is not an envelope of ours, and sends it nowhere."""
@@ -100,7 +99,6 @@ def says(exchange: str) -> tuple[Header, ...]:
     )
 
 
-@pytest.mark.deadline(60)
 async def test_refused_messages_go_back_to_the_intake_queue(rabbitmq: RabbitMQ, vhost_name: str, vhost: str) -> None:
     """No daemon runs, so the broker itself sets them aside, with all headers of their publisher."""
     place = await Place("native", vhost).declare()

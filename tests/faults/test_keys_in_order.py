@@ -116,7 +116,7 @@ async def opened(
 
 
 @pytest.mark.deadline(120)
-@pytest.mark.parametrize("daemons", [2, 3])
+@pytest.mark.parametrize("daemons", [pytest.param(2, marks=LONG), 3])
 async def test_keys_stay_in_order_without_faults(
     daemons: int, servers: tuple[RabbitMQ, Postgres], tmp_path: Path
 ) -> None:

@@ -56,7 +56,6 @@ async def test_killed_at_random_moments(mode: str, vhost: str, store: str) -> No
     assert verdict.sent == MESSAGES
 
 
-@pytest.mark.deadline(90)
 @pytest.mark.parametrize("mode", ["store", "native"])
 async def test_without_a_fault_nothing_comes_twice(mode: str, vhost: str, store: str) -> None:
     """The other half of the promise, with two daemons; the active one is stopped in the middle of the work."""

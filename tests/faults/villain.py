@@ -151,7 +151,7 @@ class Villain:
         body = b"witness %d" % self.witnesses
         self.witnesses += 1
         await self.raw.publish(Message("h.in", b"witness", Props(headers=((b"x-delay", number("I", 0)),)), body))
-        await self.inbox.got([body], timeout=20)
+        await self.inbox.got([body], timeout=60)
 
     async def found(self) -> dict[bytes, list[Found]]:
         """The ends of all messages so far, by body."""
@@ -172,7 +172,7 @@ class Villain:
                 ends[body].append(Found(End.HELD, reason))
         return ends
 
-    async def all_found(self, *, timeout: float = 45.0) -> dict[bytes, list[Found]]:
+    async def all_found(self, *, timeout: float = 60.0) -> dict[bytes, list[Found]]:
         """Wait until each has ended."""
 
         def everywhere(ends: dict[bytes, list[Found]]) -> bool:
@@ -247,7 +247,7 @@ async def turned_away(raw: Raw, message: Message, content_class: int = CONTENT_C
     for kind, payload in ((1, method), (2, header), (3, message.body)):
         frame = bytes((kind,)) + b"\0\x01" + len(payload).to_bytes(4, "big") + payload + b"\xce"
         raw.connection.write(frame)
-    done, _ = await asyncio.wait([asyncio.shield(raw.connection.closed)], timeout=20)
+    done, _ = await asyncio.wait([asyncio.shield(raw.connection.closed)], timeout=60)
     return bool(done)
 
 

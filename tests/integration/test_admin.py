@@ -30,6 +30,8 @@ from tests.support.silent import silent
 from tests.support.topology import bound, declare
 
 CASCADE = Cascade()
+PATIENCE = 100.0
+"""For a cascade of quorum queues on a busy machine."""
 
 
 def whole(cascade: Cascade) -> Topology:
@@ -342,17 +344,17 @@ async def test_depths_are_those_of_the_admin(vhost: str) -> None:
     """Many queues, existing and missing ones mixed: each question has its own answer."""
     there = [f"q{number}" for number in range(0, 96, 3)]
     asked = [f"q{number}" for number in range(96)]
-    async with pipelined_admin(vhost, "test") as broker:
+    async with pipelined_admin(vhost, "test", patience=PATIENCE) as broker:
         await broker.declare(Topology((), tuple(map(Queue, there))))
         await publish(vhost, there[1])
         found = {name: one if isinstance(one, int) else None for name, one in (await broker.depths(asked)).items()}
         assert found == {name: (0 if name in there else None) for name in asked} | {there[1]: 1}
         assert await broker.exists(there[0])
         assert not await broker.exists("q1")
-        drawn = await cascade_depths(vhost, "test", CASCADE, ["q0", "q1"])
+        drawn = await cascade_depths(vhost, "test", CASCADE, ["q0", "q1"], patience=PATIENCE)
         await broker.declare(whole(CASCADE))
         await publish(vhost, CASCADE.level(20))
-        full = await cascade_depths(vhost, "test", CASCADE, ["q0", "q1"])
+        full = await cascade_depths(vhost, "test", CASCADE, ["q0", "q1"], patience=PATIENCE)
     assert {level.depth for level in drawn.levels} == {None}
     assert [level.level for level in full.levels if level.depth] == [20]
     async with await Admin.connect(vhost) as admin:

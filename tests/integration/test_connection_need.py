@@ -29,7 +29,7 @@ def crowded() -> Iterator[Postgres]:
 async def test_what_the_daemons_need_is_what_they_open(database: str) -> None:
     await migrated(database)
     async with running(database, rates={b"slow": 10.0}) as process, sql(database) as admin:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(process.backlog.numbers) < 5:  # noqa: ASYNC110 - the backlog has no event for it
                 await asyncio.sleep(0.05)
         need = await connection_need(admin)

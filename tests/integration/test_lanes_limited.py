@@ -9,6 +9,7 @@ from collections import Counter
 import asyncpg
 import pytest
 
+from delayer.core.errors import StoreLost
 from delayer.store.lanes.locks import LIMITED_SESSIONS
 from tests.integration.lanes_shared import Process, migrated, running
 from tests.support.place import eventually
@@ -34,21 +35,28 @@ async def sessions(admin: asyncpg.Connection) -> int:
 
 
 async def park_each(process: Process, names: list[bytes], messages: int) -> None:
-    """Park this many messages for each route, all due now."""
+    """Park this many messages for each route, all due now. On a busy machine, a process that does not get its turn for
+    ten seconds loses its sessions, and takes its lanes anew."""
     now = process.now_upper_ms()
-    await process.backlog.apply([parcel(now, b"%d" % n, route=name) for name in names for n in range(messages)])
+    parcels = [parcel(now, b"%d" % n, route=name) for name in names for n in range(messages)]
+    while True:
+        try:
+            return await process.backlog.apply(parcels)
+        except StoreLost:
+            await asyncio.sleep(0.1)
 
 
-@pytest.mark.parametrize("count", [60, 500])
-async def test_many_limited_routes_start_in_seconds_on_few_connections(database: str, count: int) -> None:
+async def test_many_limited_routes_start_in_seconds_on_few_connections(database: str) -> None:
     await migrated(database)
+    count = 500
     names = routes(count)
     began = time.monotonic()
     async with sql(database) as admin, running(database, rates=dict.fromkeys(names, 10.0)) as process:
         await eventually(lambda: len(process.backlog.numbers) == LANES + count)
         print(f"{count} limited routes took {time.monotonic() - began:.1f} s")
         await park_each(process, names, 2)
-        await eventually(lambda: len(process.publisher.published) == 2 * count)
+        await eventually(lambda: admin.fetchval("SELECT count(*) FROM message"), lambda left: left == 0)
+        assert len(process.publisher.published) >= 2 * count  # more if lanes were lost and taken anew
         assert await sessions(admin) <= CONSTANT + 2 * LANES + LIMITED_SESSIONS
     assert await sessions_left(database) == 0
 

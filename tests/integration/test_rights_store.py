@@ -205,7 +205,7 @@ async def test_the_store_needs_each_of_them(store: str, postgres: Postgres, righ
     await asyncio.to_thread(postgres.execute, right.take, database=DATABASE)
     try:
         with pytest.raises((StoreLost, SchemaOutdated, asyncpg.PostgresError, AssertionError)):
-            await asyncio.wait_for(work(store), 20)
+            await work(store)
     finally:
         await asyncio.to_thread(postgres.execute, right.give, database=DATABASE)
 
@@ -256,7 +256,7 @@ async def test_the_page_s_buttons_need_each_of_them(page: str, postgres: Postgre
     await prepare(postgres)
     await asyncio.to_thread(postgres.execute, right.take, database=DATABASE)
     with pytest.raises((StoreLost, asyncpg.PostgresError, AssertionError)):
-        await asyncio.wait_for(press(page), 20)
+        await press(page)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,6 @@ def seen(scene: Scene, queue: str, found: list[bytes]) -> Callable[[], Awaitable
     return look
 
 
-@pytest.mark.deadline(60)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_silent_queue_in_a_batch_does_not_delay_other_queues(kind: str, rabbitmq: RabbitMQ, vhost: str) -> None:
     """The first batch has every outcome in time, and with classic queues no copies. Later batches do not wait."""
@@ -124,7 +123,6 @@ async def steady(publisher: AmqpPublisher) -> None:
         await asyncio.sleep(0.1)
 
 
-@pytest.mark.deadline(60)
 @pytest.mark.parametrize("kind", OTHER_KINDS)
 async def test_a_silent_queue_gets_its_messages_when_it_answers(kind: str, rabbitmq: RabbitMQ, vhost: str) -> None:
     """Its breaker is half-open after a pause; then one message is published, and the rest follow."""
@@ -143,7 +141,6 @@ async def test_a_silent_queue_gets_its_messages_when_it_answers(kind: str, rabbi
 
 
 @pytest.mark.long
-@pytest.mark.deadline(60)
 async def test_ever_new_keys_of_a_silent_queue_do_not_delay_good_messages(rabbitmq: RabbitMQ, vhost: str) -> None:
     """After some such keys the isolation probes the whole exchange: good messages pass, bad ones cost little time."""
     async with scene(rabbitmq, vhost, "classic") as it:
@@ -172,7 +169,6 @@ async def few_channels(rabbitmq: RabbitMQ, most: int) -> AsyncIterator[None]:
 
 
 @pytest.mark.long
-@pytest.mark.deadline(60)
 @pytest.mark.parametrize(("channels", "apart"), [(12, True), (24, False)], ids=["a second connection", "one for all"])
 async def test_more_probes_than_channels_do_not_end_a_connection(
     rabbitmq: RabbitMQ, vhost: str, channels: int, apart: bool
@@ -199,7 +195,6 @@ async def test_more_probes_than_channels_do_not_end_a_connection(
 
 
 @pytest.mark.long
-@pytest.mark.deadline(60)
 async def test_a_silent_queue_without_other_publishes(rabbitmq: RabbitMQ, vhost: str) -> None:
     """The message is held after its first probe, because the broker answers."""
     async with scene(rabbitmq, vhost, "classic") as it, silent(rabbitmq, it.vhost, "bad"):
@@ -209,7 +204,6 @@ async def test_a_silent_queue_without_other_publishes(rabbitmq: RabbitMQ, vhost:
 
 
 @pytest.mark.long
-@pytest.mark.deadline(60)
 async def test_errors_of_the_broker_are_reported_even_with_a_silent_queue(rabbitmq: RabbitMQ, vhost: str) -> None:
     """A probed message may have no route, or its exchange may be gone."""
     async with scene(rabbitmq, vhost, "classic") as it:
@@ -233,7 +227,6 @@ async def test_errors_of_the_broker_are_reported_even_with_a_silent_queue(rabbit
 
 
 @pytest.mark.long
-@pytest.mark.deadline(60)
 async def test_a_channel_that_waits_until_its_connection_is_not_read(rabbitmq: RabbitMQ, vhost: str) -> None:
     """With thousands of publishes behind one for a quorum queue, the broker stops reading that connection. A new
     connection replaces it, and all good messages get through."""

@@ -155,7 +155,7 @@ async def test_a_reader_delays_a_drop_but_not_releases(database: str) -> None:
                 await history.run_upkeep(admin, today + 50, 3)
             assert any(one["event"] == "history partition not changed" for one in logs)
             await store.park(lanes[0], [parcel(store.now_lower_ms() + 5)], [])
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await lanes[0].claimers[0].settle(await claim_when_due(lanes[0]), [])
         await history.run_upkeep(admin, today + 50, 3)
         assert await partitions(admin) == days(today + 50, 3)

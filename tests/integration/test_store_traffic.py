@@ -68,7 +68,7 @@ class Working:
             async with turn(connection, seen):
                 self.now += 1
                 self.most = max(self.most, self.now)
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     while not piece and self.most < meet:  # noqa: ASYNC110 - as many as there are sessions
                         await asyncio.sleep(0.001)
                 for _ in range(5):

@@ -114,7 +114,7 @@ class DaemonProcess:
         assert self._process is not None
         self._process.send_signal(number)
 
-    async def wait(self, timeout: float = 30.0) -> int:
+    async def wait(self, timeout: float = 60.0) -> int:
         """The exit code (negative: the signal), after the log is read to its end."""
         assert self._process is not None and self._reader is not None
         async with asyncio.timeout(timeout):
@@ -148,7 +148,7 @@ class DaemonProcess:
         *,
         where: Callable[[dict[str, Any]], bool] = lambda _: True,
         after: int = 0,
-        timeout: float = 30.0,
+        timeout: float = 60.0,
     ) -> dict[str, Any]:
         """The first event of that name from position ``after`` of :attr:`events` on; waits for it.
 

@@ -261,7 +261,7 @@ class Ledger:
         except TimeoutError:
             raise AssertionError(f"not within {timeout:g} s: {self.verdict()}") from None
 
-    async def all_back(self, *, timeout: float = 45.0) -> None:
+    async def all_back(self, *, timeout: float = 60.0) -> None:
         """Wait until every message sent so far has arrived at least once."""
         await self.until(lambda: self.account.back >= self.account.sent, timeout=timeout)
 

@@ -39,7 +39,7 @@ _IN_SEGMENTS = "SELECT coalesce(sum(messages), 0) FROM segment"
 
 
 async def eventually(
-    look: Callable[[], Awaitable[T] | T], wanted: Callable[[T], bool] = bool, *, timeout: float = 30.0
+    look: Callable[[], Awaitable[T] | T], wanted: Callable[[T], bool] = bool, *, timeout: float = 60.0
 ) -> T:
     """Call ``look``, a function or coroutine, until its result is wanted: for changes that servers do not announce."""
     seen: T | None = None
@@ -215,7 +215,7 @@ class Place:
         return ledger.verdict(await self.standing())
 
     async def ended(
-        self, ledger: Ledger, *, repeats: bool = False, redelivered: bool | None = None, timeout: float = 45.0
+        self, ledger: Ledger, *, repeats: bool = False, redelivered: bool | None = None, timeout: float = 60.0
     ) -> Verdict:
         """Wait for all owed messages, and stop the daemons: every promise is kept, and the store's counters agree."""
         await ledger.all_back(timeout=timeout)
@@ -237,7 +237,7 @@ async def compact_all(connection: asyncpg.Connection, rows: int = packing.ROWS) 
     return len(await compact(connection, rows=rows))
 
 
-async def stopped(daemon: DaemonProcess, timeout: float = 30.0) -> None:
+async def stopped(daemon: DaemonProcess, timeout: float = 60.0) -> None:
     """Wait until the process stopped itself (SIGSTOP) at its fault point; fails if it ended instead. Raises
     TimeoutError. No thread waits for it: a scene has more daemons than threads."""
     async with asyncio.timeout(timeout):

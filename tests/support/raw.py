@@ -280,7 +280,7 @@ class Inbox:
         assert len(found) == 1, f"{self.queue}: {body[:40]!r} arrived {len(found)} times"
         return found[0]
 
-    async def until(self, done: Callable[[], bool], timeout: float = 40.0) -> bool:
+    async def until(self, done: Callable[[], bool], timeout: float = 60.0) -> bool:
         """Wait until ``done()``, which is called after every arrival. False at the timeout."""
         try:
             async with asyncio.timeout(timeout):
@@ -291,7 +291,7 @@ class Inbox:
             return False
         return True
 
-    async def got(self, bodies: Iterable[bytes], timeout: float = 40.0) -> None:
+    async def got(self, bodies: Iterable[bytes], timeout: float = 60.0) -> None:
         """Wait until each of them arrived; otherwise fail and name some missing ones."""
         missing = set(bodies)
 

@@ -134,6 +134,6 @@ async def blocked(admin: asyncpg.Connection, query: str) -> None:
         "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE $1"
         " AND datname = current_database()"
     )
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not await admin.fetchval(waits, query):
             pass
