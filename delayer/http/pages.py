@@ -11,8 +11,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
+from delayer.amqp.errors import BrokerLost
 from delayer.config.texts import is_loopback, names_of, service_of
+from delayer.config.tokens import Role
 from delayer.core import horizon
+from delayer.core.errors import StoreLost
 from delayer.core.filters import OWN, Filter, Token, place_text, read_token
 from delayer.core.message import raw
 from delayer.core.readable import delayed_rows
@@ -21,6 +24,7 @@ from delayer.http import as_json, forms, recent, render
 from delayer.http.access import Sessions, cookie_name
 from delayer.http.forms import FieldError, parse_form
 from delayer.http.health import Answers
+from delayer.http.problems import HttpProblem, by_program, problem_response
 from delayer.http.view import NO_STORE, ROWS
 from delayer.schedule.schedule import ScheduleState
 from delayer.set_aside.queues import SetAsideName
@@ -39,15 +43,6 @@ _FAILURES: Final = {
     400: "Not understood", 403: "Locked", 404: "There is nothing here", 413: "Too large for the page", 503: "Not done",
 }  # fmt: skip
 _UNNAMED: Final = "expected id:48213 or one message's message_id, found none or several: see /api/messages?message_id="
-
-
-def by_program(request: Request) -> bool:
-    """Whether a program sent the request, for JSON or for a change with the token in a header. Programs get JSON,
-    without a confirmation step."""
-    path, headers = request.url.path, request.headers
-    changes = path.startswith("/actions/")
-    told = "authorization" in headers or "application/json" in headers.get("accept", "")
-    return path.startswith("/api/") or (changes and told)
 
 
 async def _named(connection: Any, text: str) -> Token | None:
@@ -88,6 +83,7 @@ class Pages:
             status,
             here="/" + request.url.path.strip("/").partition("/")[0],
             session=self.sessions.session(request),
+            acts=self.sessions.allows(request, Role.ACT),
             can_open=self.sessions.can_open,
             names=names_of(self.answers.settings) if readable else {},
             counts=await self.answers.set_aside() if readable else {},
@@ -97,19 +93,21 @@ class Pages:
         )
 
     async def failed(self, request: Request, error: Exception) -> Response:
-        status, text = 400 if isinstance(error, FieldError) else 503, str(error)
-        if isinstance(error, HTTPException):
-            status, text = error.status_code, error.detail
+        if not isinstance(error, HTTPException):
+            advice = error.advice if isinstance(error, BrokerLost | StoreLost) else ""
+            status = 400 if isinstance(error, FieldError) else 503
+            error = HttpProblem(status, str(error) or type(error).__name__, next_step=advice)
         if by_program(request):
-            return JSONResponse({"error": text}, status_code=status)
+            return problem_response(error)
+        status, text = error.status_code, error.detail
         heading, back = _FAILURES.get(status, text), getattr(request.state, "back", "/")
         return await self.html(request, "done.html", status, heading=heading, lines=[text], back=back)
 
     def readable(self, request: Request) -> bool:
-        """Whether this client may read: on loopback, if the page is open, or with the token."""
+        """Whether this client may read: on loopback, if the page is open, or with a token."""
         http = self.answers.settings.http
         local = is_loopback(http.listen.rpartition(":")[0])
-        return local or http.open or self.sessions.who(request) is not None
+        return local or http.open or self.sessions.allows(request, Role.READ)
 
     async def overview(self, request: Request) -> Response:
         census = await self.answers.census.get() if self.answers.has_store else None
@@ -335,7 +333,7 @@ class Pages:
         return await self.html(request, "audit_log.html", rows=rows, next=more, part=part)
 
     async def login(self, request: Request) -> Response:
-        """Show the token form, or open a session with the token."""
+        """Show the form for a token, or open a session with it."""
         if request.method == "GET":
             return await self.html(request, "login.html", wrong="", who="")
         try:
@@ -347,19 +345,19 @@ class Pages:
         if not who:
             return await self.html(request, "login.html", 400, wrong="Say who you are.", who=who)
         host = request.client.host if request.client else "?"
-        session = self.sessions.open(token, f"{who} (page, {host})")
+        session = self.sessions.open(token, who, host)
         if session is None:
-            return await self.html(request, "login.html", 403, wrong="That is not the token.", who=who)
+            return await self.html(request, "login.html", 403, wrong="No token with the role read or act.", who=who)
         answer = RedirectResponse("/", status_code=303)
         # Not "secure", because the daemon serves HTTP without TLS. A proxy may add TLS.
         answer.set_cookie(cookie_name(request.headers["host"]), session, httponly=True, samesite="strict", path="/")
         return answer
 
     async def locked(self, request: Request) -> Response:
-        """Answer a client that needs the token to read."""
-        wrong = "Reading needs the token: of messages by a program always, of others unless [http] open is set."
+        """Answer a client that needs a token to read."""
+        wrong = "Reading needs a token: of messages by a program always, of others unless [http] open is set."
         if by_program(request):
-            raise HTTPException(403, wrong)
+            raise self.sessions.locked(request, Role.READ, wrong)
         return await self.html(request, "login.html", 403, wrong=wrong, who="")
 
     async def logout(self, request: Request) -> Response:

@@ -23,8 +23,9 @@ from starlette.staticfiles import StaticFiles
 
 from delayer.amqp.errors import BrokerLost
 from delayer.config.texts import is_loopback
+from delayer.config.tokens import Role
 from delayer.core.backoff import LogThrottle
-from delayer.http.access import PROBES, RequestGuard, Sessions
+from delayer.http.access import PROBES, RequestGuard, Sessions, Tokens
 from delayer.http.actions import Actions, ChangeHandler
 from delayer.http.forms import FieldError
 from delayer.http.health import Answers
@@ -60,15 +61,15 @@ def probes(answers: Answers) -> Starlette:
 
 def application(answers: Answers, at_once: int = 4) -> Starlette:
     """Build the paths and their handlers. At most ``at_once`` store queries run concurrently, and as many changes."""
-    sessions = Sessions(lambda: answers.settings.http.token)
+    sessions = Sessions(Tokens(lambda: answers.settings.http.tokens_file))
     pages = Pages(answers, sessions)
     actions = Actions(pages, asyncio.Semaphore(at_once))
 
     def shown(answer: HttpHandler, turns: asyncio.Semaphore | None = None, *, private: bool = False) -> HttpHandler:
-        """Require the token if ``private``, or if the address is not loopback and the page not open."""
+        """Require a token if ``private``, or if the address is not loopback and the page not open."""
 
         async def answered(request: Request) -> Response:
-            if not (sessions.who(request) is not None if private else pages.readable(request)):
+            if not (sessions.allows(request, Role.READ) if private else pages.readable(request)):
                 return await pages.locked(request)
             async with turns or nullcontext():
                 return await answer(request)

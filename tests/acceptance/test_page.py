@@ -44,14 +44,14 @@ async def test_every_action(place: OwnVhost, store: str, tmp_path: Path) -> None
         )
         await eventually(this.waiting, lambda rows: len(rows) == 9)
         page = await this.tab()
-        # Without the token there is nothing to press.
+        # Without a token there is nothing to press.
         await page.goto("/waiting")
         assert await page.get_by_role("button", name="Cancel").count() == 0
         await page.goto("/login")
         await page.get_by_label("Who you are").fill("eve")
-        await page.get_by_label("The token").fill("wrong")
+        await page.get_by_label("A token").fill("wrong")
         await page.get_by_role("button", name="Sign in").click()
-        assert "not the token" in await page.get_by_role("alert").inner_text()
+        assert "No token with the role" in await page.get_by_role("alert").inner_text()
         this.complaints.clear()  # the browser's own word for that answer's 403
         await this.unlock(page)
 
@@ -161,8 +161,8 @@ async def test_every_action(place: OwnVhost, store: str, tmp_path: Path) -> None
         assert await this.rows("refused") == []
 
         await page.get_by_role("link", name="Audit log").click()
-        assert "ada (page, 127.0.0.1)" in await page.locator("tbody").last.inner_text()
-        assert {one["who"] for one in await this.acts()} == {"ada (page, 127.0.0.1)"}
+        assert "ada (token ops, page, 127.0.0.1)" in await page.locator("tbody").last.inner_text()
+        assert {one["who"] for one in await this.acts()} == {"ada (token ops, page, 127.0.0.1)"}
         assert len(await this.acts()) == 11
         await page.get_by_role("button", name="Sign out").click()
         await page.goto("/waiting")
@@ -315,7 +315,7 @@ async def test_programs_act_only_with_the_token_in_a_header(place: OwnVhost, sto
             "/actions/messages", {"verb": "cancel", "route": "in", "confirmed": "yes"}, **allowed
         )
         assert done.json["done"] == 2
-        assert {one["who"] for one in await this.acts()} == {"a program (http, 127.0.0.1)"}
+        assert {one["who"] for one in await this.acts()} == {"a program (token ops, http, 127.0.0.1)"}
         assert await asyncio.to_thread(this.config.read_text)
 
 

@@ -23,7 +23,7 @@ from delayer.set_aside.queues import Result, SetAsideMessage
 from delayer.store.admin.changes import ChangeResult
 from tests.support.fakes import until
 from tests.support.logged import capture_logs
-from tests.support.web import Web
+from tests.support.web import Web, tokens_file
 from tests.unit.http.states import state
 
 TOKEN = "open-sesame-open-sesame"
@@ -40,7 +40,13 @@ class Inside:
     """A daemon in native mode without a store."""
 
     def __init__(self, listen: str = "127.0.0.1:0", *, is_open: bool = False, **more: Any) -> None:
-        http = {"listen": listen, "metrics_listen": "127.0.0.2:0", "token": TOKEN, "open": is_open, "label": "PROD"}
+        http = {
+            "listen": listen,
+            "metrics_listen": "127.0.0.2:0",
+            "tokens_file": tokens_file(TOKEN),
+            "open": is_open,
+            "label": "PROD",
+        }
         self.settings = Settings.model_validate({"mode": "native", "http": http, **more})
         self.lost = False
         self.blocked = False
@@ -99,13 +105,13 @@ async def served(inside: Inside, *, metrics_only: bool = False) -> AsyncIterator
         ("/api/backlog", 404, "No store is configured"),
         ("/waiting", 404, "No store is configured"),
         ("/find?id=zz", 303, ""),
-        ("/api/messages", 403, '{"error":"Reading needs the token'),
-        ("/api/messages/7", 403, '{"error":"Reading needs the token'),
-        ("/api/held", 403, '{"error":"Reading needs the token'),
-        ("/api/refused", 403, '{"error":"Reading needs the token'),
-        ("/api/strays", 403, '{"error":"Reading needs the token'),
-        ("/api/schedules", 403, '{"error":"Reading needs the token'),
-        ("/api/schedules/tick", 403, '{"error":"Reading needs the token'),
+        ("/api/messages", 401, '"detail":"Reading needs a token'),
+        ("/api/messages/7", 401, '"detail":"Reading needs a token'),
+        ("/api/held", 401, '"detail":"Reading needs a token'),
+        ("/api/refused", 401, '"detail":"Reading needs a token'),
+        ("/api/strays", 401, '"detail":"Reading needs a token'),
+        ("/api/schedules", 401, '"detail":"Reading needs a token'),
+        ("/api/schedules/tick", 401, '"detail":"Reading needs a token'),
         ("/schedules", 404, "No store is configured"),
         ("/message/7", 404, "No store is configured"),
         ("/body/7", 404, "No store is configured"),
@@ -148,10 +154,10 @@ async def test_the_metrics_address_serves_only_health_and_metrics() -> None:
     [
         ({"Host": "evil.example"}, 421),
         ({"Content_Length": "9999999"}, 413),
-        ({"Transfer_Encoding": "chunked"}, 413),
+        ({"Transfer_Encoding": "chunked"}, 411),
         ({"Origin": "https://evil.example"}, 403),
         ({}, 403),
-        ({"Authorization": "Bearer wrong"}, 403),
+        ({"Authorization": "Bearer wrong"}, 401),
         ({"Authorization": f"Bearer {TOKEN}", "Content_Type": "text/plain"}, 400),
         ({"Authorization": f"Bearer {TOKEN}"}, 200),
     ],
@@ -162,7 +168,7 @@ async def test_changes_need_the_token(headers: dict[str, str], status: int) -> N
     async with served(inside) as web:
         answer = await web.post("/actions/refused", {"verb": "retry", "id": "id-1"}, **headers)
         assert answer.status == status, answer.text
-        who = "a program (http, 127.0.0.1)"
+        who = "a program (token ops, http, 127.0.0.1)"
         assert inside.done == ([("refused retry", frozenset({"id-1"}), who)] if status == 200 else [])
 
 
@@ -201,9 +207,9 @@ async def test_a_program_with_the_token_lists_what_is_set_aside() -> None:
             listed = {"depth": 1, "delayed": 0, "hidden": "", "messages": [one.as_dict()]}
             assert (await web.get(f"/api/{name}", **allowed)).json == listed
         filtered = await web.get("/api/refused?reason=x", **allowed)
-        assert (filtered.status, "expected none" in filtered.json["error"]) == (400, True)
+        assert (filtered.status, "expected none" in filtered.json["detail"]) == (400, True)
         held = await web.get("/api/held", **allowed)
-        assert (held.status, "No store" in held.json["error"]) == (404, True)
+        assert (held.status, "No store" in held.json["detail"]) == (404, True)
 
 
 async def test_the_menu_counts_without_reading_a_queue() -> None:
@@ -250,7 +256,7 @@ async def test_a_program_names_its_user(said: str, who: str) -> None:
     async with served(inside) as web:
         headers = {"Authorization": f"Bearer {TOKEN}", "X-Delayer-Who": said}
         await web.post("/actions/refused", {"verb": "retry", "id": "id-1"}, **headers)
-        assert [one for _, _, one in inside.done] == [f"{who} (http, 127.0.0.1)"]
+        assert [one for _, _, one in inside.done] == [f"{who} (token ops, http, 127.0.0.1)"]
 
 
 async def test_a_session_is_a_protected_cookie() -> None:
@@ -278,7 +284,7 @@ async def test_a_session_is_a_protected_cookie() -> None:
             assert "Dropped: 1 of 1" not in (await web.get(f"/{path}")).text, "for another client"
             assert "Dropped: 1 of 1" in (await web.get(f"/{path}", **session)).text
             assert "Dropped: 1 of 1" not in (await web.get(f"/{path}", **session)).text, "once"
-        who = "ada (page, 127.0.0.1)"
+        who = "ada (token ops, page, 127.0.0.1)"
         assert inside.done == [("refused drop", frozenset({"id-1"}), who), ("strays drop", frozenset({"s-1"}), who)]
         await web.post("/logout", {}, **session)
         assert (await web.post("/actions/refused", {"verb": "drop", "id": "id-1"}, **session)).status == 403
@@ -324,13 +330,13 @@ async def test_refused_clients_do_not_query_the_broker() -> None:
     async with served(inside) as web:
         form = {"verb": "drop", "id": "id-1"}
         for more, status, looks in (
-            ({}, 403, 1), ({"Authorization": "Bearer wrong"}, 403, 1), ({"Authorization": f"Bearer {TOKEN}"}, 200, 2),
+            ({}, 403, 1), ({"Authorization": "Bearer wrong"}, 401, 1), ({"Authorization": f"Bearer {TOKEN}"}, 200, 2),
         ):  # fmt: skip
             await web.get("/metrics")
             answer = await web.post("/actions/refused", form, **more)
             await web.get("/metrics")
             assert (answer.status, inside.looks) == (status, looks)
-            assert ("not the token" in answer.text) == ("wrong" in str(more))
+            assert ("found one that is not in" in answer.text) == ("wrong" in str(more))
 
 
 async def opened(web: Web, said: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -463,14 +469,15 @@ async def test_reading_needs_the_token_outside_loopback() -> None:
     async with served(Inside("0.0.0.0:0")) as web:
         for path in ("/", "/parts/overview", "/api/live", "/refused"):
             answer = await web.get(path)
-            assert (answer.status, "Reading needs the token" in answer.text) == (403, True)
+            status_ = 401 if path.startswith("/api") else 403
+            assert (answer.status, "Reading needs a token" in answer.text) == (status_, True)
             assert (await web.get(path, Authorization=f"Bearer {TOKEN}")).status == 200
         for path in ("/health/live", "/metrics", "/login", "/static/htmx.min.js"):
             assert (await web.get(path)).status == 200
-        native: dict[str, Any] = {"mode": "native", "http": {"listen": web.address, "token": TOKEN}}
+        native: dict[str, Any] = {"mode": "native", "http": {"listen": web.address, "tokens_file": tokens_file(TOKEN)}}
         assert (await status.look(Settings.model_validate(native)))["error"] is None
-        del native["http"]["token"]
-        assert "it needs http.token" in (await status.look(Settings.model_validate(native)))["error"]
+        del native["http"]["tokens_file"]
+        assert "it needs http.tokens_file" in (await status.look(Settings.model_validate(native)))["error"]
 
 
 @pytest.mark.parametrize(("listen", "told"), [("127.0.0.1:0", True), ("0.0.0.0:0", False)])
