@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Final, NotRequired, TypedDict
+from typing import Any, Final, NotRequired
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from typing_extensions import TypedDict
+
+from delayer.http.shapes import SentLineJson, documented
 
 MEDIA_TYPE: Final = "application/problem+json"
 RETRY_SECONDS: Final = "5"
 
 
+@documented
 class WrongField(TypedDict):
     """One mistake of a request."""
 
@@ -22,6 +26,7 @@ class WrongField(TypedDict):
     expected: str
 
 
+@documented
 class ProblemShape(TypedDict):
     """Why a request failed (RFC 9457)."""
 
@@ -36,7 +41,7 @@ class ProblemShape(TypedDict):
     """The next step."""
     errors: NotRequired[list[WrongField]]
     """Every mistake of the request."""
-    results: NotRequired[list[dict[str, Any]]]
+    results: NotRequired[list[SentLineJson]]
     """Of JSON lines that the broker took in part: the result of each line."""
 
 

@@ -23,10 +23,10 @@ from starlette.staticfiles import StaticFiles
 
 from delayer.amqp.errors import BrokerLost
 from delayer.config.texts import is_loopback
-from delayer.config.tokens import Role
 from delayer.core.backoff import LogThrottle
 from delayer.http.access import PROBES, RequestGuard, Sessions, Tokens
 from delayer.http.actions import Actions, ChangeHandler
+from delayer.http.api import LARGER, WholeApi
 from delayer.http.forms import FieldError
 from delayer.http.health import Answers
 from delayer.http.pages import Pages
@@ -63,13 +63,14 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
     """Build the paths and their handlers. At most ``at_once`` store queries run concurrently, and as many changes."""
     sessions = Sessions(Tokens(lambda: answers.settings.http.tokens_file))
     pages = Pages(answers, sessions)
-    actions = Actions(pages, asyncio.Semaphore(at_once))
+    looks, changes = asyncio.Semaphore(at_once), asyncio.Semaphore(at_once)
+    actions = Actions(pages, changes)
 
-    def shown(answer: HttpHandler, turns: asyncio.Semaphore | None = None, *, private: bool = False) -> HttpHandler:
-        """Require a token if ``private``, or if the address is not loopback and the page not open."""
+    def shown(answer: HttpHandler, turns: asyncio.Semaphore | None = None) -> HttpHandler:
+        """Require a token if the address is not loopback and the page not open."""
 
         async def answered(request: Request) -> Response:
-            if not (sessions.allows(request, Role.READ) if private else pages.readable(request)):
+            if not pages.readable(request):
                 return await pages.locked(request)
             async with turns or nullcontext():
                 return await answer(request)
@@ -79,22 +80,13 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
     def changing(path: str, change: ChangeHandler) -> Route:
         return Route(f"/actions/{path}", partial(actions.answer, change=change), methods=["POST"])
 
-    looks = asyncio.Semaphore(at_once)
     refused, strays = partial(pages.set_aside, name="refused"), partial(pages.set_aside, name="strays")
     return Starlette(
         routes=[
             *_probes(answers),
             Route("/", shown(pages.overview)),
             Route("/parts/overview", shown(pages.part)),
-            Route("/api/live", shown(pages.live_json)),
-            Route("/api/backlog", shown(pages.backlog_json)),
-            Route("/api/messages", shown(pages.waiting, looks, private=True)),
-            Route("/api/messages/{name:path}", shown(pages.message, looks, private=True)),
-            Route("/api/held", shown(pages.held, looks, private=True)),
-            Route("/api/refused", shown(refused, private=True)),
-            Route("/api/strays", shown(strays, private=True)),
-            Route("/api/schedules", shown(pages.schedules, looks, private=True)),
-            Route("/api/schedules/{name}", shown(pages.schedule, looks, private=True)),
+            *WholeApi(pages, changes, looks).routes,
             Route("/waiting", shown(pages.waiting, looks)),
             Route("/find", shown(pages.find, looks)),
             Route("/message/{name:path}", shown(pages.message, looks)),
@@ -112,8 +104,10 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
             changing("schedules", actions.schedules),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
-        middleware=[Middleware(RequestGuard, listen=lambda: answers.settings.http.listen)],
-        exception_handlers=dict.fromkeys((HTTPException, FieldError, BrokerLost, *STORE_ERRORS), pages.failed),
+        middleware=[Middleware(RequestGuard, listen=lambda: answers.settings.http.listen, larger=LARGER)],
+        exception_handlers=dict.fromkeys(
+            (HTTPException, FieldError, BrokerLost, *STORE_ERRORS, Exception), pages.failed
+        ),
     )
 
 
