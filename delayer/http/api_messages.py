@@ -353,7 +353,8 @@ class MessagesApi:
         return await self._send_once(call, scope, content)
 
     async def _send_once(self, call: Call, scope: bytes, content: bytes) -> SentJson | SentLinesJson:
-        done = None
+        done: SentJson | SentLinesJson | None = None
+        part: HttpProblem | None = None
         try:
             async with self.changes, requests.attempt(self.pages.answers.url, scope, content) as attempt:
                 before = json.loads(attempt.before) if attempt.before else {}
@@ -362,11 +363,13 @@ class MessagesApi:
                 confirmed = {one["line"]: one["sent"] for one in before.get("results", ()) if one["sent"]}
                 try:
                     done = await self._send(await self._compose(call, scope), confirmed)
+                    attempt.answer = json.dumps(done if "results" in done else {"sent": done, "failed": 0})
                 except HttpProblem as problem:
-                    if results := problem.more.get("results"):
-                        attempt.answer = json.dumps({"sent": 0, "failed": 1, "results": results})
-                    raise
-                attempt.answer = json.dumps(done if "results" in done else {"sent": done, "failed": 0})
+                    if "results" not in problem.more:
+                        raise
+                    # Not raised here, because that would roll back the answer.
+                    part, results = problem, problem.more["results"]
+                    attempt.answer = json.dumps({"sent": 0, "failed": 1, "results": results})
         except requests.RequestUnderWay:
             raise HttpProblem(
                 409, "Idempotency-Key: another request with this key is under way.", headers={"Retry-After": "1"}
@@ -378,10 +381,12 @@ class MessagesApi:
                 next_step="use another key for another request",
             ) from None
         except StoreLost as lost:
-            if done is None:
+            if done is None and part is None:
                 raise
             # An error would make the client send again what is sent.
             log.warning("answer not kept", reason=str(lost), next_step="a repeated request sends its messages again")
+        if part is not None:
+            raise part
         assert done is not None
         return done
 
