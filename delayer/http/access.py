@@ -35,6 +35,9 @@ COOKIE: Final = "delayer_session"
 PROBES: Final = ("/health/live", "/health/ready")
 """Paths that answer every client: health checks send any ``Host``, or none, and read no more than the status."""
 MAX_BODY: Final = 256 * 1024
+AT_ONCE: Final = 128
+"""Maximum number of requests at once, without probes. The server answers 503 to more, and to twice as many
+connections."""
 LASTS: Final = 3600.0
 """Seconds until an unused session expires."""
 LONGEST: Final = 12 * 3600.0
@@ -252,12 +255,19 @@ class RequestGuard(BaseHTTPMiddleware):
         """``larger``: the maximum bytes of a body at these paths, if it is more than MAX_BODY."""
         super().__init__(app)
         self._larger = larger or {}
+        self._running = 0
         self._listen = listen
 
     async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
         refusal = self._refusal(request)
+        if self._running >= AT_ONCE and request.scope["path"] not in PROBES:
+            refusal = HttpProblem(503, f"Expected at most {AT_ONCE} requests at once, found more.")
         if refusal is None:
-            answer = await call_next(request)
+            self._running += 1
+            try:
+                answer = await call_next(request)
+            finally:
+                self._running -= 1
         elif by_program(request):
             answer = problem_response(refusal)
         else:

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -25,8 +25,6 @@ from delayer.http.problems import HttpProblem, WrongField
 JSON: Final = "application/json"
 LINES: Final = "application/x-ndjson"
 PATCHES: Final = (JSON, "application/merge-patch+json")
-BODY_SECONDS: Final = 20.0
-"""The longest time for a body to come in."""
 MOST_BODIES: Final = 8
 """Bodies of more than SMALL bytes that are in memory at once."""
 SMALL: Final = 64 * 1024
@@ -137,14 +135,7 @@ class Api:
             return await self._with_body(endpoint, kind, Call(request, client, query))
 
     async def _with_body(self, endpoint: Endpoint, kind: str, call: Call) -> Response:
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                text = await call.request.body()
-        except TimeoutError:
-            late = f"The body did not come in within {BODY_SECONDS:.0f} s."
-            raise HttpProblem(408, late, headers={"Connection": "close"}) from None
-        except ClientDisconnect:
-            raise HttpProblem(400, "The body did not come in whole.") from None
+        text = await forms.read_body(call.request)
         assert endpoint.body is not None
         body = text if kind == LINES else read_json(endpoint.body, text)
         call = Call(call.request, call.client, call.query, body)

@@ -20,11 +20,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from delayer.amqp.errors import BrokerLost
 from delayer.config.texts import is_loopback
 from delayer.core.backoff import LogThrottle
-from delayer.http.access import PROBES, RequestGuard, Sessions, Tokens
+from delayer.http.access import AT_ONCE, PROBES, RequestGuard, Sessions, Tokens
 from delayer.http.actions import Actions, ChangeHandler
 from delayer.http.api import LARGER, WholeApi
 from delayer.http.forms import FieldError
@@ -37,8 +38,10 @@ log = structlog.get_logger(__name__)
 
 AGAIN: Final = 5.0
 """Seconds until the next attempt to listen on a taken port."""
-AT_ONCE: Final = 128
-"""Maximum number of concurrent connections and requests. The server answers 503 to more."""
+HEAD_SECONDS: Final = 10.0
+"""The longest time for the head of a request to come in."""
+READ_SECONDS: Final = 30.0
+"""The longest time in which a client reads nothing of its answer."""
 OTHER_ADDRESS: Final = (
     "another program, perhaps a second daemon, listens there (`ss -ltnp`): give each configuration its own address"
 )
@@ -111,6 +114,45 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
     )
 
 
+class ImpatientProtocol(H11Protocol):
+    """uvicorn's protocol, without patience for clients that send the head of a request slowly, or read no answer."""
+
+    _waiting: asyncio.TimerHandle | None = None
+    _stuck: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for timer in (self._waiting, self._stuck):
+            if timer is not None:
+                timer.cancel()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stuck = self.loop.call_later(READ_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stuck is not None:
+            self._stuck.cancel()
+
+    def _watch(self) -> None:
+        """Allow HEAD_SECONDS from the first byte of a head to its end, however the bytes come."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering and self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+        elif not answering and self._waiting is None:
+            self._waiting = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+
+
 class HttpPart:
     """One of this daemon's HTTP servers: at ``listen``, or with ``metrics_only`` at ``metrics_listen``."""
 
@@ -163,14 +205,14 @@ def _config(app: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         lifespan="off",
-        http="h11",
+        http=ImpatientProtocol,
         ws="none",
         log_config=None,
         log_level="warning",
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=AT_ONCE,
+        limit_concurrency=2 * AT_ONCE,
         backlog=AT_ONCE,
         timeout_graceful_shutdown=1,
     )

@@ -12,7 +12,7 @@ from openapi_spec_validator import validate
 from delayer.amqp.properties import Properties, decoded
 from delayer.amqp.values import Outgoing
 from delayer.core.hold import NACKED, returned
-from delayer.http import api_messages, endpoints
+from delayer.http import api_messages, forms
 from delayer.http.recent import host_ms
 from tests.support.web import Answer, Web, tokens_file
 from tests.unit.http.test_server import TOKEN, Inside, opened, served
@@ -229,7 +229,7 @@ async def test_every_error_is_a_problem(method: str, path: str, headers: dict[st
 
 
 async def test_a_body_that_does_not_come_in_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(forms, "BODY_SECONDS", 0.2)
     inside = daemon()
     head = f"POST /api/messages HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
     async with served(inside) as web:

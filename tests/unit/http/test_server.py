@@ -6,7 +6,7 @@ import asyncio
 import re
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from delayer.core.plan import Plan
 from delayer.daemon.live_settings import policy_of
 from delayer.format.refusal import NO_EDITS, RetryEdits
 from delayer.http import server
-from delayer.http.access import HEADERS
+from delayer.http.access import AT_ONCE, HEADERS
 from delayer.http.recent import host_ms
 from delayer.http.server import HttpPart
 from delayer.http.view import DaemonState, Depths
@@ -473,16 +473,60 @@ async def test_slow_queries_run_one_after_another() -> None:
 
     ask = b"GET /refused HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     async with served(inside) as web:
-        asking = [await opened(web, ask) for _ in range(server.AT_ONCE - 2)]
+        asking = [await opened(web, ask) for _ in range(AT_ONCE - 2)]
         await began.wait()
         assert (await web.get("/health/live")).status == 200
         more = [asyncio.create_task(status(*await opened(web, ask))) for _ in range(20)]
         done, _ = await asyncio.wait(more, return_when=asyncio.FIRST_COMPLETED)
-        assert {task.result() for task in done} == {503}, "by uvicorn's own limit"
+        assert {task.result() for task in done} == {503}, "more at once than the limit"
         assert len(at_once) == 1
         go.set()
         assert {await status(*one) for one in asking} == {200}
         await asyncio.wait(more)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"",
+        b"GET /health/live HTTP/1.1\r\nHost: localh",
+        b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea",
+    ],
+    ids=range(3),
+)
+async def test_a_slow_client_loses_its_connection(monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.3)
+    async with served(Inside()) as web:
+        reader, writer = await opened(web, start)
+
+        async def drip() -> None:
+            while True:
+                writer.write(b"o")
+                await asyncio.sleep(0.05)
+
+        dripping = asyncio.create_task(drip()) if start else None
+        with suppress(ConnectionResetError):
+            async with asyncio.timeout(4):
+                await reader.read(-1)
+        if dripping is not None:
+            dripping.cancel()
+        writer.close()
+        assert (await web.get("/health/live")).status == 200
+
+
+async def test_a_client_that_reads_no_answer_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "READ_SECONDS", 0.3)
+    ask = b"GET /static/uPlot.iife.min.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    async with served(Inside()) as web:
+        _, writer = await opened(web)
+        writer.transport.pause_reading()
+        with pytest.raises(ConnectionError):
+            async with asyncio.timeout(20):
+                while True:
+                    writer.write(ask * 20)
+                    await writer.drain()
+                    await asyncio.sleep(0.01)
+        assert (await web.get("/health/live")).status == 200
 
 
 async def test_reading_needs_the_token_outside_loopback() -> None:
