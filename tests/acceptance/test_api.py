@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +35,7 @@ TOKEN = "a-token-for-this-test-alone"
 SHOP = "another-token-for-this-test"
 ALLOWED = {"Authorization": f"Bearer {TOKEN}"}
 HOUR = 3_600_000
+ROOT = Path(__file__).parents[2]
 
 
 class Shop:
@@ -186,6 +190,36 @@ async def test_schedules_over_http(place: OwnVhost, store: str) -> None:
             assert (await this.ask(method, f"/api/schedules/tick{path}")).status == 404
 
 
+async def test_the_examples_of_the_documentation(place: OwnVhost, store: str, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "http.md").read_text()
+    api = text[text.index("## The API") : text.index("## Tokens")]
+    blocks = re.findall(r"```sh\n(.*?)```", api, re.DOTALL)
+    place.things.exchange("delayer.out")
+    place.things.bind("delayer.out", "inbox")
+    routes = json.dumps([{"from": "delayer.in", "to": "delayer.out"}])
+    async with shop(place, "store", store, ROUTE=routes) as this:
+        (tmp_path / "http-token").write_text(TOKEN)
+
+        def run(block: str) -> str:
+            script = block.replace("127.0.0.1:9419", this.web.address)
+            done = subprocess.run(
+                ["sh", "-euc", script], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+            )
+            assert done.returncode == 0, (block, done.stdout, done.stderr)
+            return done.stdout
+
+        for block in blocks:
+            if "PATCH" in block and "key=" in block:
+                rows = lambda: this.ask("GET", "/api/messages?key=order-4711")  # noqa: E731
+                await eventually(rows, lambda answer: len(answer.json["messages"]) == 1)
+            assert await asyncio.to_thread(run, block)
+        await this.inbox.got([b"one", b"two"])
+        assert len(blocks) == 5
+        [shown] = re.findall(r"```json\n(.*?)```", api, re.DOTALL)
+        first = json.loads(await asyncio.to_thread(run, blocks[0]))
+        assert list(json.loads(shown)) == list(first)
+
+
 CHECKS = (
     not_a_server_error, status_code_conformance, content_type_conformance, response_headers_conformance,
     response_schema_conformance,
@@ -206,7 +240,7 @@ async def test_no_request_gets_an_undocumented_answer(place: OwnVhost, store: st
                 operation = found.ok()
 
                 @settings(
-                    max_examples=25,
+                    max_examples=15,
                     deadline=None,
                     database=None,
                     derandomize=True,
