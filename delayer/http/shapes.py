@@ -4,7 +4,7 @@ docs/json.md are made of them. Instants and durations end in ``_ms``: epoch mill
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
@@ -120,12 +120,22 @@ class HeldMessagesJson(TypedDict):
 
 @documented
 class SetAsideEntryJson(TypedDict):
-    """A refused message or a stray, with the first 400 bytes of its body. A refused one has ``exchange``,
-    ``routing_key`` and ``refused_ms``; a stray ``due_ms``, ``to_exchange``, ``to_key``, ``route``, ``kind``,
-    ``attempts``."""
+    """A refused message or a stray, with the first 400 bytes of its body. Only a refused one has ``exchange`` and
+    ``routing_key``, and only a stray has ``due_ms`` to ``isolated``."""
 
     id: str
     message_id: str | None
+    exchange: NotRequired[str | None]
+    """The exchange that it was published to."""
+    routing_key: NotRequired[str | None]
+    due_ms: NotRequired[int | None]
+    to_exchange: NotRequired[str]
+    to_key: NotRequired[str]
+    route: NotRequired[str]
+    attempts: NotRequired[int]
+    kind: NotRequired[str]
+    may_be_delivered: NotRequired[bool]
+    isolated: NotRequired[bool]
     properties: dict[str, Any]
     headers: Sequence[HeaderJson]
     reason: str
