@@ -111,12 +111,14 @@ def _check_short(name: str, value: str) -> None:
 
 def _route(settings: Settings, name: str | None) -> RouteTable:
     routes = {route.from_: route for route in settings.routes}
+    if name in routes:
+        return routes[name]
+    if name is None and (len(routes) == 1 or USUAL in routes):
+        return routes.get(USUAL, settings.routes[0])
     known = ", ".join(map(format_found, routes))
-    if name is None and len(routes) > 1 and USUAL not in routes:
+    if name is None:
         raise Unsendable("route", f"expected one, because there are several routes: {known}; found none")
-    if name is not None and name not in routes:
-        raise Unsendable("route", f"no route comes from exchange {format_found(name)}; expected one of {known}")
-    return routes[name] if name is not None else routes.get(USUAL, settings.routes[0])
+    raise Unsendable("route", f"no route comes from exchange {format_found(name)}; expected one of {known}")
 
 
 def _ask(headers: dict[str, Scalar], route: RouteTable, draft: MessageFields, *, now_ms: int) -> int | None:
@@ -125,7 +127,7 @@ def _ask(headers: dict[str, Scalar], route: RouteTable, draft: MessageFields, *,
     if draft.delay is None and draft.at is None:
         return None
     field = "at" if draft.delay is None else "delay"
-    forms, name = set(route.delay_from), format_found(route.from_)
+    forms = set(route.delay_from)
     relative = next((form for form in _RELATIVE if form in forms), None)
     absolute = next((form for form in _ABSOLUTE if form in forms), None)
     if clash := sorted({header_of(form).decode() or form for form in forms} & set(headers)):
@@ -138,9 +140,11 @@ def _ask(headers: dict[str, Scalar], route: RouteTable, draft: MessageFields, *,
     elif "timestamp" in forms:
         seconds = -(-due_ms // 1000)
         if not 0 <= seconds < _YEAR_10000:  # The driver cannot encode others.
-            raise Unsendable(field, f"route {name} reads timestamps: expected an instant from 1970 to 9999")
+            wanted = f"route {format_found(route.from_)} reads timestamps: expected an instant from 1970 to 9999"
+            raise Unsendable(field, wanted)
         return seconds
     else:
         reads = ", ".join(route.delay_from) or "none"
-        raise Unsendable(field, f"route {name} cannot be told an instant: it reads {reads}; expected a delay")
+        cannot = f"route {format_found(route.from_)} cannot be told an instant: it reads {reads}; expected a delay"
+        raise Unsendable(field, cannot)
     return None
