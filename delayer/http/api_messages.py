@@ -50,6 +50,8 @@ PATH: Final = "/api/messages"
 MOST_LINES: Final = 1_000
 MOST_BYTES: Final = 4 << 20
 """Of one request."""
+LONGEST_EXPIRATION: Final = (1 << 32) - 1
+"""The broker closes the channel over a longer one."""
 LONGEST_KEY: Final = 255
 """Maximum characters of an Idempotency-Key."""
 _NAMESPACE: Final = uuid.UUID("5b2b4c0e-4a4a-4f0e-9d0b-6f3f2b3a9c11")
@@ -89,6 +91,8 @@ def _headers(given: object) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise Expected("an object of headers")
     for name, value in given.items():
+        if name in ("CC", "BCC"):  # Each is an array in AMQP, and the broker closes the channel over anything else.
+            raise Expected(f"no {name}, because JSON headers are no arrays; send each copy as a message")
         check_header(name, value)
     return given
 
@@ -110,8 +114,8 @@ def _base64(value: str) -> bytes:
 
 
 def _digits(value: str) -> str:
-    if not (value.isascii() and value.isdecimal()):
-        raise Expected("an expiration in milliseconds, as digits in a string")
+    if not (value.isascii() and value.isdecimal() and len(value) <= 10 and int(value) <= LONGEST_EXPIRATION):
+        raise Expected(f"an expiration of at most {LONGEST_EXPIRATION} milliseconds, as digits in a string")
     return value
 
 

@@ -83,9 +83,10 @@ def compose(
     for name, value in (("routing_key", key), ("message_id", message_id), ("delay_key", draft.delay_key or "")):
         _check_short(name, value)
     timestamp = _ask(headers, route, draft, now_ms=now_ms)
-    more = dict(properties or {})
-    for name, one in more.items():
+    more = {}
+    for name, one in (properties or {}).items():
         _check_short(name, str(one))
+        more["message_type" if name == "type" else name] = one  # As pamqp calls it.
     return Publishable(
         route.from_,
         key,

@@ -121,7 +121,9 @@ WRONG: dict[str, tuple[int, str]] = {
     '{"exchange": "strict.in"}': (422, "does not refuse, found: "),
     '{"key": "k", "delay": 1}': (422, "does not refuse, found: "),
     '{"priority": 256}': (422, "priority"),
-    '{"expiration": "1s"}': (422, "an expiration in milliseconds"),
+    '{"expiration": "1s"}': (422, "an expiration of at most 4294967295 milliseconds"),
+    '{"expiration": "4294967296"}': (422, "an expiration of at most 4294967295 milliseconds"),
+    '{"headers": {"CC": "a"}}': (422, "headers: expected no CC"),
     '{"user_id": "guest"}': (422, "user_id: expected one of"),
 }
 
