@@ -33,6 +33,7 @@ from bench import (
     commands,
     floods,
     hop,
+    http,
     keys,
     native,
     pair,
@@ -53,9 +54,9 @@ RESULTS = HERE / "results"
 SECTIONS = {
     "ceilings": ceilings, "park": park, "keys": keys, "release": release, "pair": pair, "steady": steady,
     "burst": burst, "floods": floods, "native": native, "hop": hop, "peers": peers, "commands": commands,
-    "churn": churn, "schedules": schedules,
+    "churn": churn, "schedules": schedules, "http": http,
 }  # fmt: skip
-NEEDS = {"park": "ceilings", "release": "ceilings", "burst": "ceilings", "peers": "native"}
+NEEDS = {"http": "park", "park": "ceilings", "release": "ceilings", "burst": "ceilings", "peers": "native"}
 """Sections whose ratios need another section of the same run."""
 TAKES_MINUTES = {"commands", "churn", "pair"}
 """Sections that a quick run leaves out: they need more than seconds."""

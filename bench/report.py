@@ -12,6 +12,7 @@ from rich.text import Text
 
 from bench.ceilings import CONSUME, COPY, PUBLISH
 from bench.figures import Figure, Result
+from bench.http import KINDS as SENT
 from bench.keys import KINDS, PLAIN
 
 CEILINGS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
@@ -19,6 +20,7 @@ CEILINGS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("release", "release"): (("ceilings", PUBLISH),),
     ("burst", "rate"): (("ceilings", PUBLISH),),
     **{("keys", what): (("keys", PLAIN),) for kind, what in KINDS.items() if kind != PLAIN},
+    **{("http", what): (("park", "park"),) for what in SENT},
     ("native", "into the cascade"): (("native", "straight client into the cascade"),),
 }
 """Each rate, and the figures of the same run that it cannot exceed; the smaller one applies. Keys are compared with

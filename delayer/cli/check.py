@@ -105,9 +105,9 @@ def _configuration(report: CheckReport, settings: Settings) -> None:
         if http.open:
             found = f"listening on {http.listen}: anyone who can reach this address can read messages without a token"
             report.add("http", "note", found, "leave `open` out, or put a proxy with TLS and a login before it")
-        elif not (http.token or http.token_file):
+        elif not http.tokens_file:
             found = f"listening on {http.listen} without a token, so the page cannot be read"
-            report.add("http", "note", found, "set http.token_file, or listen on 127.0.0.1 (docs/http.md)")
+            report.add("http", "note", found, "set http.tokens_file, or listen on 127.0.0.1 (docs/http.md)")
     for route in settings.routes:
         if route.max_rate and route.late_action == "hold":
             report.add(

@@ -12,13 +12,13 @@ from delayer.cli import schedule_looking
 from delayer.cli.errors import Misused
 from delayer.cli.options import as_json, headers_of, joined, pair, read_as, whoami
 from delayer.cli.output import print_json, progress, when
-from delayer.cli.schedule_fields import FIELDS, differences, new_schedule, read_schedules, texts_of, with_fields
 from delayer.cli.schedule_importing import import_
 from delayer.cli.schedule_looking import change, name_argument, state_of
 from delayer.config.errors import Expected
 from delayer.core.filters import Token
 from delayer.core.readable import readable
 from delayer.http import as_json as for_programs
+from delayer.http.schedule_fields import FIELDS, differences, new_schedule, read_schedules, texts_of, with_fields
 from delayer.schedule.record import ScheduleRecord
 from delayer.schedule.rhythm import rhythm_in_words
 from delayer.schedule.schedule import Schedule

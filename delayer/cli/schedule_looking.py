@@ -6,10 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
-from itertools import pairwise
-from typing import Any, Final, TypeVar
-from zoneinfo import ZoneInfo
+from typing import Final, TypeVar
 
 import click
 from asyncpg import Connection
@@ -17,15 +14,16 @@ from asyncpg import Connection
 from delayer.cli.errors import CommandFailed, Misused
 from delayer.cli.options import as_json, ask_store, limit_option, request_of
 from delayer.cli.output import note, print_json, print_table, when
-from delayer.cli.schedule_fields import texts_of
 from delayer.core.filters import Token
 from delayer.core.readable import duration, format_relative_time, instant, readable
 from delayer.http import as_json as for_programs
+from delayer.http.schedule_fields import texts_of
+from delayer.http.shapes import TimeJson
 from delayer.schedule.cron import BadCron
-from delayer.schedule.record import ScheduleRecord, next_times
-from delayer.schedule.rhythm import Cron, rhythm_in_words
+from delayer.schedule.record import ScheduleRecord
+from delayer.schedule.rhythm import rhythm_in_words
 from delayer.schedule.schedule import ScheduleState
-from delayer.schedule.wall import UnknownZone, zone_of
+from delayer.schedule.wall import UnknownZone
 from delayer.store.admin.actions import change_connection
 from delayer.store.errors import ScheduleUnknown
 from delayer.store.schedules import reading
@@ -168,38 +166,25 @@ def preview(context: click.Context, *, name: str, count: int, as_json: bool) -> 
       delayer schedule preview report --count 400 --json
     """
     record = look_at(context, name)
-    rhythm = record.schedule.rhythm
     try:
-        times = next_times(record, time.time_ns() // 1_000_000, count)
-        zone = zone_of(rhythm.zone if isinstance(rhythm, Cron) else "UTC")
+        found = for_programs.times(record, time.time_ns() // 1_000_000, count)
     except (BadCron, UnknownZone) as wrong:
         raise CommandFailed(f"{name} cannot be computed: {wrong}.") from None
-    after = [None, *(at_ms - before for before, at_ms in pairwise(times))]
-    found = [
-        {"at_ms": at_ms, "local": _local(at_ms, zone), "utc": instant(at_ms), "after_ms": gap}
-        for at_ms, gap in zip(times, after, strict=False)
-    ]
+    times = found["times"]
     if as_json:
-        print_json({"name": name, "rhythm": rhythm_in_words(rhythm), "zone": zone.key, "times": found})
+        print_json(found)
         return
-    click.echo(f"{name}: {rhythm_in_words(rhythm)}")
+    click.echo(f"{name}: {found['rhythm']}")
     if not times:
         click.echo(f"No time follows: {readable(state_of(record))}.")
         return
-    print_table([zone.key, "UTC", "after"], [_previewed(one) for one in found], right=(2,))
+    print_table([found["zone"], "UTC", "after"], [_previewed(one) for one in times], right=(2,))
     if record.state is ScheduleState.PAUSED:
         note(f"It is paused. Next: `delayer schedule resume {name}`.")
     if len(times) < count:
         note("No other time follows.")
 
 
-def _local(at_ms: int, zone: ZoneInfo) -> str:
-    try:
-        return datetime.fromtimestamp(at_ms // 1000, UTC).astimezone(zone).isoformat()
-    except (OverflowError, ValueError):
-        return instant(at_ms)  # Beyond the calendar.
-
-
-def _previewed(one: dict[str, Any]) -> tuple[str, str, str]:
+def _previewed(one: TimeJson) -> tuple[str, str, str]:
     gap = "" if one["after_ms"] is None else format_relative_time(one["after_ms"], 0).removeprefix("in ")
     return one["local"], one["utc"], gap

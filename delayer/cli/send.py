@@ -7,10 +7,8 @@ import asyncio
 import base64
 import shlex
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from typing import IO, Annotated, Any, Final, NamedTuple, Self
 
@@ -21,17 +19,16 @@ from pamqp.commands import Basic
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from delayer.amqp.framing import DEFAULT_FRAME_MAX, header_limit
-from delayer.amqp.values import SHORT_STRING, Delivery
+from delayer.amqp.values import Delivery
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.pipelined_admin import PATIENCE
 from delayer.cli.errors import EXPECTED_ERRORS, CommandError, CommandFailed, Misused
 from delayer.cli.options import Request, duration, fixed_instant, headers_of
-from delayer.cli.output import note, progress, quoted, some
+from delayer.cli.output import note, progress, quoted
 from delayer.config.errors import Expected, format_found
-from delayer.config.model import RouteTable, Settings, Table
-from delayer.config.texts import Scalar, check_header, instant_ms
+from delayer.config.model import Settings, Table
+from delayer.config.texts import check_header, instant_ms
 from delayer.config.values import DurationMs
-from delayer.core.delay_sources import header_of
 from delayer.core.filters import OWN
 from delayer.core.message import as_text, raw
 from delayer.core.operations import Cancel
@@ -39,6 +36,7 @@ from delayer.core.plan import Refuse
 from delayer.core.readable import duration as duration_in_words
 from delayer.core.readable import instant, readable
 from delayer.daemon.live_settings import policy_of
+from delayer.http.compose import Unsendable, compose
 from delayer.intake.handle import classify
 
 DECLARED: Final = "`delayer topology apply`, then `delayer check`"
@@ -47,9 +45,6 @@ PORTION: Final = 1_000
 """The most messages that are checked, and then published, together."""
 PORTION_BYTES: Final = 4 << 20
 """The most bytes of their bodies, unless it is one message."""
-_YEAR_10000: Final = 253_402_300_800
-_RELATIVE: Final = ("x-delay", "x-opt-delivery-delay")
-_ABSOLUTE: Final = ("x-deliver-at", "x-opt-delivery-time")
 
 
 def _instant(value: object) -> int:
@@ -125,78 +120,22 @@ class Composer:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._routes = {route.from_: route for route in settings.routes}
         self._policy = policy_of(settings, has_store=settings.store_url is not None)
 
     def compose(self, draft: Draft, now_ms: int, line: int = 0) -> Composed:
         """Raises Misused if the message cannot be sent, or if the daemon would refuse it."""
-        route, key = self._route(draft.route), draft.routing_key
-        headers = dict(draft.headers)
-        for name in ("delay_key", "delay_key_mode", "delay_key_ceiling"):
-            if (given := getattr(draft, name)) is not None:
-                headers[f"x-{name.replace('_', '-')}"] = given
-        if not route.from_:
-            # Straight to the intake queue, a header has the destination's key.
-            if key:
-                headers.setdefault("x-delay-routing-key", key)
-            key = self._settings.intake.queue
-        message_id = draft.message_id or str(uuid.uuid4())
-        for name, value in (("routing-key", key), ("message-id", message_id), ("delay-key", draft.delay_key or "")):
-            try:
-                size = len(value.encode())
-            except UnicodeEncodeError:  # An argument may have other bytes.
-                raise Misused(f"--{name}: expected UTF-8") from None
-            if size > SHORT_STRING:
-                raise Misused(f"--{name}: expected at most {SHORT_STRING} bytes, found {size}")
-        timestamp = _ask(headers, route, draft, now_ms=now_ms)
-        properties = Basic.Properties(
-            headers={**headers} or None,
-            delivery_mode=2,
-            message_id=message_id,
-            timestamp=None if timestamp is None else datetime.fromtimestamp(timestamp, UTC),
-        )
-        delivery = Delivery(0, False, route.from_.encode(), key.encode(), properties.marshal(), draft.body)
+        try:
+            made = Composed(*compose(self._settings, draft, now_ms), line=line)
+        except Unsendable as wrong:
+            raise Misused(f"--{wrong.field.replace('_', '-')}: {wrong.text}") from None
+        exchange, key, properties = made.exchange.encode(), made.routing_key.encode(), made.properties.marshal()
+        delivery = Delivery(0, False, exchange, key, properties, made.body)
         _, _, plan = classify(delivery, self._policy, now_ms, header_limit(DEFAULT_FRAME_MAX))
         if isinstance(plan, Refuse):
             raise Misused(f"the daemon would refuse it: {plan.reason}")
-        made = Composed(route.from_, key, properties, draft.body, line=line)
         if isinstance(plan, Cancel):
             return made._replace(cancels=as_text(plan.key) if isinstance(plan.key, bytes) else "")
         return made._replace(due_ms=plan.due_ms)
-
-    def _route(self, name: str | None) -> RouteTable:
-        known = some(list(self._routes))
-        if name is None and len(self._routes) > 1:
-            raise Misused(f"--route is needed: there are several routes: {known}")
-        if name is not None and name not in self._routes:
-            raise Misused(f"no route comes from exchange {quoted(name)}; expected one of {known}")
-        return self._settings.routes[0] if name is None else self._routes[name]
-
-
-def _ask(headers: dict[str, Scalar], route: RouteTable, draft: Draft, *, now_ms: int) -> int | None:
-    """Put the delay into ``headers``, in the first form that the route reads, or return it as a timestamp, in seconds.
-    Without a delay, the message's own headers apply. Raises Misused if no form is possible."""
-    if draft.delay is None and draft.at is None:
-        return None
-    forms = set(route.delay_from)
-    relative = next((form for form in _RELATIVE if form in forms), None)
-    absolute = next((form for form in _ABSOLUTE if form in forms), None)
-    if clash := sorted({header_of(form).decode() or form for form in forms} & set(headers)):
-        raise Misused(f"--header {clash[0]} gives the delay too: leave out --delay and --at, or this header")
-    due_ms = draft.at if draft.at is not None else now_ms + (draft.delay or 0)
-    if draft.delay is not None and relative is not None:
-        headers[relative] = draft.delay
-    elif absolute is not None:
-        headers[absolute] = due_ms
-    elif "timestamp" in forms:
-        seconds = -(-due_ms // 1000)
-        if not 0 <= seconds < _YEAR_10000:  # The driver cannot encode others.
-            raise Misused(f"at: route {quoted(route.from_)} reads timestamps: expected an instant from 1970 to 9999")
-        return seconds
-    else:
-        reads = ", ".join(route.delay_from) or "none"
-        raise Misused(f"route {quoted(route.from_)} does not accept an instant: it reads {reads}. Use --delay.")
-    return None
 
 
 def portions_of(file: IO[bytes], composer: Composer, draft: Draft) -> Iterator[list[Composed]]:
@@ -279,7 +218,7 @@ async def _publish(channel: Wire, portion: Sequence[Composed]) -> list[object]:
 
 
 @click.command(short_help="Publish messages that ask for a delay.")
-@click.option("--route", metavar="EXCHANGE", help="The `from` exchange of its route, if there are several routes.")
+@click.option("--route", metavar="EXCHANGE", help="The `from` of its route. [default: delayer.in, or the only one]")
 @click.option("--routing-key", default="", metavar="KEY", help="Its routing key at the destination.")
 @click.option("--delay-key", metavar="KEY", help="Its x-delay-key: it replaces a waiting message with this key.")
 @click.option("--delay-key-mode", metavar="MODE", help="replace (the default), keep or debounce: see docs/headers.md.")

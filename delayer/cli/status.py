@@ -9,6 +9,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -21,6 +23,7 @@ from delayer.cli.options import as_json, request_of
 from delayer.cli.output import json_of_lane, note, print_json, print_lanes, print_queues, print_table, when
 from delayer.config.model import Settings
 from delayer.config.texts import is_loopback, names_of, service_of
+from delayer.config.tokens import Role, parse_tokens
 from delayer.config.topology import cascade_of, uses_cascade
 from delayer.core.errors import StoreLost
 from delayer.core.readable import counted, duration
@@ -39,7 +42,7 @@ async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
     http, listen = settings.http, settings.http.listen
     if not listen:
         return {"error": "[http] listen is off", "last": {}}
-    token = None if http.open or is_loopback(listen.rpartition(":")[0]) else http.token
+    token = None if http.open or is_loopback(listen.rpartition(":")[0]) else _token(http.tokens_file)
     try:
         said = await _said(
             settings, listen, "/api/live", ("mode", "last", "blocked", "intake"), patience=patience, token=token
@@ -49,6 +52,14 @@ async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
     except OSError as error:
         return {"error": f"no daemon answers at {listen}: {_reason(error, patience)}", "last": {}}
     return {"error": None, **said}
+
+
+def _token(file: str | None) -> Secret | None:
+    """A token that may read; None if there is none, or only its hash."""
+    with suppress(OSError, UnicodeDecodeError):
+        tokens = parse_tokens(Path(file).read_text("utf-8")).tokens if file else ()
+        return next((one.plain for one in tokens if one.plain and one.role.allows(Role.READ)), None)
+    return None
 
 
 class NotAsked(Exception):
@@ -81,7 +92,11 @@ async def _said(
         said = json.loads(body)
         service, found = said["service"], {name: said[name] for name in names}
     except (ValueError, KeyError, TypeError):
-        locked = ", or reading it needs http.token, in this configuration too" if status == "403" else ""
+        locked = (
+            ", or reading it needs http.tokens_file, in this configuration too, with a token in plain text"
+            if status == "401"
+            else ""
+        )
         raise NotAsked(f"the program at {listen} is not a daemon of this version{locked}") from None
     if service != service_of(settings):
         # If a configuration was copied, another service on this host may have this address.

@@ -25,13 +25,12 @@ from delayer.config.sources import (
     value_at,
 )
 from delayer.config.texts import duration_text
+from delayer.config.tokens import parse_tokens
 from delayer.core.cascade import Cascade, parking_queue
 from delayer.core.topology import Topology
 
 SYSTEM_FILE = Path("/etc/delayer/delayer.toml")
-_FILES = ("url_file", "ca_file", "cert_file", "key_file", "token_file")
-_CONTENTS = {"url_file": "url", "token_file": "token"}
-"""The keys whose values these files contain."""
+_FILES = ("url_file", "ca_file", "cert_file", "key_file", "tokens_file")
 _CREDENTIALS = "${CREDENTIALS_DIRECTORY}"
 _CLOSED = "Permission denied: a daemon needs LoadCredential= in its unit, and a command needs sudo"
 
@@ -97,7 +96,7 @@ def load(
 
 def _read_named_files(merged: MergedSettings, directory: str, sealed: list[str] | None) -> None:
     """Replace ``${CREDENTIALS_DIRECTORY}`` in the ``…_file`` keys by ``directory``, check that each file is readable,
-    and read the URLs and the token."""
+    read the URLs, and check the tokens."""
     for section in ("broker", "store", "http"):
         table = merged.values.get(section)
         if not isinstance(table, dict):
@@ -119,8 +118,11 @@ def _read_named_files(merged: MergedSettings, directory: str, sealed: list[str] 
                 reason = _CLOSED if closed else error.strerror if isinstance(error, OSError) else "not text"
                 merged.note(key, "a file that can be read", format_found(table[name]), str(reason))
                 continue
-            if name in _CONTENTS and _CONTENTS[name] not in table:
-                merged.put(section, _CONTENTS[name], content.strip(), table[name])
+            if name == "url_file" and "url" not in table:
+                merged.put(section, "url", content.strip(), table[name])
+            if name == "tokens_file":
+                for line, expected in parse_tokens(content).mistakes:
+                    merged.note(key, f"{expected}, in line {line} of {table[name]}", "something else (not shown)")
 
 
 def _problem(merged: MergedSettings, error: Mapping[str, Any]) -> Problem:
@@ -133,8 +135,6 @@ def _problem(merged: MergedSettings, error: Mapping[str, Any]) -> Problem:
         hint = f"did you mean {elsewhere[0]}?" if elsewhere else f"known here: {', '.join(siblings)}"
         return unknown_key(source, dotted, str(loc[-1]), siblings, hint)
     found = format_found(value_at(merged.values, loc), is_url=str(loc[-1]).endswith("url"))
-    if loc[-1] == "token":
-        found = "something else (not shown)"
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, Expected):
         return Problem(source, dotted, str(cause), found)

@@ -232,16 +232,15 @@ class RefusedTable(Table):
 
 
 class HttpTable(Table):
-    """Changes over HTTP need the ``token``; without a token the page is read-only. Away from loopback, reading needs it
-    too, unless the page is ``open``. ``metrics_listen`` serves only health and metrics."""
+    """``tokens_file``: see config/tokens.py. Without a token the page is read-only. Away from loopback, reading needs a
+    token too, unless the page is ``open``. ``metrics_listen`` serves only health and metrics."""
 
     listen: values.Listen = "127.0.0.1:9419"
     metrics_listen: values.Listen = ""
     metrics_routes: Annotated[StrictInt, Field(ge=0, le=10_000)] = MOST_ROUTES
     label: values.Label = ""
     open: StrictBool = False
-    token: values.HttpToken = None
-    token_file: values.Path | None = None
+    tokens_file: values.Path | None = None
 
     @field_validator("metrics_listen")
     @classmethod

@@ -26,7 +26,7 @@ NOT_KEYS = frozenset({"DELAYER_CONFIG", "DELAYER_FAULT", "DELAYER_IMPORT_URL", "
 # Kubernetes sets these in every container of a namespace that has a service called "delayer".
 _KUBERNETES = re.compile(r"DELAYER_(SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_[0-9]+_\w+)")
 FLAGS = {"mode": "--mode", "broker.url": "--broker-url", "store.url": "--store-url"}
-IN_FILES = {"broker": "url", "store": "url", "http": "token"}
+IN_FILES = {"broker": "url", "store": "url"}
 """By section, the key that can also come from a file, whose key is the same name with _file."""
 
 
@@ -73,7 +73,7 @@ class SettingsSource(PydanticBaseSettingsSource):
         return self.values.get(field_name), field_name, False
 
     def __call__(self) -> dict[str, Any]:
-        """The values, without a URL or token that a source of higher priority sets directly or by its file."""
+        """The values, without a URL that a source of higher priority sets directly or by its file."""
         values = dict(self.values)
         for section, name in IN_FILES.items():
             table, above = values.get(section), self.current_state.get(section)

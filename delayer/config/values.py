@@ -15,7 +15,7 @@ from delayer.amqp.values import SHORT_STRING
 from delayer.config.errors import Expected
 from delayer.core.cascade import ADDRESS_BYTES, NAME_BYTES, Cascade, bindable
 from delayer.core.delay_sources import HEADER
-from delayer.core.secret import Secret, SecretUrl, SecretUrls
+from delayer.core.secret import SecretUrl, SecretUrls
 
 UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _ESCAPES = "characters like / @ : # in a password are written %2F %40 %3A %23"
@@ -142,16 +142,6 @@ def listen_address(value: object) -> str:
     return value
 
 
-def _token(value: object) -> Secret | None:
-    if isinstance(value, Secret):
-        return value
-    if value in ("", None):
-        return None
-    if not (isinstance(value, str) and len(value) >= 16 and value.isascii() and value.isprintable()) or " " in value:
-        raise Expected('a token of at least 16 printable ASCII characters without blanks, or ""')
-    return Secret(value)
-
-
 def _url(value: object, schemes: tuple[str, ...], example: str) -> SecretUrl:
     if isinstance(value, SecretUrl):
         return value
@@ -249,6 +239,5 @@ RuleSql = Annotated[str, _matching(r"(?s).*\S.*", "a SELECT of Spark SQL with th
 Label = Annotated[str, _named("a label")]
 Listen = Annotated[str, BeforeValidator(listen_address)]
 BrokerUrls = Annotated[SecretUrl, BeforeValidator(broker_urls)]
-HttpToken = Annotated[Secret | None, BeforeValidator(_token)]
 StoreUrl = Annotated[SecretUrl, BeforeValidator(store_url)]
 ManagementUrl = Annotated[SecretUrl | None, BeforeValidator(management_url)]

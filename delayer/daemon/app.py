@@ -130,7 +130,7 @@ def live_part(old: Settings, new: Settings) -> Settings:
             "log": new.log,
             "intake": old.intake.model_copy(update={"max_delay_ms": new.intake.max_delay_ms}),
             "store": store,
-            "http": old.http.model_copy(update={"token": new.http.token, "open": new.http.open}),
+            "http": old.http.model_copy(update={"tokens_file": new.http.tokens_file, "open": new.http.open}),
         }
     )
 

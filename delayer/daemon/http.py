@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from delayer.amqp.errors import BrokerLost
+from delayer.amqp.values import Delivery, Outgoing
 from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import BrokerRefused, QueueMissing, TopologyMismatch
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of
+from delayer.core.hold import Outcome
 from delayer.core.message import as_text, raw
+from delayer.core.plan import Plan
 from delayer.daemon.wiring import Daemon
 from delayer.format.refusal import RetryEdits
 from delayer.http.recent import Recent, host_ms
 from delayer.http.server import HttpPart
 from delayer.http.view import ConnectionState, DaemonState, Depths
+from delayer.intake.handle import classify
 from delayer.set_aside.change import SetAsideChange, find_messages
 from delayer.set_aside.messages import Result, Selection, SetAsideName
 from delayer.store.admin.changes import ChangeResult
@@ -26,6 +30,7 @@ class DaemonInside:
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
+        self._publisher = daemon.new_publisher()
         self.recent = Recent(daemon.counters, host_ms())
         self._started_ms = host_ms()
         self._route_names()  # Before any message: configured routes have priority over invented ones.
@@ -63,6 +68,14 @@ class DaemonInside:
             recent=list(self.recent.steps),
             counters=daemon.counters,
         )
+
+    def plan(self, message: Outgoing) -> Plan:
+        live, (exchange, key, properties, body, *_) = self._daemon.live, message
+        delivery = Delivery(0, False, exchange, key, properties, body)
+        return classify(delivery, live.policy(), live.now_upper_ms(), live.names().max_properties)[2]
+
+    async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
+        return await self._publisher.publish(batch)
 
     async def depths(self) -> Depths:
         settings = self.settings

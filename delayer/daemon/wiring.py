@@ -75,8 +75,8 @@ class Daemon:
         self._bond = StoreBond()
         self.topology = DeclaredTopology()
         self.connections = Connections(settings, self._bond.check)
-        self._new_publisher = partial(publisher, self.connections["publish"], isolation=self.connections.isolation)
-        self._publisher, self._limited_publisher = self._new_publisher(), self._new_publisher()
+        self.new_publisher = partial(publisher, self.connections["publish"], isolation=self.connections.isolation)
+        self._publisher, self._limited_publisher = self.new_publisher(), self.new_publisher()
         self.store = PostgresBacklog(self.connections["publish"], heartbeat=self.watchdog, counters=self.counters)
         self.live = LiveSettings(settings, cascade_of(settings), self._publisher, self.store)
         self._dispatch = Dispatch(self._publisher, self.store, self.live, self.counters)
@@ -270,5 +270,5 @@ class Daemon:
         ]
 
     def _release(self, lane: Lane) -> LaneRelease:
-        publisher = self._new_publisher() if lane.route is None else self._limited_publisher
+        publisher = self.new_publisher() if lane.route is None else self._limited_publisher
         return LaneRelease(lane, publisher, self.live, heartbeat=self.watchdog, counters=self.counters)

@@ -1,35 +1,43 @@
-"""Access control: hosts, origins, request sizes, and the token.
+"""Access control: hosts, origins, request sizes, and tokens.
 
-Every client that reaches a loopback address, the default, may read. A web page must not read through a browser, so the
-daemon does not answer to a foreign name that points at 127.0.0.1. Changes need the token; away from loopback, reading
-does too. It comes in the header ``Authorization: Bearer``, or through a session that it opened (a cookie that scripts
+Every client that reaches a loopback address, the default, may read the page. A web page must not read through a
+browser, so the daemon does not answer to a foreign name that points at 127.0.0.1. Everything else needs a token of the
+right role. It comes in the header ``Authorization: Bearer``, or through a session that it opened (a cookie that scripts
 cannot read and other sites cannot send). It is never part of a URL.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import monotonic
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
+import structlog
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from delayer.config.texts import is_loopback
-from delayer.core.secret import Secret
+from delayer.config.tokens import NamedToken, Role, TokenFile, digest_of, parse_tokens
+from delayer.http.problems import HttpProblem, by_program, problem_response
+
+log = structlog.get_logger(__name__)
 
 WHO: Final = "x-delayer-who"
 """The header in which a program names its operator. On the page, the operator enters a name with the token."""
 COOKIE: Final = "delayer_session"
 PROBES: Final = ("/health/live", "/health/ready")
 """Paths that answer every client: health checks send any ``Host``, or none, and read no more than the status."""
+MAX_BODY: Final = 256 * 1024
+AT_ONCE: Final = 128
+"""Maximum number of requests at once, without probes. The server answers 503 to more, and to twice as many
+connections."""
 LASTS: Final = 3600.0
 """Seconds until an unused session expires."""
 LONGEST: Final = 12 * 3600.0
@@ -80,15 +88,61 @@ def cookie_name(host: str) -> str:
     return COOKIE if port is None else f"{COOKIE}_{port}"
 
 
-def _program(request: Request) -> str:
-    """Describe a program that makes a change: its address, and the name it gives. All clients share one token, so the
-    name is only for the audit log.
+class Client(NamedTuple):
+    """A client with a token. ``who``: for the audit log. ``token``: the token's name."""
+
+    who: str
+    role: Role
+    token: str
+
+
+def _program(request: Request, token: NamedToken) -> Client:
+    """Describe a program: the name it gives, its token, and its address.
 
     The client controls the header's bytes, which go into a log and a table, so invisible characters are dropped.
     """
     host = "" if request.client is None else f", {request.client.host}"
     said = "".join(one for one in request.headers.get(WHO, "") if one.isprintable()).strip()[:80]
-    return f"{said or 'a program'} (http{host})"
+    return Client(f"{said or 'a program'} (token {token.name}, http{host})", token.role, token.name)
+
+
+class Tokens:
+    """The tokens in the file at ``path()``, as it is now. An unreadable file has none, because it may be there to
+    revoke them; each new mistake is logged."""
+
+    def __init__(self, path: Callable[[], str | None]) -> None:
+        self._path = path
+        self._seen: object = None
+        self._file = TokenFile()
+
+    def __call__(self) -> Sequence[NamedToken]:
+        path = self._path()
+        if path is None:
+            return ()
+        try:
+            there = Path(path).stat()
+            seen: object = (path, there.st_mtime_ns, there.st_size, there.st_ino, there.st_ctime_ns)
+            if seen == self._seen:
+                return self._file.tokens
+            self._file = parse_tokens(Path(path).read_text("utf-8"))
+            wrong = [f"line {number}: expected {expected}" for number, expected in self._file.mistakes]
+        except (OSError, UnicodeDecodeError) as error:
+            seen = reason = (error.strerror if isinstance(error, OSError) else None) or "expected UTF-8"
+            if seen == self._seen:
+                return ()
+            self._file, wrong = TokenFile(), [reason]
+        self._seen = seen
+        for reason in wrong:
+            log.error("token not used", file=path, reason=reason, next_step="fix the file; it is read again at once")
+        return self._file.tokens
+
+    def find(self, said: str) -> NamedToken | None:
+        """Find a token. Compares all, so that the time does not tell which was close."""
+        digest, found = digest_of(said), None
+        for token in self():
+            if hmac.compare_digest(digest, token.digest):
+                found = token
+        return found
 
 
 Notice = tuple[str, Sequence[str]]
@@ -96,10 +150,10 @@ Notice = tuple[str, Sequence[str]]
 
 
 class BrowserSession(NamedTuple):
-    """A browser that gave the token. ``token``: its hash."""
+    """A browser that gave a token, for as long as the file has that token."""
 
     who: str
-    token: bytes
+    token: NamedToken
     began: float
     last: float
     notice: Notice | None = None
@@ -107,26 +161,29 @@ class BrowserSession(NamedTuple):
 
 @dataclass(eq=False)
 class Sessions:
-    """At most ``most`` sessions, and their token. Sign-ins are not throttled: a token of 16 characters cannot be
-    guessed."""
+    """At most ``most`` sessions, and the tokens that open them. Sign-ins are not throttled: a token of 16 characters
+    cannot be guessed."""
 
-    token: Callable[[], Secret | None]
+    tokens: Tokens
     clock: Callable[[], float] = monotonic
     most: int = 1_000
     _sessions: dict[bytes, BrowserSession] = field(default_factory=dict, init=False)
 
     @property
     def can_open(self) -> bool:
-        return self.token() is not None
+        return bool(self.tokens())
 
-    def open(self, said: str, who: str) -> str | None:
-        """Open a session with the token. Returns its name; None if the token is wrong."""
-        if not self._is_token(said):
+    def open(self, said: str, who: str, place: str) -> str | None:
+        """Open a session with a token that may read. Returns its name; None if the token is wrong. ``who`` says who is
+        at the browser at ``place``."""
+        token = self.tokens.find(said)
+        if token is None or not token.role.allows(Role.READ):
             return None
         name = secrets.token_urlsafe(32)
         while len(self._sessions) >= self.most:
             del self._sessions[next(iter(self._sessions))]
-        self._sessions[_digest(name)] = BrowserSession(who, self._present(), self.clock(), self.clock())
+        who = f"{who} (token {token.name}, page, {place})"
+        self._sessions[digest_of(name)] = BrowserSession(who, token, self.clock(), self.clock())
         return name
 
     def close(self, request: Request) -> None:
@@ -139,7 +196,7 @@ class Sessions:
             return None
         now = self.clock()
         over = now - found.last > LASTS or now - found.began > LONGEST
-        if over or found.token != self._present():
+        if over or found.token not in self.tokens():
             del self._sessions[key]
             return None
         self._sessions[key] = found._replace(last=now)
@@ -159,60 +216,83 @@ class Sessions:
         self._sessions[_key(request)] = found._replace(notice=None)
         return found.notice
 
-    def who(self, request: Request) -> str | None:
-        """Name the client that wants to change something; None without the token."""
+    def client(self, request: Request) -> Client | None:
+        """Find the client by its token; None without one."""
         kind, _, said = request.headers.get("authorization", "").partition(" ")
         if kind:
-            return _program(request) if kind.lower() == "bearer" and self._is_token(said.strip()) else None
+            token = self.tokens.find(said.strip()) if kind.lower() == "bearer" else None
+            return None if token is None else _program(request, token)
         session = self.session(request)
-        return None if session is None else session.who
+        return None if session is None else Client(session.who, session.token.role, session.token.name)
 
-    def _is_token(self, said: str) -> bool:
-        return hmac.compare_digest(_digest(said), self._present())
+    def locked(self, request: Request, needed: Role, detail: str) -> HttpProblem:
+        """The answer to a client whose token, if it has one, does not allow this."""
+        client = self.client(request)
+        step = f"send `Authorization: Bearer TOKEN` with a token of the role {needed} (docs/http.md)"
+        if client is not None:
+            found = f"the token {client.token}, of the role {client.role}"
+            return HttpProblem(403, f"{detail} Expected a token of the role {needed}, found {found}.", next_step=step)
+        if not self.can_open:
+            step = "name a file with tokens in [http] tokens_file (docs/http.md)"
+        found = "one that is not in [http] tokens_file" if "authorization" in request.headers else "none"
+        headers = {"WWW-Authenticate": "Bearer"}
+        detail = f"{detail} Expected a token of the role {needed}, found {found}."
+        return HttpProblem(401, detail, next_step=step, headers=headers)
 
-    def _present(self) -> bytes:
-        """Return the token's hash. Without a token it is empty, which equals no hash."""
-        token = self.token()
-        return b"" if token is None else _digest(token.reveal())
+    def allows(self, request: Request, needed: Role) -> bool:
+        client = self.client(request)
+        return client is not None and client.role.allows(needed)
 
 
 def _key(request: Request) -> bytes:
-    return _digest(request.cookies.get(cookie_name(request.headers.get("host", "")), ""))
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return digest_of(request.cookies.get(cookie_name(request.headers.get("host", "")), ""))
 
 
 class RequestGuard(BaseHTTPMiddleware):
     """The middleware in front of all handlers: checks hosts, origins and sizes, and sets every response's headers."""
 
-    def __init__(self, app: ASGIApp, listen: Callable[[], str], max_body: int = 256 * 1024) -> None:
+    def __init__(self, app: ASGIApp, listen: Callable[[], str], larger: Mapping[str, int] | None = None) -> None:
+        """``larger``: the maximum bytes of a body at these paths, if it is more than MAX_BODY."""
         super().__init__(app)
-        self._max_body = max_body
+        self._larger = larger or {}
+        self._running = 0
         self._listen = listen
 
     async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
-        answer = self._refusal(request) or await call_next(request)
+        refusal = self._refusal(request)
+        if self._running >= AT_ONCE and request.scope["path"] not in PROBES:
+            refusal = HttpProblem(503, f"Expected at most {AT_ONCE} requests at once, found more.")
+        if refusal is None:
+            self._running += 1
+            try:
+                answer = await call_next(request)
+            finally:
+                self._running -= 1
+        elif by_program(request):
+            answer = problem_response(refusal)
+        else:
+            answer = PlainTextResponse(f"{refusal.detail}\n", refusal.status_code)
         # Browsers cache only styles and scripts, for five minutes.
         kept = answer.status_code == 200 and request.url.path.startswith("/static/")
         answer.headers.update({**HEADERS, "Cache-Control": "public, max-age=300" if kept else "no-store"})
         return answer
 
-    def _refusal(self, request: Request) -> Response | None:
+    def _refusal(self, request: Request) -> HttpProblem | None:
         if request.scope["path"] in PROBES:
             return None
         given = request.headers
         host = given.get("host", "")
         if not host_is_ours(host, self._listen()):
-            return PlainTextResponse(
+            return HttpProblem(
+                421,
                 "This address answers to localhost and to loopback addresses only. A proxy before it sets the Host "
-                "header to one of these.\n",
-                status_code=421,
+                "header to one of these.",
             )
         if not from_our_page(request.method, given.get("sec-fetch-site", ""), given.get("origin", ""), host):
-            return PlainTextResponse("Not from another site's page.\n", status_code=403)
-        length = given.get("content-length", "0")
-        if not length.isdecimal() or int(length) > self._max_body or "transfer-encoding" in given:
-            return PlainTextResponse(f"At most {self._max_body} bytes, with a Content-Length.\n", status_code=413)
+            return HttpProblem(403, "Not from another site's page.")
+        most, length = self._larger.get(request.scope["path"], MAX_BODY), given.get("content-length", "0")
+        if "transfer-encoding" in given or not (length.isascii() and length.isdecimal()):
+            return HttpProblem(411, f"Expected a Content-Length, of at most {most} bytes.")
+        if int(length) > most:
+            return HttpProblem(413, f"Expected at most {most} bytes, found {length[:20]}.")
         return None

@@ -1,7 +1,7 @@
-"""Changes over HTTP: of messages and of schedules. Each needs the token and is written to the audit log.
+"""Changes over HTTP: of messages and of schedules. Each needs a token and is written to the audit log.
 
 The page's forms get pages as answers, after a confirmation if the change cannot be undone or does not list ids.
-Programs (with the token in a header, or ``Accept: application/json``) get JSON.
+Programs (with a token in a header, or ``Accept: application/json``) get JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from delayer.amqp.errors import BrokerLost
 from delayer.config.texts import target_text
+from delayer.config.tokens import Role
 from delayer.config.topology import unread_delays
 from delayer.core.filters import Filter, Token
 from delayer.core.message import as_text
@@ -25,7 +26,8 @@ from delayer.format import reading
 from delayer.format.refusal import NO_EDITS
 from delayer.http import forms
 from delayer.http.forms import FieldError, Search
-from delayer.http.pages import Pages, by_program
+from delayer.http.pages import Pages
+from delayer.http.problems import by_program
 from delayer.http.recent import host_ms
 from delayer.http.view import STORE_ERRORS
 from delayer.set_aside.messages import Result, SetAsideName
@@ -39,8 +41,6 @@ from delayer.store.waiting import Entry
 
 SHOWN: Final = 20
 """Messages that a confirmation lists; it counts the rest."""
-_LOCKED: Final = "This needs the token: give it on the page, or send the header `Authorization: Bearer TOKEN`."
-_WRONG: Final = "That is not the token: expected `Authorization: Bearer TOKEN`."
 _ANSWERS: Final = ("back", "confirmed", "counted", "typed")
 """The fields of every form, in addition to the change itself."""
 
@@ -65,14 +65,15 @@ class Actions:
 
     async def answer(self, request: Request, *, change: ChangeHandler) -> Response:
         answers, sessions = self.pages.answers, self.pages.sessions
-        who = sessions.who(request)
-        if who is None:
+        client = sessions.client(request)
+        if client is None or not client.role.allows(Role.ACT):
             request.state.back = "/login"
-            raise HTTPException(403, _WRONG if "authorization" in request.headers else _LOCKED)
+            problem = sessions.locked(request, Role.ACT, "A change needs a token.")
+            raise problem if by_program(request) else HTTPException(403, problem.detail)
         form = await forms.parse_form(request)
         try:
             # A change continues if its client closes the connection.
-            result = await asyncio.shield(self._in_turn(change(request, who, form)))
+            result = await asyncio.shield(self._in_turn(change(request, client.who, form)))
         except (BrokerLost, *STORE_ERRORS):
             answers.forget()
             raise

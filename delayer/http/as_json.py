@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import cast
+from zoneinfo import ZoneInfo
 
 from delayer.core.filters import Token
 from delayer.core.message import as_text
+from delayer.core.readable import instant
 from delayer.format import reading
-from delayer.schedule.record import ScheduleRecord
+from delayer.format.reading import DecodedProperties
+from delayer.http.shapes import (
+    EntryJson,
+    HeaderJson,
+    HeldEntryJson,
+    HeldStateJson,
+    MessageJson,
+    ScheduleJson,
+    TimesJson,
+)
+from delayer.schedule.record import ScheduleRecord, next_times
 from delayer.schedule.rhythm import Cron, Every, rhythm_in_words
+from delayer.schedule.wall import zone_of
 from delayer.store.admin.detail import FullMessage, predict
-from delayer.store.held_messages import HeldEntry
+from delayer.store.held_messages import HeldEntry, HeldState
 from delayer.store.waiting import Entry
 
 
-def entry(entry: Entry, *, held: bool = False) -> dict[str, Any]:
+def entry(entry: Entry, *, held: bool = False) -> EntryJson:
     """Convert an entry of a list. The store no longer has the time at which a held message was parked."""
     said = reading.decode_properties(entry.properties)
     return {
@@ -32,13 +47,21 @@ def entry(entry: Entry, *, held: bool = False) -> dict[str, Any]:
         "message_id": said.properties.get("message_id"),
         "body_bytes": entry.size,
         "properties": said.properties,
-        "headers": [one._asdict() for one in said.headers],
+        "headers": headers(said),
         "broken": said.broken or None,
     }
 
 
-def held(one: HeldEntry) -> dict[str, Any]:
-    return {**entry(one.entry, held=True), "held": one.held._asdict()}
+def headers(said: DecodedProperties) -> list[HeaderJson]:
+    return [cast(HeaderJson, one._asdict()) for one in said.headers]
+
+
+def held(one: HeldEntry) -> HeldEntryJson:
+    return {**entry(one.entry, held=True), "held": state(one.held)}
+
+
+def state(held: HeldState) -> HeldStateJson:
+    return cast(HeldStateJson, held._asdict())
 
 
 def standing(found: FullMessage) -> str:
@@ -48,7 +71,7 @@ def standing(found: FullMessage) -> str:
     return f"{where}, lane {found.entry.place.lane} ({owner})"
 
 
-def message(found: FullMessage) -> dict[str, Any]:
+def message(found: FullMessage) -> MessageJson:
     """Convert a message, with the beginning of its body."""
     held, body = found.held, found.entry.body
     return {
@@ -57,14 +80,14 @@ def message(found: FullMessage) -> dict[str, Any]:
         "sound": found.entry.sound,
         "owner": found.owner,
         "owner_alive": found.owned,
-        "held": None if held is None else held._asdict(),
+        "held": None if held is None else state(held),
         "fate": predict(found),
         "body": reading.preview(body),
         "body_is_text": body[: reading.PREVIEW].hex(" ") != reading.preview(body),
     }
 
 
-def schedule(record: ScheduleRecord) -> dict[str, Any]:
+def schedule(record: ScheduleRecord) -> ScheduleJson:
     """Convert a schedule, with the beginning of its body."""
     one, rhythm = record.schedule, record.schedule.rhythm
     said = reading.decode_properties(one.properties)
@@ -95,7 +118,31 @@ def schedule(record: ScheduleRecord) -> dict[str, Any]:
         "to_exchange": as_text(one.target.exchange),
         "to_key": as_text(one.target.routing_key),
         "properties": said.properties,
-        "headers": [header._asdict() for header in said.headers],
+        "headers": headers(said),
         "body": reading.preview(one.body),
         "body_bytes": len(one.body),
     }
+
+
+def times(record: ScheduleRecord, now_ms: int, count: int) -> TimesJson:
+    """Compute the next times of a schedule, by the zone data of this host. Raises BadCron, UnknownZone."""
+    rhythm = record.schedule.rhythm
+    found = next_times(record, now_ms, count)
+    zone = zone_of(rhythm.zone if isinstance(rhythm, Cron) else "UTC")
+    after = [None, *(at_ms - before for before, at_ms in pairwise(found))]
+    return {
+        "name": record.name,
+        "rhythm": rhythm_in_words(rhythm),
+        "zone": zone.key,
+        "times": [
+            {"at_ms": at_ms, "local": _local(at_ms, zone), "utc": instant(at_ms), "after_ms": gap}
+            for at_ms, gap in zip(found, after, strict=False)
+        ],
+    }
+
+
+def _local(at_ms: int, zone: ZoneInfo) -> str:
+    try:
+        return datetime.fromtimestamp(at_ms // 1000, UTC).astimezone(zone).isoformat()
+    except (OverflowError, ValueError):
+        return instant(at_ms)  # Beyond the calendar.

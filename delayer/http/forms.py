@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC
 from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import parse_qs
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from delayer.config.texts import instant_ms, shift_ms, typed_header
 from delayer.config.values import duration_ms
@@ -16,6 +17,7 @@ from delayer.core import readable
 from delayer.core.filters import Filter, Token, read_place, read_token
 from delayer.core.message import raw
 from delayer.format.refusal import RetryEdits
+from delayer.http.problems import HttpProblem
 from delayer.schedule.schedule import ScheduleState
 from delayer.store.admin.actions import NewDue
 
@@ -36,6 +38,8 @@ MOST_NAMED: Final = 1_000
 """Maximum number of messages that a form names."""
 MOST_SCHEDULES: Final = 100
 """Maximum number of schedules that a form names."""
+BODY_SECONDS: Final = 20.0
+"""The longest time for a body to come in."""
 T = TypeVar("T")
 
 
@@ -178,12 +182,24 @@ def number(text: str) -> int | None:
     return int(text) if text else None
 
 
+async def read_body(request: Request) -> bytes:
+    """Read the body. Raises HttpProblem if it does not come in, or not in time."""
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await request.body()
+    except TimeoutError:
+        late = f"The body did not come in within {BODY_SECONDS:g} s."
+        raise HttpProblem(408, late, headers={"Connection": "close"}) from None
+    except ClientDisconnect:
+        raise HttpProblem(400, "The body did not come in whole.") from None
+
+
 async def parse_form(request: Request) -> dict[str, list[str]]:
     """Read a form's fields. Raises FieldError."""
     if not request.headers.get("content-type", "").startswith("application/x-www-form-urlencoded"):
         raise FieldError("Expected a form (application/x-www-form-urlencoded).")
     try:
-        return parse_qs((await request.body()).decode(), keep_blank_values=True, max_num_fields=MOST_NAMED + 20)
+        return parse_qs((await read_body(request)).decode(), keep_blank_values=True, max_num_fields=MOST_NAMED + 20)
     except ValueError as error:
         raise FieldError(f"Expected a form: {error}") from None
 

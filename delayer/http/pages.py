@@ -9,10 +9,12 @@ from urllib.parse import quote
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.responses import RedirectResponse, Response
 
-from delayer.config.texts import is_loopback, names_of, service_of
-from delayer.core import horizon
+from delayer.amqp.errors import BrokerLost
+from delayer.config.texts import is_loopback, names_of
+from delayer.config.tokens import Role
+from delayer.core.errors import StoreLost
 from delayer.core.filters import OWN, Filter, Token, place_text, read_token
 from delayer.core.message import raw
 from delayer.core.readable import delayed_rows
@@ -21,13 +23,13 @@ from delayer.http import as_json, forms, recent, render
 from delayer.http.access import Sessions, cookie_name
 from delayer.http.forms import FieldError, parse_form
 from delayer.http.health import Answers
-from delayer.http.view import NO_STORE, ROWS
+from delayer.http.problems import HttpProblem, by_program, problem_response
+from delayer.http.view import ROWS, STORE_ERRORS
 from delayer.schedule.schedule import ScheduleState
 from delayer.set_aside.messages import SetAsideName
 from delayer.store import held_messages, waiting
 from delayer.store.admin import audit_log, detail
 from delayer.store.admin.detail import FoundIn, FullMessage
-from delayer.store.errors import ScheduleUnknown
 from delayer.store.schedules import reading as schedules
 from delayer.store.session import read_connection
 
@@ -38,16 +40,15 @@ MOST_BODY: Final = 1 << 20
 _FAILURES: Final = {
     400: "Not understood", 403: "Locked", 404: "There is nothing here", 413: "Too large for the page", 503: "Not done",
 }  # fmt: skip
-_UNNAMED: Final = "expected id:48213 or one message's message_id, found none or several: see /api/messages?message_id="
 
 
-def by_program(request: Request) -> bool:
-    """Whether a program sent the request, for JSON or for a change with the token in a header. Programs get JSON,
-    without a confirmation step."""
-    path, headers = request.url.path, request.headers
-    changes = path.startswith("/actions/")
-    told = "authorization" in headers or "application/json" in headers.get("accept", "")
-    return path.startswith("/api/") or (changes and told)
+class Unnamed(HTTPException):
+    """No message has this message_id, or several have. ``list``: leads to the list of those."""
+
+    def __init__(self, name: str) -> None:
+        text = "expected id:48213 or one message's message_id, found none or several: see /api/messages?message_id="
+        super().__init__(404, text)
+        self.list = RedirectResponse("/waiting?" + render.query({}, message_id=name), status_code=303)
 
 
 async def _named(connection: Any, text: str) -> Token | None:
@@ -63,7 +64,7 @@ def _around(request: Request, form: forms.Search, trail: forms.Trail, rows: int,
     """Build the links to the first, the previous and the next page, and the range of row numbers. ``onward``: where the
     next page begins, empty on the last one."""
     path, back, here = request.url.path, trail.previous, trail.numbers(rows, ROWS)
-    after = trail.next(onward, full=rows == ROWS and not by_program(request))
+    after = trail.next(onward, full=rows == ROWS)
     return {
         "previous": "" if back is None else f"{path}?{render.query(form.given, **back)}".rstrip("?"),
         "first": path + (f"?{render.query(form.given)}" if form.given else "") if trail.after else "",
@@ -88,6 +89,7 @@ class Pages:
             status,
             here="/" + request.url.path.strip("/").partition("/")[0],
             session=self.sessions.session(request),
+            acts=self.sessions.allows(request, Role.ACT),
             can_open=self.sessions.can_open,
             names=names_of(self.answers.settings) if readable else {},
             counts=await self.answers.set_aside() if readable else {},
@@ -97,19 +99,24 @@ class Pages:
         )
 
     async def failed(self, request: Request, error: Exception) -> Response:
-        status, text = 400 if isinstance(error, FieldError) else 503, str(error)
-        if isinstance(error, HTTPException):
-            status, text = error.status_code, error.detail
+        if not isinstance(error, HTTPException):
+            advice = error.advice if isinstance(error, BrokerLost | StoreLost) else ""
+            status = 400 if isinstance(error, FieldError) else 503
+            text = str(error) or type(error).__name__
+            if not isinstance(error, (FieldError, BrokerLost, *STORE_ERRORS)):
+                status, text = 500, "A bug. The daemon's log has it."
+            error = HttpProblem(status, text, next_step=advice)
         if by_program(request):
-            return JSONResponse({"error": text}, status_code=status)
+            return problem_response(error)
+        status, text = error.status_code, error.detail
         heading, back = _FAILURES.get(status, text), getattr(request.state, "back", "/")
         return await self.html(request, "done.html", status, heading=heading, lines=[text], back=back)
 
     def readable(self, request: Request) -> bool:
-        """Whether this client may read: on loopback, if the page is open, or with the token."""
+        """Whether this client may read: on loopback, if the page is open, or with a token."""
         http = self.answers.settings.http
         local = is_loopback(http.listen.rpartition(":")[0])
-        return local or http.open or self.sessions.who(request) is not None
+        return local or http.open or self.sessions.allows(request, Role.READ)
 
     async def overview(self, request: Request) -> Response:
         census = await self.answers.census.get() if self.answers.has_store else None
@@ -148,40 +155,6 @@ class Pages:
             "now": recent.summary(state.recent, 60.0),
         }
 
-    async def live_json(self, _request: Request) -> Response:
-        """Return the last minutes' rates and lateness, and the mode, for the chart and for `delayer status`."""
-        state = self.answers.inside.state()
-        summaries = {str(seconds): recent.summary(state.recent, seconds)._asdict() for seconds in (60, 300, 900)}
-        return JSONResponse(
-            {
-                "series": recent.series(state.recent),
-                "last": summaries,
-                "blocked": render.blocked(state),
-                "intake": state.intake,
-                "service": service_of(self.answers.settings),
-                "mode": self.answers.settings.mode,
-            }
-        )
-
-    async def backlog_json(self, _request: Request) -> Response:
-        """Return the counts by due time, for the chart."""
-        if not self.answers.has_store:
-            raise HTTPException(404, NO_STORE)
-        census = await self.answers.census.get()
-        if census.value is None:
-            raise HTTPException(503, census.error or "not counted yet")
-        counts = census.value.together()
-        return JSONResponse(
-            {
-                "taken_ms": census.value.taken_ms,
-                "note": render.backlog_note(census.value, census.error),
-                "series": {
-                    one.name: {"step": one.step, "bars": [round(count) for count in horizon.bars(counts, one)]}
-                    for one in horizon.SERIES
-                },
-            }
-        )
-
     async def find(self, request: Request) -> Response:
         """Redirect from a typed name to its message's page."""
         name = quote(request.query_params.get("id", "").strip(), safe="")
@@ -189,28 +162,26 @@ class Pages:
 
     async def waiting(self, request: Request) -> Response:
         """List waiting messages. A filter's messages are counted during the search, up to MOST_COUNTED."""
-        query, by_person = request.query_params, not by_program(request)
+        query = request.query_params
         forms.reject_duplicates([name for name, _ in query.multi_items()])
         form, trail = forms.searched(query, recent.host_ms()), forms.Trail.of(query)
         wanted, after = form.wanted, forms.place(trail.after) or waiting.BEGINNING
-        limit = MOST_COUNTED if by_person and not wanted.everything else ROWS
         async with read_connection(self.answers.url, "list") as connection:
-            found = await waiting.find(connection, wanted, limit, after)
+            found = await waiting.find(connection, wanted, ROWS if wanted.everything else MOST_COUNTED, after)
         rows = found.messages[:ROWS]
         end = rows[-1].place[:2] if len(found.messages) > ROWS else found.after
         whole = render.number(len(found.messages) + ROWS * len(trail.before or ()))
         total = whole if found.after is None else f"more than {whole}"
-        values: dict[str, Any] = {
-            "bounded": found.bounded and len(rows) < ROWS,
-            "broken": len(found.broken),
+        return await self.html(
+            request,
+            "waiting.html",
+            rows=rows,
+            total=await self._total("waiting") if wanted.everything else total,
+            back="/waiting" + (f"?{request.url.query}" if request.url.query else ""),
+            bounded=found.bounded and len(rows) < ROWS,
+            broken=len(found.broken),
             **_around(request, form, trail, len(rows), "" if end is None else place_text(end)),
-        }
-        if by_person:
-            total = await self._total("waiting") if wanted.everything else total
-            back = "/waiting" + (f"?{request.url.query}" if request.url.query else "")
-            return await self.html(request, "waiting.html", rows=rows, total=total, back=back, **values)
-        messages = list(map(as_json.entry, rows))
-        return JSONResponse({"messages": messages, **{name: values[name] for name in ("bounded", "broken", "next")}})
+        )
 
     async def _total(self, of: str) -> str:
         """Read the number of all "held" messages, or of "waiting" messages including segments, from the counters."""
@@ -220,11 +191,10 @@ class Pages:
         return render.number(seen.held if of == "held" else seen.waiting + seen.segments.messages)
 
     async def message(self, request: Request) -> Response:
-        found = await self._one(request)
-        if isinstance(found, Response):
-            return found
-        if by_program(request):
-            return JSONResponse(as_json.message(found))
+        try:
+            found = await self.one(request, request.path_params["name"])
+        except Unnamed as unnamed:
+            return unnamed.list
         shown = found.entry.body[:16_384]
         return await self.html(
             request,
@@ -240,9 +210,10 @@ class Pages:
 
     async def body(self, request: Request) -> Response:
         """Send a message's body as a file."""
-        found = await self._one(request)
-        if isinstance(found, Response):
-            return found
+        try:
+            found = await self.one(request, request.path_params["name"])
+        except Unnamed as unnamed:
+            return unnamed.list
         place, body = found.entry.place, found.entry.body
         if len(body) < found.entry.size:
             raise HTTPException(413, f"Expected at most {MOST_BODY} bytes. Next: `delayer show {place.token} --body`.")
@@ -250,17 +221,14 @@ class Pages:
         headers = {"Content-Disposition": f'attachment; filename="{place.id}.bin"'}
         return Response(body, headers=headers, media_type="application/octet-stream")
 
-    async def _one(self, request: Request) -> FullMessage | Response:
-        """Find the message that a path names by id or unique message_id, or return the response if there is none."""
-        text = request.path_params["name"]
+    async def one(self, request: Request, text: str) -> FullMessage:
+        """Find the message of this id or unique message_id. Raises HTTPException if there is none."""
         found: FullMessage | FoundIn = FoundIn.NOWHERE
         async with read_connection(self.answers.url, "show") as connection:
             if (token := await _named(connection, text)) is not None:
                 found = await detail.find_message(connection, token, most=MOST_BODY)
         if token is None and not text.startswith(OWN):
-            if by_program(request):
-                raise HTTPException(404, _UNNAMED)
-            return RedirectResponse("/waiting?" + render.query({}, message_id=text), status_code=303)
+            raise Unnamed(text)
         if isinstance(found, FoundIn):
             raise HTTPException(404, detail.describe_absence(token or text[:80], found))
         return found
@@ -272,24 +240,16 @@ class Pages:
         after = forms.token(trail.after).id if trail.after else 0
         async with read_connection(self.answers.url, "list held messages") as connection:
             page = await held_messages.find(connection, form.wanted, ROWS, after)
-            grouped = not (form.given or after or by_program(request))
-            groups = await held_messages.count_groups(connection) if grouped else []
+            groups = [] if form.given or after else await held_messages.count_groups(connection)
         around = _around(request, form, trail, len(page.messages), "" if page.after is None else str(Token(page.after)))
-        if by_program(request):
-            messages = list(map(as_json.held, page.messages))
-            return JSONResponse({"messages": messages, "bounded": page.bounded, "next": around["next"]})
         total = "" if form.given else await self._total("held")
         return await self.html(request, "held.html", page=page, groups=groups, total=total, **around)
 
     async def set_aside(self, request: Request, *, name: SetAsideName) -> Response:
         """List the first refused messages or strays."""
-        if by_program(request):
-            forms.reject_unknown(request.query_params, ())
         seen = await self.answers.aside[name].get(patience=60.0)
         if (there := seen.fresh) is None:
             raise HTTPException(503, seen.error or "no answer yet")
-        if by_program(request):
-            return JSONResponse(there.as_dict())
         return await self.html(request, f"{name}.html", there=there, queue=self.answers.settings.refused.queue)
 
     async def schedules(self, request: Request) -> Response:
@@ -303,8 +263,6 @@ class Pages:
         form = forms.Search(Filter(), {} if state is None else {"state": state.value})
         around = _around(request, form, trail, len(page.schedules), page.after or "")
         rows = list(map(as_json.schedule, page.schedules))
-        if by_program(request):
-            return JSONResponse({"schedules": rows, "next": around["next"]})
         back = "/schedules" + (f"?{request.url.query}" if request.url.query else "")
         return await self.html(
             request,
@@ -317,15 +275,6 @@ class Pages:
             **around,
         )
 
-    async def schedule(self, request: Request) -> Response:
-        """Show one schedule, to a program."""
-        name = request.path_params["name"]
-        async with read_connection(self.answers.url, "show a schedule") as connection:
-            found = await schedules.get(connection, name)
-        if found is None:
-            raise HTTPException(404, str(ScheduleUnknown(name[:100])))
-        return JSONResponse(as_json.schedule(found))
-
     async def audit_log(self, request: Request) -> Response:
         before = forms.number(request.query_params.get("before", ""))
         async with read_connection(self.answers.url, "audit-log") as connection:
@@ -335,7 +284,7 @@ class Pages:
         return await self.html(request, "audit_log.html", rows=rows, next=more, part=part)
 
     async def login(self, request: Request) -> Response:
-        """Show the token form, or open a session with the token."""
+        """Show the form for a token, or open a session with it."""
         if request.method == "GET":
             return await self.html(request, "login.html", wrong="", who="")
         try:
@@ -347,19 +296,17 @@ class Pages:
         if not who:
             return await self.html(request, "login.html", 400, wrong="Say who you are.", who=who)
         host = request.client.host if request.client else "?"
-        session = self.sessions.open(token, f"{who} (page, {host})")
+        session = self.sessions.open(token, who, host)
         if session is None:
-            return await self.html(request, "login.html", 403, wrong="That is not the token.", who=who)
+            return await self.html(request, "login.html", 403, wrong="No token with the role read or act.", who=who)
         answer = RedirectResponse("/", status_code=303)
         # Not "secure", because the daemon serves HTTP without TLS. A proxy may add TLS.
         answer.set_cookie(cookie_name(request.headers["host"]), session, httponly=True, samesite="strict", path="/")
         return answer
 
     async def locked(self, request: Request) -> Response:
-        """Answer a client that needs the token to read."""
-        wrong = "Reading needs the token: of messages by a program always, of others unless [http] open is set."
-        if by_program(request):
-            raise HTTPException(403, wrong)
+        """Answer a client that needs a token to read."""
+        wrong = "Reading needs a token, unless [http] open is set."
         return await self.html(request, "login.html", 403, wrong=wrong, who="")
 
     async def logout(self, request: Request) -> Response:

@@ -20,12 +20,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from delayer.amqp.errors import BrokerLost
 from delayer.config.texts import is_loopback
 from delayer.core.backoff import LogThrottle
-from delayer.http.access import PROBES, RequestGuard, Sessions
+from delayer.http.access import AT_ONCE, PROBES, RequestGuard, Sessions, Tokens
 from delayer.http.actions import Actions, ChangeHandler
+from delayer.http.api import LARGER, WholeApi
 from delayer.http.forms import FieldError
 from delayer.http.health import Answers
 from delayer.http.pages import Pages
@@ -36,8 +38,10 @@ log = structlog.get_logger(__name__)
 
 AGAIN: Final = 5.0
 """Seconds until the next attempt to listen on a taken port."""
-AT_ONCE: Final = 128
-"""Maximum number of concurrent connections and requests. The server answers 503 to more."""
+HEAD_SECONDS: Final = 10.0
+"""The longest time for the head of a request to come in."""
+READ_SECONDS: Final = 30.0
+"""The longest time in which a client reads nothing of its answer."""
 OTHER_ADDRESS: Final = (
     "another program, perhaps a second daemon, listens there (`ss -ltnp`): give each configuration its own address"
 )
@@ -60,15 +64,16 @@ def probes(answers: Answers) -> Starlette:
 
 def application(answers: Answers, at_once: int = 4) -> Starlette:
     """Build the paths and their handlers. At most ``at_once`` store queries run concurrently, and as many changes."""
-    sessions = Sessions(lambda: answers.settings.http.token)
+    sessions = Sessions(Tokens(lambda: answers.settings.http.tokens_file))
     pages = Pages(answers, sessions)
-    actions = Actions(pages, asyncio.Semaphore(at_once))
+    looks, changes = asyncio.Semaphore(at_once), asyncio.Semaphore(at_once)
+    actions = Actions(pages, changes)
 
-    def shown(answer: HttpHandler, turns: asyncio.Semaphore | None = None, *, private: bool = False) -> HttpHandler:
-        """Require the token if ``private``, or if the address is not loopback and the page not open."""
+    def shown(answer: HttpHandler, turns: asyncio.Semaphore | None = None) -> HttpHandler:
+        """Require a token if the address is not loopback and the page not open."""
 
         async def answered(request: Request) -> Response:
-            if not (sessions.who(request) is not None if private else pages.readable(request)):
+            if not pages.readable(request):
                 return await pages.locked(request)
             async with turns or nullcontext():
                 return await answer(request)
@@ -78,22 +83,13 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
     def changing(path: str, change: ChangeHandler) -> Route:
         return Route(f"/actions/{path}", partial(actions.answer, change=change), methods=["POST"])
 
-    looks = asyncio.Semaphore(at_once)
     refused, strays = partial(pages.set_aside, name="refused"), partial(pages.set_aside, name="strays")
     return Starlette(
         routes=[
             *_probes(answers),
             Route("/", shown(pages.overview)),
             Route("/parts/overview", shown(pages.part)),
-            Route("/api/live", shown(pages.live_json)),
-            Route("/api/backlog", shown(pages.backlog_json)),
-            Route("/api/messages", shown(pages.waiting, looks, private=True)),
-            Route("/api/messages/{name:path}", shown(pages.message, looks, private=True)),
-            Route("/api/held", shown(pages.held, looks, private=True)),
-            Route("/api/refused", shown(refused, private=True)),
-            Route("/api/strays", shown(strays, private=True)),
-            Route("/api/schedules", shown(pages.schedules, looks, private=True)),
-            Route("/api/schedules/{name}", shown(pages.schedule, looks, private=True)),
+            *WholeApi(pages, changes, looks).routes,
             Route("/waiting", shown(pages.waiting, looks)),
             Route("/find", shown(pages.find, looks)),
             Route("/message/{name:path}", shown(pages.message, looks)),
@@ -111,9 +107,50 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
             changing("schedules", actions.schedules),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
-        middleware=[Middleware(RequestGuard, listen=lambda: answers.settings.http.listen)],
-        exception_handlers=dict.fromkeys((HTTPException, FieldError, BrokerLost, *STORE_ERRORS), pages.failed),
+        middleware=[Middleware(RequestGuard, listen=lambda: answers.settings.http.listen, larger=LARGER)],
+        exception_handlers=dict.fromkeys(
+            (HTTPException, FieldError, BrokerLost, *STORE_ERRORS, Exception), pages.failed
+        ),
     )
+
+
+class ImpatientProtocol(H11Protocol):
+    """uvicorn's protocol, without patience for clients that send the head of a request slowly, or read no answer."""
+
+    _waiting: asyncio.TimerHandle | None = None
+    _stuck: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for timer in (self._waiting, self._stuck):
+            if timer is not None:
+                timer.cancel()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stuck = self.loop.call_later(READ_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stuck is not None:
+            self._stuck.cancel()
+
+    def _watch(self) -> None:
+        """Allow HEAD_SECONDS from the first byte of a head to its end, however the bytes come."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering and self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+        elif not answering and self._waiting is None:
+            self._waiting = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
 
 
 class HttpPart:
@@ -168,14 +205,14 @@ def _config(app: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         lifespan="off",
-        http="h11",
+        http=ImpatientProtocol,
         ws="none",
         log_config=None,
         log_level="warning",
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=AT_ONCE,
+        limit_concurrency=2 * AT_ONCE,
         backlog=AT_ONCE,
         timeout_graceful_shutdown=1,
     )

@@ -14,10 +14,13 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 from starlette.exceptions import HTTPException
 
 from delayer.amqp.errors import BrokerLost
+from delayer.amqp.values import Outgoing
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.counters import Counters
 from delayer.core.errors import StoreLost
+from delayer.core.hold import Outcome
+from delayer.core.plan import Plan
 from delayer.format.refusal import RetryEdits
 from delayer.http.recent import Step
 from delayer.set_aside.messages import Result, SetAsideName
@@ -83,6 +86,12 @@ class DaemonPort(Protocol):
 
     def state(self) -> DaemonState:
         """Cheap."""
+
+    def plan(self, message: Outgoing) -> Plan:
+        """What the daemon would do with a message that is published like this. Cheap."""
+
+    async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
+        """Publish, and wait for every confirm. Raises BrokerLost."""
 
     async def depths(self) -> Depths:
         """Query the broker. Raises BrokerLost."""

@@ -28,7 +28,7 @@ from delayer.core.operations import Applied, Fold, Term
 from delayer.core.segment import Locked, Restoration
 from delayer.core.units import DAY_MS
 from delayer.format.rows import COLUMNS, COLUMNS_WITH_KEY, HELD_COLUMNS, hold_columns, stored_row
-from delayer.store import pool, schema, servers, statements
+from delayer.store import pool, requests, schema, servers, statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, REJECTED, WORTH_REPEATING, describe, to_store_lost, translate_errors
 from delayer.store.identity import StoreIdentity, read_identity
@@ -280,6 +280,7 @@ class PostgresStore:
             async with pool.borrow(self.pool) as connection:
                 await partitions.run_upkeep(connection, self.clock, self.days)
                 await history.run_upkeep(connection, self.clock.now_upper_ms() // DAY_MS, self.history_days)
+                await requests.run_upkeep(connection)
             await self.zones.run_upkeep(self.pool)
             self.locks.zone_version = self.zones.loaded
 

@@ -236,6 +236,17 @@ CREATE TABLE audit_log (
     CONSTRAINT audit_log_pkey PRIMARY KEY (id)
 );
 
+-- Requests over HTTP with an Idempotency-Key, for a day. key and content: SHA-256 of the key with the name of its
+-- token, and of the request. answer: JSON.
+CREATE TABLE request (
+    key     bytea       NOT NULL,
+    content bytea       NOT NULL,
+    answer  text        NOT NULL,
+    at      timestamptz NOT NULL DEFAULT statement_timestamp(),
+    CONSTRAINT request_pkey PRIMARY KEY (key)
+);
+CREATE INDEX request_at ON request (at);
+
 -- An import: its source, its parameters (JSON, without passwords), its progress. progress is the note by which its
 -- source goes on behind the last commit. One at a time is open (ended_at is null).
 CREATE TABLE import_run (

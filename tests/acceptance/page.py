@@ -16,7 +16,7 @@ import pytest
 from tests.acceptance.own_vhost import OwnVhost
 from tests.support.daemon import answered
 from tests.support.raw import Inbox, Raw
-from tests.support.web import Web
+from tests.support.web import Web, tokens_file
 
 playwright = pytest.importorskip("playwright.async_api")
 
@@ -60,7 +60,7 @@ class Shown:
     async def unlock(self, page: Any, who: str = "ada") -> None:
         await page.goto("/login")
         await page.get_by_label("Who you are").fill(who)
-        await page.get_by_label("The token").fill(TOKEN)
+        await page.get_by_label("A token").fill(TOKEN)
         await page.get_by_role("button", name="Sign in").click()
         await page.get_by_role("button", name="Sign out").wait_for()
 
@@ -90,7 +90,7 @@ async def chromium() -> AsyncIterator[Any]:
 async def shown(place: OwnVhost, store: str, tmp_path: Path) -> AsyncIterator[Shown]:
     config = tmp_path / "delayer.toml"
     place.write(config, "store", {"store": {"url": store}})
-    environ = place.environ("store", store) | {"HTTP__LISTEN": "127.0.0.1:0", "HTTP__TOKEN": TOKEN}
+    environ = place.environ("store", store) | {"HTTP__LISTEN": "127.0.0.1:0", "HTTP__TOKENS_FILE": tokens_file(TOKEN)}
     async with place.working(environ) as (daemon, raw, inbox), chromium() as browser:
         web = await Web.of(daemon)
         this = Shown(web, raw, inbox, browser, config)

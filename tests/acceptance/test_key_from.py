@@ -13,7 +13,7 @@ from tests.acceptance.own_vhost import OwnVhost, cancel
 from tests.support.daemon import answered, command
 from tests.support.place import eventually
 from tests.support.raw import Inbox, Message, Props, Raw, Value, number, text
-from tests.support.web import Web
+from tests.support.web import Web, tokens_file
 
 HOUR = 3_600_000
 ROUTES = [
@@ -84,7 +84,7 @@ async def test_publishers_cancel_and_replace_by_their_own_ids(
 
 
 async def test_the_page_and_programs_cancel_by_a_publishers_id(place: OwnVhost, store: str) -> None:
-    environ = place.environ("store", store) | {"HTTP__LISTEN": "127.0.0.1:0", "HTTP__TOKEN": TOKEN}
+    environ = place.environ("store", store) | {"HTTP__LISTEN": "127.0.0.1:0", "HTTP__TOKENS_FILE": tokens_file(TOKEN)}
     async with place.working(environ | {"ROUTE": json.dumps(ROUTES)}) as (daemon, raw, _):
         web = await Web.of(daemon)
         allowed = {"Authorization": f"Bearer {TOKEN}", "Accept": "application/json"}

@@ -44,14 +44,14 @@ async def test_every_action(place: OwnVhost, store: str, tmp_path: Path) -> None
         )
         await eventually(this.waiting, lambda rows: len(rows) == 9)
         page = await this.tab()
-        # Without the token there is nothing to press.
+        # Without a token there is nothing to press.
         await page.goto("/waiting")
         assert await page.get_by_role("button", name="Cancel").count() == 0
         await page.goto("/login")
         await page.get_by_label("Who you are").fill("eve")
-        await page.get_by_label("The token").fill("wrong")
+        await page.get_by_label("A token").fill("wrong")
         await page.get_by_role("button", name="Sign in").click()
-        assert "not the token" in await page.get_by_role("alert").inner_text()
+        assert "No token with the role" in await page.get_by_role("alert").inner_text()
         this.complaints.clear()  # the browser's own word for that answer's 403
         await this.unlock(page)
 
@@ -161,8 +161,8 @@ async def test_every_action(place: OwnVhost, store: str, tmp_path: Path) -> None
         assert await this.rows("refused") == []
 
         await page.get_by_role("link", name="Audit log").click()
-        assert "ada (page, 127.0.0.1)" in await page.locator("tbody").last.inner_text()
-        assert {one["who"] for one in await this.acts()} == {"ada (page, 127.0.0.1)"}
+        assert "ada (token ops, page, 127.0.0.1)" in await page.locator("tbody").last.inner_text()
+        assert {one["who"] for one in await this.acts()} == {"ada (token ops, page, 127.0.0.1)"}
         assert len(await this.acts()) == 11
         await page.get_by_role("button", name="Sign out").click()
         await page.goto("/waiting")
@@ -289,7 +289,8 @@ async def test_programs_act_only_with_the_token_in_a_header(place: OwnVhost, sto
             {"Authorization": f"Bearer {TOKEN}", "Origin": "https://evil.example"},
             {"Authorization": f"Bearer {TOKEN}", "Sec_Fetch_Site": "cross-site"},
         ):  # fmt: skip
-            assert (await this.web.post("/actions/messages", form, **more)).status == 403
+            status = 401 if more.get("Authorization") == "Bearer wrong" else 403
+            assert (await this.web.post("/actions/messages", form, **more)).status == status
         assert (await this.web.get(f"/actions/messages?token={TOKEN}&verb=cancel&id={rows[0]['id']}")).status == 405
         assert (await this.web.get("/", Host="evil.example")).status == 421
         for slip in ("rout=in", "route=in&route=out", "after=9", "due_before=soon"):
@@ -315,7 +316,7 @@ async def test_programs_act_only_with_the_token_in_a_header(place: OwnVhost, sto
             "/actions/messages", {"verb": "cancel", "route": "in", "confirmed": "yes"}, **allowed
         )
         assert done.json["done"] == 2
-        assert {one["who"] for one in await this.acts()} == {"a program (http, 127.0.0.1)"}
+        assert {one["who"] for one in await this.acts()} == {"a program (token ops, http, 127.0.0.1)"}
         assert await asyncio.to_thread(this.config.read_text)
 
 

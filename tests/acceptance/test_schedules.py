@@ -16,7 +16,7 @@ from tests.acceptance.own_vhost import OwnVhost
 from tests.support.place import Place, eventually
 from tests.support.schedules import OccurrenceInbox, check_waiting, record, schedule
 from tests.support.store import sql
-from tests.support.web import Web
+from tests.support.web import Web, tokens_file
 
 SECOND = Every(1_000)
 
@@ -61,7 +61,7 @@ async def test_every_second_each_occurrence_comes_once_and_operators_change_the_
 async def test_the_page_and_programs_see_and_change_schedules(place: OwnVhost, store: str) -> None:
     token = "open-sesame-open-sesame"
     allowed = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
-    environ = place.environ("store", store) | {"HTTP__LISTEN": "127.0.0.1:0", "HTTP__TOKEN": token}
+    environ = place.environ("store", store) | {"HTTP__LISTEN": "127.0.0.1:0", "HTTP__TOKENS_FILE": tokens_file(token)}
     async with place.working(environ) as (daemon, _, inbox), sql(store) as admin:
         web = await Web.of(daemon)
         assert "There are no schedules." in (await web.get("/schedules")).text
@@ -102,7 +102,7 @@ async def test_the_page_and_programs_see_and_change_schedules(place: OwnVhost, s
         assert re.findall('role="status"><strong>(.*?)</strong>', told) == ["Sent now: 1 of 1"]
         await inbox.got([b"tick"])
         latest, *_ = await audit_log.list_entries(admin, 1)
-        assert (latest.verb, latest.who) == ("schedule run", "ada (page, 127.0.0.1)")
+        assert (latest.verb, latest.who) == ("schedule run", "ada (token ops, page, 127.0.0.1)")
 
         seen = await eventually(web.metrics, lambda seen: ("delayer_schedules", "state=active") in seen)
         assert seen["delayer_schedules", "state=active"] == 51

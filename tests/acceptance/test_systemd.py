@@ -361,22 +361,22 @@ async def test_the_jobs_of_the_night_and_their_timers(service: Service) -> None:
 
 async def test_a_token_for_the_page(service: Service) -> None:
     """Follow the lines of docs/http.md."""
-    (block,) = re.findall(r"```sh\n(head .*?)```", (ROOT / "docs" / "http.md").read_text(), re.DOTALL)
+    (block,) = re.findall(r"```sh\n(token=.*?)```", (ROOT / "docs" / "http.md").read_text(), re.DOTALL)
     service.start()
     config = service.machine.file(CONFIG)
     try:
         service.machine.run("sh", "-ec", block)
-        token = service.machine.file("/etc/delayer/http-token").read_text().strip()
+        token = service.machine.file("/etc/delayer/http-tokens").read_text().split()[2]
         (listen,) = re.findall(r'^listen = "([^"]*)"', config.read_text(), re.MULTILINE)
         form, program = {"verb": "cancel", "id": "id:1"}, {"Accept": "application/json"}
         answer = await Web(listen).post("/actions/messages", form, Authorization=f"Bearer {token}", **program)
         assert (answer.status, answer.json["done"]) in ((200, 0), (200, 1))
-        assert (await Web(listen).post("/actions/messages", form, **program)).status == 403
+        assert (await Web(listen).post("/actions/messages", form, **program)).status == 401
         # The check before a reload does not see the token.
         service.machine.run("systemctl", "reload", "delayer")
         service.machine.run("systemctl", "stop", "delayer")
     finally:
-        service.machine.file(f"{systemd.UNITS}/delayer.service.d/http-token.conf").unlink()
+        service.machine.file(f"{systemd.UNITS}/delayer.service.d/http-tokens.conf").unlink()
 
 
 def test_an_instance_for_another_broker(service: Service) -> None:

@@ -63,6 +63,10 @@ class Things:
     def bind(self, exchange: str, queue: str, key: str = "#") -> None:
         self._call("POST", "bindings", "e", exchange, "q", queue, body={"routing_key": key})
 
+    def unbind(self, exchange: str, queue: str, key: str = "%23") -> None:
+        path = f"e/{quote(exchange, safe='')}/q/{quote(queue, safe='')}/{key}"
+        self.rabbitmq.api("DELETE", f"/api/bindings/{quote(self.vhost, safe='')}/{path}")
+
     def depth(self, queue: str) -> int:
         return int(self._call("GET", "queues", queue).get("messages", 0))
 

@@ -16,6 +16,7 @@ from tests.integration.cli import Run, channel_to, destination, rows, said, take
 from tests.support.raw import Props
 from tests.support.servers import Postgres, RabbitMQ
 from tests.support.store import opened, owned, parcel, sql
+from tests.support.web import tokens_file
 
 LEVELS = 28
 
@@ -454,10 +455,11 @@ def test_a_route_that_makes_messages_late_and_then_holds_them_is_reported(delaye
 
 
 def test_an_address_that_others_can_reach_is_reported(delayer: Run) -> None:
-    away = "0.0.0.0:9419"
+    away, tokens = "0.0.0.0:9419", tokens_file("t" * 16)
     for listen, more, told in (
         ("127.0.0.1:9419", {}, []), ("[::1]:9419", {}, []), ("", {}, []), (away, {}, ["without a token, so"]),
-        (away, {"DELAYER_HTTP__TOKEN": "t" * 16}, []), (away, {"DELAYER_HTTP__OPEN": "true"}, ["anyone who can reach"]),
+        (away, {"DELAYER_HTTP__TOKENS_FILE": tokens}, []),
+        (away, {"DELAYER_HTTP__OPEN": "true"}, ["anyone who can reach"]),
     ):  # fmt: skip
         seen = json.loads(delayer("check", "--offline", "--json", DELAYER_HTTP__LISTEN=listen, **more).stdout)["checks"]
         found = [row["found"] for row in seen if row["what"] == "http"]

@@ -40,7 +40,7 @@ from tests.support.raw import Message, Props, Raw, number, text
 from tests.support.servers import Postgres, RabbitMQ
 from tests.support.store import sql
 from tests.support.topology import declare
-from tests.support.web import Web
+from tests.support.web import Web, tokens_file
 
 __all__ = ["page", "store"]
 
@@ -330,7 +330,7 @@ async def test_the_daemon_with_these_rights(
 async def test_the_page_of_a_daemon_with_these_rights(rabbitmq: RabbitMQ, postgres: Postgres, page: str) -> None:
     """Its buttons for waiting, held and refused messages; those for refused ones need one more right."""
     await asyncio.to_thread(clear, postgres)
-    http = {"HTTP__LISTEN": "127.0.0.1:0", "HTTP__TOKEN": "open-sesame-open-sesame"}
+    http = {"HTTP__LISTEN": "127.0.0.1:0", "HTTP__TOKENS_FILE": tokens_file("open-sesame-open-sesame")}
     allowed = {"Authorization": "Bearer open-sesame-open-sesame", "Accept": "application/json"}
     async with place(rabbitmq) as vhost:
         url = user_url(rabbitmq, vhost, patterns_of("store"), "delayer-page")

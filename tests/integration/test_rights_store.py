@@ -17,7 +17,7 @@ from delayer.core.operations import Cancel, Term, fold
 from delayer.core.segment import Broken, Restored
 from delayer.core.units import DAY_MS
 from delayer.release.ports import Lane
-from delayer.store import upgrades
+from delayer.store import requests, upgrades
 from delayer.store.admin import actions, audit_log
 from delayer.store.admin.actions import NewDue
 from delayer.store.admin.detail import FoundIn
@@ -118,6 +118,10 @@ async def work(url: str) -> None:
             await store.locks.add_routes([b"limited"])
     finally:
         await store.close()
+    for before in (None, "sent"):  # The second attempt changes the answer of the first.
+        async with requests.attempt(url, b"k" * 32, b"c" * 32) as attempt:
+            assert attempt.before == before
+            attempt.answer = "sent"
     async with sql(url) as connection:
         assert (await check_waiting(connection)).made == 1
     await overview(url)
@@ -244,6 +248,7 @@ async def press(url: str) -> None:
         assert await actions.cancel(connection, [third], log_id=act) == {third: FoundIn.HELD}
         written, *_ = await audit_log.list_entries(connection, 10)
         assert (written.who, written.messages) == ("ada", 3 + 1 + 5 + 1 + 1 + 1)
+        await changes.remove(connection, "tick", who="ada")
 
 
 async def test_the_page_s_buttons_work_with_its_rights(page: str, postgres: Postgres) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import tempfile
 from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
@@ -14,6 +17,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.daemon import DaemonProcess
 
 TIMEOUT = 20.0
+_DIRECTORY = tempfile.TemporaryDirectory(prefix="delayer-tokens-")
+_numbers = count()
+
+
+def tokens_file(*lines: str) -> str:
+    """The path of a new file with these tokens. A line of one word is a token of the role act, called ops."""
+    path = Path(_DIRECTORY.name) / str(next(_numbers))
+    path.write_text("".join(f"{line if ' ' in line else f'ops act {line}'}\n" for line in lines))
+    return str(path)
 
 
 class Answer(NamedTuple):

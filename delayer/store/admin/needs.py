@@ -125,6 +125,7 @@ RIGHTS: Final[Mapping[str, str]] = {
     "SEQUENCE message_id": "USAGE",
     "segment": "SELECT, UPDATE, DELETE",
     "schedule": "SELECT, UPDATE",
+    "request": "SELECT, INSERT, UPDATE, DELETE",
 }
 """The rights of a daemon, as docs/security.md grants them."""
 OF_HISTORY: Final[Mapping[str, str]] = {"history": "OWNER", "history_default": "SELECT, DELETE"}

@@ -109,13 +109,13 @@ MISTAKES = {
     "'--missed': expected skip, once, all": [["schedule", "add", "x", "--missed", "twice"]],
     "'--property': expected properties of": [["schedule", "add", "x", "--property", "message_id=1"]],
     "/nowhere.toml: expected a file that can be read": [["schedule", "apply", "/nowhere.toml"]],
-    "--route is needed": [["--set", 'route=[{"from": "a"}, {"from": "b"}]', "send"]],
+    "--route: expected one": [["--set", 'route=[{"from": "a"}, {"from": "b"}]', "send"]],
     "does not accept an instant": [
         ["--set", 'route=[{"from": "a", "delay_from": ["x-delay"]}]', "send", "--at", "2031-01-31T08:00:00Z"],
         ["--set", 'route=[{"from": "a", "delay_from": []}]', "send", "--delay", "1s"],
     ],
-    "--header x-delay gives the delay too": [["send", "--delay", "1s", "--header", "x-delay:int=5"]],
-    "--header x-due gives the delay too": [
+    "--header: x-delay gives the delay too": [["send", "--delay", "1s", "--header", "x-delay:int=5"]],
+    "--header: x-due gives the delay too": [
         ["--set", 'route=[{"from": "a", "delay_from": ["header:x-due"]}]', "send", "--at", "2031-01-31T08:00:00Z",
          "--header", "x-due:int=5"],
     ],
@@ -197,7 +197,9 @@ def test_unknown_route_lists_the_routes() -> None:
     routes = 'route=[{"from": "orders.in", "to": "o"}, {"from": ""}]'
     result = call("--set", routes, "send", "--route", "order.in")
     assert result.exit_code == ExitCode.USAGE
-    assert result.stderr == ('delayer: no route comes from exchange "order.in"; expected one of "orders.in", ""\n')
+    assert result.stderr == (
+        'delayer: --route: no route comes from exchange "order.in"; expected one of "orders.in", ""\n'
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from delayer.config.loading import SYSTEM_FILE, config_file, load
 from delayer.config.model import AuditRuleTable, DestinationTable, RetryTable, RouteTable, Settings, TakeoverTable
 from delayer.config.sources import env_name, keys_of, known_keys
 from delayer.config.texts import duration_text, names_of
+from delayer.config.tokens import parse_tokens
 from delayer.config.values import duration_ms
 from delayer.daemon.app import changed, live_part
 from tests.support.logged import capture_logs
@@ -71,9 +72,13 @@ def test_the_later_layer_wins(count: int, tmp_path: Path) -> None:
     assert own[count:] == ("delays", 3650 * DAY_MS, 5000)[count:]
 
 
+SOME = {"broker": "amqp://h", "http": "ops act open-sesame-open-sesame"}
+"""What the files of a section contain."""
+
+
 @pytest.mark.parametrize("key", [key for key in known_keys() if len(key) == 2 or key in TOP_LEVEL])
 def test_every_key_can_be_set_by_environment_and_flag(key: tuple[str, ...], tmp_path: Path) -> None:
-    some_file = str(write(tmp_path / "some", "amqp://h" if key[0] == "broker" else "postgresql://localhost"))
+    some_file = str(write(tmp_path / "some", SOME.get(key[0], "postgresql://localhost")))
     texts = {
         ("mode",): "native", ("route",): '[{"from": "a", "to": "b"}]', ("broker", "url"): "amqps://h",
         ("broker", "verify"): "false", ("broker", "heartbeat"): "5s", ("broker", "management_url"): "http://h:15672",
@@ -82,7 +87,6 @@ def test_every_key_can_be_set_by_environment_and_flag(key: tuple[str, ...], tmp_
         ("store", "lanes"): "9", ("store", "restore_ahead"): "9d", ("store", "history_days"): "9",
         ("http", "listen"): "[::1]:80",
         ("http", "metrics_listen"): "[::1]:81", ("http", "metrics_routes"): "3", ("http", "open"): "true",
-        ("http", "token"): "open-sesame-open",
         ("intake", "give_back_after"): "9m", ("intake", "queue_type"): "classic",
         ("intake", "consumers"): "shared", ("log", "format"): "console", ("log", "level"): "debug",
         ("audit", "rule"): '[{"name": "a", "sql": "SELECT 1"}]',
@@ -367,9 +371,7 @@ def test_the_examples_are_valid(file: Path) -> None:
     assert settings != load(NO_FILE, {}, {"store.url": "postgresql://localhost/delayer"})
 
 
-def test_a_token_is_read_from_its_file_and_never_shown(tmp_path: Path) -> None:
-    file = write(tmp_path / "token", "open-sesame-open-sesame\n")
-    settings = load(NO_FILE, {}, {"http.token_file": str(file)})
-    assert settings.http.token is not None
-    assert settings.http.token.reveal() == "open-sesame-open-sesame"
-    assert "sesame" not in f"{settings!r} {settings.http.token} {settings.model_dump()}"
+def test_no_token_is_shown() -> None:
+    [token], _ = parse_tokens("ops act open-sesame-open-sesame\n")
+    assert token.plain is not None and token.plain.reveal() == "open-sesame-open-sesame"
+    assert "sesame" not in f"{token!r} {token}"

@@ -244,7 +244,7 @@ DEEP = "an unknown one" if sys.version_info < (3, 14) else "thousands of levels"
         (b"a = " + b"[" * 40 + b"]" * 40, "an unknown one"),
         (b".".join([b"a"] * 5_000) + b" = 1", DEEP),
         (b".".join([b"broker", *[b"a"] * 5_000]) + b" = 1", DEEP),
-        (b"[http]\ntoken = " + b"[" * 90 + b"]" * 90, "something else (not shown)"),
+        (b"[http]\nlabel = " + b"[" * 90 + b"]" * 90, "a list of 1"),
         (b'mode = "\xff"\n', "'utf-8' codec can't decode byte 0xff in position 8: invalid start byte"),
     ],
 )
@@ -309,7 +309,7 @@ SECRETS = [
     {"broker": '{"password": "hunter2"}'},
     {"broker.password": "hunter2"},
     {"http.listen": "http://u:hunter2@h"},
-    {"http.token": "hunter2"},
+    {"http.tokens": "ops act hunter2"},
     {"log.level": "postgresql://u:hunter2@h/d"},
 ]
 """More than the secrets of tests/unit/imports/test_secrets.py."""
@@ -320,7 +320,7 @@ def test_no_error_shows_a_secret(flags: dict[str, str], tmp_path: Path) -> None:
     everything = [*problems(NO_FILE, {}, flags)]
     file = tmp_path / "secret"
     for key, value in flags.items():
-        if key in ("broker.url", "store.url", "http.token"):
+        if key in ("broker.url", "store.url", "http.tokens"):
             file.write_text(value)
             everything += problems(NO_FILE, {}, {f"{key}_file": str(file)})
     text = "\n".join(str(one) + repr(one) for one in everything)

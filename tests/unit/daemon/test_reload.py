@@ -280,12 +280,12 @@ def test_keys_that_change_while_the_daemon_runs() -> None:
         intake={"max_delay": "1d"},
         store=STORE | {"park_beyond": "1h", "restore_ahead": "2d"},
         log={"level": "debug", "format": "console"},
-        http={"token": "open-sesame-open", "open": True},
+        http={"tokens_file": "/tokens", "open": True},
     )
     old = settings(store=STORE)
     assert live_part(old, new) == new
     in_store = ["store.park_beyond", "store.restore_ahead"]
-    others = ["http.open", "http.token", "log.format", "log.level"]
+    others = ["http.open", "http.tokens_file", "log.format", "log.level"]
     assert changed(old, new) == ["mode", "intake.max_delay", "route", "destination", *in_store, *others]
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.requests import Request
 
 from delayer.config.texts import is_loopback
-from delayer.core.secret import Secret
-from delayer.http.access import COOKIE, LASTS, LONGEST, Sessions, cookie_name, from_our_page, host_is_ours
+from delayer.config.tokens import Role
+from delayer.http.access import COOKIE, LASTS, LONGEST, Sessions, Tokens, cookie_name, from_our_page, host_is_ours
+from tests.support.logged import capture_logs
+from tests.support.web import tokens_file
 
 TOKEN = "open-sesame-open-sesame"
 
@@ -53,12 +57,19 @@ def test_posts_of_other_pages_are_refused(method: str, site: str, origin: str, l
 
 
 class Place:
-    """Sessions, with a clock and a token that the test can change."""
+    """Sessions, with a clock and a file of tokens that the test can change."""
 
-    def __init__(self, token: str | None = TOKEN, **more: int) -> None:
-        self.token = None if token is None else Secret(token)
+    def __init__(self, **more: int) -> None:
+        self.file: str | None = tokens_file(TOKEN)
         self.now = 0.0
-        self.sessions = Sessions(lambda: self.token, lambda: self.now, **more)
+        self.sessions = Sessions(Tokens(lambda: self.file), lambda: self.now, **more)
+
+    def open(self, said: str, who: str) -> str | None:
+        return self.sessions.open(said, who, "::1")
+
+    def who(self, request: Request) -> str | None:
+        client = self.sessions.client(request)
+        return None if client is None else client.who
 
 
 @pytest.fixture
@@ -74,21 +85,21 @@ def request(cookie: str | None = "", authorization: str = "") -> Request:
 
 
 async def test_the_token_opens_a_session_for_a_while(place: Place) -> None:
-    name = place.sessions.open(TOKEN, "ada (page, ::1)")
-    assert place.sessions.who(request(name)) == "ada (page, ::1)"
+    name = place.open(TOKEN, "ada")
+    assert place.who(request(name)) == "ada (token ops, page, ::1)"
     place.now = LASTS - 1
-    assert place.sessions.who(request(name)) == "ada (page, ::1)"
+    assert place.who(request(name)) == "ada (token ops, page, ::1)"
     place.now += LASTS + 1
-    assert place.sessions.who(request(name)) is None
+    assert place.who(request(name)) is None
 
 
 async def test_no_session_lasts_forever(place: Place) -> None:
-    name = place.sessions.open(TOKEN, "ada")
+    name = place.open(TOKEN, "ada")
     while place.now < LONGEST:
-        assert place.sessions.who(request(name)) == "ada"
+        assert place.who(request(name)) == "ada (token ops, page, ::1)"
         place.now += LASTS
     place.now += 1
-    assert place.sessions.who(request(name)) is None
+    assert place.who(request(name)) is None
 
 
 @pytest.mark.parametrize(
@@ -104,26 +115,82 @@ def test_two_daemons_of_a_host_have_a_cookie_each(host: str, name: str) -> None:
 
 async def test_clients_without_the_token_stay_outside(place: Place) -> None:
     for said in ("", "wrong", TOKEN[:-1], TOKEN + "x", "\udc80"):
-        assert place.sessions.open(said, "eve") is None
-    assert place.sessions.who(request("invented")) is None
-    assert place.sessions.who(request()) is None
+        assert place.open(said, "eve") is None
+    assert place.who(request("invented")) is None
+    assert place.who(request()) is None
 
 
 async def test_another_token_ends_the_sessions_of_the_last(place: Place) -> None:
-    name = place.sessions.open(TOKEN, "ada")
-    place.token = Secret("another-token-altogether")
-    assert place.sessions.who(request(name)) is None
-    place.token = None
-    assert place.sessions.open("", "eve") is None
+    name = place.open(TOKEN, "ada")
+    place.file = tokens_file("another-token-altogether")
+    assert place.who(request(name)) is None
+    place.file = None
+    assert place.open("", "eve") is None
     assert not place.sessions.can_open
 
 
 async def test_a_wrong_header_is_refused_despite_a_valid_cookie(place: Place) -> None:
-    name = place.sessions.open(TOKEN, "ada")
-    assert place.sessions.who(request(name, "Bearer wrong")) is None
+    name = place.open(TOKEN, "ada")
+    assert place.who(request(name, "Bearer wrong")) is None
 
 
 async def test_the_number_of_sessions_is_bounded() -> None:
     place = Place(most=3)
-    names = [place.sessions.open(TOKEN, str(n)) for n in range(5)]
-    assert [place.sessions.who(request(name)) for name in names] == [None, None, "2", "3", "4"]
+    names = [place.open(TOKEN, str(n)) for n in range(5)]
+    assert [place.who(request(name)) for name in names] == [
+        None,
+        None,
+        *(f"{n} (token ops, page, ::1)" for n in (2, 3, 4)),
+    ]
+
+
+HASH = hashlib.sha256(TOKEN.encode()).hexdigest()
+LINES = {
+    "shop publish open-sesame": "line 2: expected a token of at least 16 printable ASCII characters",
+    "shop publish sha256:abc": "line 2: expected 64 hexadecimal digits after sha256:",
+    "shop admin open-sesame-open": "line 2: expected a role of read, publish, act",
+    "-shop act open-sesame-open": "line 2: expected a name of 1 to 64 letters",
+    "shop act open sesame-open-sesame": "line 2: expected NAME ROLE TOKEN",
+    "a act open-sesame-open-sesame-again": "line 2: expected a name that no line above has",
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_with_a_mistake_lets_nobody_in_and_is_logged_once(line: str) -> None:
+    tokens = Tokens(lambda: file)
+    file = tokens_file(f"a read {TOKEN}", line)
+    with capture_logs() as logs:
+        found = [tokens.find(TOKEN) for _ in range(3)]
+    assert [one.name for one in found if one] == ["a"] * 3
+    assert tokens.find(line.rsplit(maxsplit=1)[-1]) is None
+    [told] = logs
+    assert told["event"] == "token not used" and told["reason"].startswith(LINES[line])
+    assert not set(told["reason"].split()) & {"open-sesame", "open-sesame-open"}
+
+
+def test_the_file_is_read_again_when_it_changes() -> None:
+    file = tokens_file(f"a read {TOKEN}", f"b publish sha256:{HASH}")
+    tokens = Tokens(lambda: file)
+    found = tokens.find(TOKEN)
+    assert found is not None and (found.name, found.role) == ("b", Role.PUBLISH), "of two with one token, the last"
+    Path(file).write_text(f"# {HASH}\n\nc act {TOKEN}\n")
+    found = tokens.find(TOKEN)
+    assert found is not None and (found.name, found.role) == ("c", Role.ACT)
+    with capture_logs() as logs:
+        for _ in range(3):
+            Path(file).unlink(missing_ok=True)
+            assert tokens.find(TOKEN) is None
+    assert [one["reason"] for one in logs] == ["No such file or directory"]
+    Path(file).write_text(f"d read {TOKEN}\n")
+    assert tokens.find(TOKEN) is not None
+
+
+@pytest.mark.parametrize(
+    ("role", "allowed"), [("read", {"read"}), ("publish", {"publish"}), ("act", {"read", "publish", "act"})]
+)
+def test_a_role_allows_no_more_than_it_says(role: str, allowed: set[str]) -> None:
+    place = Place()
+    place.file = tokens_file(f"a {role} {TOKEN}")
+    asked = request(None, f"Bearer {TOKEN}")
+    assert {needed for needed in Role if place.sessions.allows(asked, needed)} == allowed
+    assert (place.open(TOKEN, "ada") is not None) == ("read" in allowed), "the page is for reading"

@@ -6,9 +6,9 @@ from uuid import UUID
 
 import pytest
 
-from delayer.cli.schedule_fields import FIELDS, differences, new_schedule, read_schedules, texts_of, with_fields
 from delayer.core.message import Target
 from delayer.format.reading import decode_properties
+from delayer.http.schedule_fields import FIELDS, differences, new_schedule, read_schedules, texts_of, with_fields
 from delayer.schedule.occurrence import occurrence
 from delayer.schedule.rhythm import Cron, Every
 from delayer.schedule.schedule import MOST_CAUGHT_UP, Schedule, problems
@@ -97,7 +97,8 @@ def test_what_is_no_file_of_schedules_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max", -1), ("max", True), ("missed", "never"), ("body_b64", "?"), ("headers", {"a": [1]}), ("first", "soon"),
+        ("max", -1), ("max", True), ("missed", "never"), ("missed", [1]), ("body_b64", "?"),
+        ("headers", {"a": [1]}), ("first", "soon"),
         ("properties", {"user_id": "x"}), ("properties", {"expiration": "1s"}), ("properties", {"priority": 256}),
         ("properties", {"type": "x" * 256}), ("properties", 1), ("headers", 1),
     ],

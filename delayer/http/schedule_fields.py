@@ -60,8 +60,8 @@ def _whole(value: object) -> int:
 
 
 def _missed(value: object) -> int:
-    if value in _MISSED:
-        return _MISSED[str(value)]
+    if isinstance(value, str) and value in _MISSED:
+        return _MISSED[value]
     try:
         return _whole(value)
     except Expected:

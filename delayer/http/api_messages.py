@@ -1,0 +1,497 @@
+"""/api/messages: send messages, list them, cancel and reschedule them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import math
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Final, Literal, NamedTuple, cast
+
+import structlog
+from pydantic import AfterValidator, BeforeValidator, Field, StrictStr, WithJsonSchema, model_validator
+
+from delayer.amqp.errors import BrokerLost
+from delayer.amqp.properties import entry, long_string, splice
+from delayer.amqp.values import CONFIRMED, Outgoing
+from delayer.config.errors import Expected
+from delayer.config.texts import check_header, instant_ms
+from delayer.config.tokens import Role
+from delayer.config.values import duration_ms
+from delayer.core.errors import StoreLost, Unconfirmed
+from delayer.core.filters import Filter, place_text
+from delayer.core.hold import Hold
+from delayer.core.marks import ID
+from delayer.core.message import as_text, raw
+from delayer.core.operations import Cancel
+from delayer.core.plan import LATEST_MS, Refuse
+from delayer.core.readable import counted, instant
+from delayer.http import as_json, forms, render
+from delayer.http.compose import Publishable, Unsendable, compose
+from delayer.http.endpoints import Call, Endpoint, Fields, in_words, read_json
+from delayer.http.pages import Pages
+from delayer.http.problems import HttpProblem, WrongField
+from delayer.http.recent import host_ms
+from delayer.http.shapes import ChangeJson, MessageJson, MessagesJson, SentJson, SentLineJson, SentLinesJson
+from delayer.http.view import NO_STORE, ROWS
+from delayer.store import requests, waiting
+from delayer.store.admin.actions import NewDue
+from delayer.store.admin.changes import StoredChange
+from delayer.store.session import read_connection
+
+log = structlog.get_logger(__name__)
+
+PATH: Final = "/api/messages"
+MOST_LINES: Final = 1_000
+MOST_BYTES: Final = 4 << 20
+"""Of one request."""
+LONGEST_EXPIRATION: Final = (1 << 32) - 1
+"""The broker closes the channel over a longer one."""
+LONGEST_KEY: Final = 255
+"""Maximum characters of an Idempotency-Key."""
+_NAMESPACE: Final = uuid.UUID("5b2b4c0e-4a4a-4f0e-9d0b-6f3f2b3a9c11")
+_DURATION: Final[dict[str, Any]] = {
+    "anyOf": [
+        {"type": "integer", "minimum": 0, "maximum": 36_500 * 86_400_000},
+        {"type": "string", "pattern": r"^[0-9]{1,7}(ms|s|m|h|d)$", "examples": ["250ms", "10s", "30m", "12h", "30d"]},
+    ]
+}
+_INSTANT: Final[dict[str, Any]] = {
+    "anyOf": [{"type": "integer", "minimum": 0, "maximum": LATEST_MS}, {"type": "string", "format": "date-time"}]
+}
+_HEADERS: Final[dict[str, Any]] = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
+
+
+def _delay(value: object) -> int:
+    if isinstance(value, str):
+        return duration_ms(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 36_500 * 86_400_000:
+        raise Expected('a delay in milliseconds, or a duration such as "10s", "30m", "12h" or "30d"')
+    return value
+
+
+def _due(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LATEST_MS:
+        return value
+    try:
+        found = instant_ms(value if isinstance(value, str) else "")
+    except (Expected, OverflowError):
+        found = -1
+    if not 0 <= found <= LATEST_MS:
+        raise Expected("an instant with its offset, such as 2031-01-31T08:00:00Z, or epoch milliseconds")
+    return found
+
+
+def _headers(given: object) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping):
+        raise Expected("an object of headers")
+    for name, value in given.items():
+        if name in ("CC", "BCC"):  # Each is an array in AMQP, and the broker closes the channel over anything else.
+            raise Expected(f"no {name}, because JSON headers are no arrays; send each copy as a message")
+        check_header(name, value)
+    return given
+
+
+def _finite(value: object) -> object:
+    """JSON has no NaN and no infinity, but Python reads them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise Expected("a finite number")
+    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _finite(one)
+    return value
+
+
+def _base64(value: str) -> bytes:
+    try:
+        return base64.b64decode(value, validate=True)
+    except ValueError:
+        raise Expected("base64") from None
+
+
+def _digits(value: str) -> str:
+    if not (value.isascii() and value.isdecimal() and len(value) <= 10 and int(value) <= LONGEST_EXPIRATION):
+        raise Expected(f"an expiration of at most {LONGEST_EXPIRATION} milliseconds, as digits in a string")
+    return value
+
+
+DelayField = Annotated[int, BeforeValidator(_delay), WithJsonSchema(_DURATION)]
+DueField = Annotated[int, BeforeValidator(_due), WithJsonSchema(_INSTANT)]
+Name = Annotated[StrictStr, Field(max_length=255)]
+PROPERTIES: Final = (
+    "content_type", "content_encoding", "correlation_id", "reply_to", "type", "app_id", "priority", "expiration",
+)  # fmt: skip
+
+
+class NewMessage(Fields):
+    """A message to send, and its delay."""
+
+    exchange: Name | None = None
+    """The exchange of a route, to which a publisher would send the message. Default: delayer.in, or the only one."""
+    routing_key: Name = ""
+    """The routing key, which it has at its destination too, unless the route says otherwise."""
+    delay: DelayField | None = None
+    """Milliseconds from now, or a duration such as "30m"."""
+    due: DueField | None = None
+    """When it is due: RFC 3339 with an offset, or epoch milliseconds."""
+    key: Annotated[StrictStr, Field(min_length=1, max_length=255)] | None = None
+    """Its x-delay-key: it replaces the message that waits under this key."""
+    key_mode: Literal["replace", "keep", "debounce"] | None = None
+    """What it does with the message that waits under the key."""
+    key_ceiling: DelayField | None = None
+    """The ceiling of debounce, like delay."""
+    headers: Annotated[Mapping[str, Any], BeforeValidator(_headers), WithJsonSchema(_HEADERS)] = {}
+    """AMQP headers: strings, integers of 64 bits, floats of 32 bits, booleans."""
+    body: StrictStr | None = None
+    """The body as text, in UTF-8."""
+    body_json: Annotated[Any, AfterValidator(_finite)] = None
+    """The body as JSON; content_type is then application/json, unless given."""
+    body_b64: Annotated[StrictStr, Field(json_schema_extra={"contentEncoding": "base64"})] | None = None
+    """The body as bytes, in base64."""
+    message_id: Name | None = None
+    """Default: a random UUID; with an Idempotency-Key, a UUID made of that."""
+    content_type: Name | None = None
+    content_encoding: Name | None = None
+    correlation_id: Name | None = None
+    reply_to: Name | None = None
+    type: Name | None = None
+    app_id: Name | None = None
+    priority: Annotated[int, Field(strict=True, ge=0, le=255)] | None = None
+    expiration: Annotated[StrictStr, AfterValidator(_digits)] | None = None
+    """AMQP's own time to live in milliseconds, at the destination."""
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> NewMessage:
+        for names in (("delay", "due"), ("body", "body_json", "body_b64")):
+            found = [name for name in names if getattr(self, name) is not None]
+            found += ["body_json"] if "body_json" in names and self.has_json and self.body_json is None else []
+            if len(found) > 1:
+                raise Expected(f"one of {', '.join(names)}, found {' and '.join(found)}")
+        if self.body_b64 is not None:
+            _base64(self.body_b64)
+        return self
+
+    @property
+    def has_json(self) -> bool:
+        return "body_json" in self.model_fields_set
+
+    @property
+    def content(self) -> bytes:
+        if self.has_json:
+            return json.dumps(self.body_json, ensure_ascii=False, separators=(",", ":")).encode()
+        return _base64(self.body_b64) if self.body_b64 is not None else (self.body or "").encode()
+
+    @property
+    def properties(self) -> dict[str, str | int]:
+        kind = {"content_type": "application/json"} if self.has_json else {}
+        return kind | {name: value for name in PROPERTIES if (value := getattr(self, name)) is not None}
+
+
+class _Draft(NamedTuple):
+    """Satisfies compose.MessageFields."""
+
+    route: str | None
+    routing_key: str
+    delay_key: str | None
+    delay_key_mode: str | None
+    delay_key_ceiling: int | None
+    delay: int | None
+    at: int | None
+    headers: Mapping[str, Any]
+    message_id: str | None
+    body: bytes
+
+
+_NAMES: Final = {"route": "exchange", "delay_key": "key", "at": "due", "header": "headers"}
+"""Fields of a draft that a message has by another name."""
+
+
+class OneMessage(Fields):
+    """Which messages: by their key or by their message_id."""
+
+    key: str = ""
+    """The x-delay-key of the message that waits."""
+    message_id: str = ""
+    """The message_id that its publisher gave it. Reads every waiting message."""
+
+
+class Listing(Fields):
+    """A filter: all given fields match. An empty field means any."""
+
+    route: str = ""
+    to_exchange: str = ""
+    """The exchange that it goes to; amq.default for the default one."""
+    to_key: str = ""
+    key: str = ""
+    message_id: str = ""
+    header: str = ""
+    """NAME=VALUE."""
+    due_after: str = ""
+    """An RFC 3339 instant, or a duration from now such as 2h."""
+    due_before: str = ""
+    after: str = ""
+    """Where the page begins, as `next` of the page before has it."""
+
+
+class NewTime(Fields):
+    """Another due instant."""
+
+    delay: DelayField | None = None
+    """From now."""
+    due: DueField | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> NewTime:
+        if (self.delay is None) == (self.due is None):
+            raise Expected("either delay or due")
+        return self
+
+
+class Ready(NamedTuple):
+    """A message to publish, and the answer once that is confirmed. ``line``: None for a single one."""
+
+    outgoing: Outgoing
+    told: SentJson
+    line: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesApi:
+    """The handlers."""
+
+    pages: Pages
+    changes: asyncio.Semaphore
+    looks: asyncio.Semaphore
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        once = "Up to 255 characters. The same request with the same key takes effect once. Needs a store."
+        who = [("X-Delayer-Who", "Who asks for it, for the audit log.")]
+        one = partial(Endpoint, path=PATH, role=Role.ACT, result=ChangeJson, query=OneMessage, headers=who)
+        return [
+            Endpoint("GET", PATH, self.list_messages, MessagesJson, query=Listing, problems=(404,)),
+            Endpoint(
+                "POST", PATH, self.send_messages, SentJson | SentLinesJson, Role.PUBLISH, body=NewMessage, lines=True,
+                status=202, problems=(409,), headers=[("Idempotency-Key", once)],
+            ),
+            one("DELETE", handler=self.cancel_messages, problems=(404,)),
+            one("PATCH", handler=self.reschedule_messages, body=NewTime, problems=(404,)),
+            Endpoint("GET", PATH + "/{name:path}", self.show_message, MessageJson, problems=(404,)),
+        ]  # fmt: skip
+
+    async def list_messages(self, call: Call) -> MessagesJson:
+        """List waiting messages, 50 at a time, in the order of their due instants."""
+        given = {name: text for name, text in call.query.model_dump().items() if text}
+        form = forms.searched(given, host_ms())
+        after = forms.place(given.get("after", "")) or waiting.BEGINNING
+        async with self.looks, read_connection(self.pages.answers.url, "list") as connection:
+            found = await waiting.find(connection, form.wanted, ROWS, after)
+        onward = "" if found.after is None else f"{PATH}?{render.query(form.given, after=place_text(found.after))}"
+        messages = [as_json.entry(one) for one in found.messages]
+        return {"messages": messages, "bounded": found.bounded, "broken": len(found.broken), "next": onward}
+
+    async def show_message(self, call: Call) -> MessageJson:
+        """Show one message, waiting or held. Its name is its id, such as id:48213, or a message_id of its own."""
+        async with self.looks:
+            return as_json.message(await self.pages.one(call.request, call.name))
+
+    async def cancel_messages(self, call: Call) -> ChangeJson:
+        """Cancel the messages that wait under a key, or with a message_id. They will not be delivered."""
+        return await self._change(call, "cancel", None)
+
+    async def reschedule_messages(self, call: Call) -> ChangeJson:
+        """Give the messages that wait under a key, or with a message_id, another due instant."""
+        new: NewTime = call.body
+        at_ms = new.due if new.due is not None else host_ms() + (new.delay or 0)
+        return await self._change(call, "reschedule", NewDue(at_ms))
+
+    async def _change(self, call: Call, verb: str, when: NewDue | None) -> ChangeJson:
+        key, message_id = call.query.key, call.query.message_id
+        if bool(key) == bool(message_id):
+            wrong: WrongField = {"where": "query", "expected": "either key or message_id, not empty"}
+            raise HttpProblem(400, f"Query: {in_words([wrong])}.", errors=[wrong])
+        answers = self.pages.answers
+        wanted = Filter(key=raw(key)) if key else Filter(message_id=raw(message_id))
+        change = StoredChange(answers.url, verb, wanted, when=when)
+        async with self.changes:
+            try:
+                result = await asyncio.shield(change.carry_out(call.who))
+            finally:
+                answers.forget()
+        if not result.messages:
+            raise HttpProblem(
+                404, self._absence(key, message_id), next_step=f"look at {PATH}, /api/held and /api/refused"
+            )
+        return {"heading": result.heading, "done": result.messages, "lines": list(result.lines), "found": {}}
+
+    def _absence(self, key: str, message_id: str) -> str:
+        which = f"under the key {key[:100]!r}" if key else f"with the message_id {message_id[:100]!r}"
+        text = f"No message waits {which}: it was delivered, cancelled or held, or it never arrived."
+        if message_id and self.pages.answers.settings.mode == "native":
+            text += " In native mode the broker keeps messages without a key, and nothing can find them there."
+        return text
+
+    async def send_messages(self, call: Call) -> SentJson | SentLinesJson:
+        """Send a message, or several as JSON lines. The answer comes once the broker has confirmed them all. If the
+        daemon would refuse one, none is sent. If the broker takes only some, the answer is 503, and `results` has each;
+        the same request with the same Idempotency-Key then sends only the rest."""
+        key = call.request.headers.get("idempotency-key")
+        text = await call.request.body()
+        if key is None:
+            return await self._send(await self._compose(call, None))
+        if not 0 < len(key) <= LONGEST_KEY:
+            raise HttpProblem(400, f"Idempotency-Key: expected 1 to {LONGEST_KEY} characters, found {len(key)}.")
+        if not self.pages.answers.has_store:
+            raise HttpProblem(
+                400,
+                f"Idempotency-Key: expected none, because it needs a store, and none is configured. {NO_STORE}",
+                next_step="leave the header out and give the message a message_id, by which its consumer knows a copy",
+            )
+        assert call.client is not None
+        scope = hashlib.sha256(f"{call.client.token}\0{key}".encode("latin-1", "replace")).digest()
+        content = hashlib.sha256(text).digest()
+        return await self._send_once(call, scope, content)
+
+    async def _send_once(self, call: Call, scope: bytes, content: bytes) -> SentJson | SentLinesJson:
+        done: SentJson | SentLinesJson | None = None
+        part: HttpProblem | None = None
+        try:
+            async with self.changes, requests.attempt(self.pages.answers.url, scope, content) as attempt:
+                before = json.loads(attempt.before) if attempt.before else {}
+                if "sent" in before and not before.get("failed"):
+                    return _answer_of(before)
+                confirmed = {one["line"]: one["sent"] for one in before.get("results", ()) if one["sent"]}
+                try:
+                    done = await self._send(await self._compose(call, scope), confirmed)
+                    attempt.answer = json.dumps(done if "results" in done else {"sent": done, "failed": 0})
+                except HttpProblem as problem:
+                    if "results" not in problem.more:
+                        raise
+                    # Not raised here, because that would roll back the answer.
+                    part, results = problem, problem.more["results"]
+                    attempt.answer = json.dumps({"sent": 0, "failed": 1, "results": results})
+        except requests.RequestUnderWay:
+            raise HttpProblem(
+                409, "Idempotency-Key: another request with this key is under way.", headers={"Retry-After": "1"}
+            ) from None
+        except requests.OtherRequest:
+            raise HttpProblem(
+                422,
+                "Idempotency-Key: expected the same request as before with this key, found another.",
+                next_step="use another key for another request",
+            ) from None
+        except StoreLost as lost:
+            if done is None and part is None:
+                raise
+            # An error would make the client send again what is sent.
+            log.warning("answer not kept", reason=str(lost), next_step="a repeated request sends its messages again")
+        if part is not None:
+            raise part
+        assert done is not None
+        return done
+
+    async def _compose(self, call: Call, scope: bytes | None) -> list[Ready]:
+        """Compose all messages. Raises HttpProblem with the mistakes of all."""
+        if isinstance(call.body, NewMessage):
+            return [self._ready(call.body, None, scope)]
+        texts = [(number, text) for number, text in enumerate(call.body.split(b"\n"), 1) if text.strip()]
+        if not 0 < len(texts) <= MOST_LINES:
+            raise HttpProblem(422, f"Body: expected 1 to {MOST_LINES} lines, found {len(texts)}.")
+        found: list[Ready] = []
+        wrong: list[WrongField] = []
+        for count, (number, text) in enumerate(texts):
+            if count % 50 == 49:
+                await asyncio.sleep(0)  # Lets the daemon's messages through.
+            try:
+                found.append(self._ready(read_json(NewMessage, text, f"line {number}"), number, scope))
+            except HttpProblem as problem:
+                wrong += problem.more["errors"]
+        if wrong:
+            raise HttpProblem(422, f"Body: {in_words(wrong)}. Nothing was sent.", errors=wrong[:100])
+        return found
+
+    def _ready(self, new: NewMessage, line: int | None, scope: bytes | None) -> Ready:
+        """Compose a message, and ask what the daemon would do with it. Raises HttpProblem."""
+        inside, now_ms = self.pages.answers.inside, host_ms()
+        message_id = new.message_id
+        if not message_id and scope is not None:
+            message_id = str(uuid.uuid5(_NAMESPACE, f"{scope.hex()} {line or 0}"))
+        draft = _Draft(
+            new.exchange, new.routing_key, new.key, new.key_mode, new.key_ceiling, new.delay, new.due, new.headers,
+            message_id, new.content,
+        )  # fmt: skip
+        where = "" if line is None else f"line {line} "
+        try:
+            made = compose(inside.settings, draft, now_ms, new.properties)
+        except Unsendable as wrong:
+            raise _wrong(where + _NAMES.get(wrong.field, wrong.field), wrong.text.removeprefix("expected ")) from None
+        outgoing = _outgoing(made)
+        plan = inside.plan(outgoing)
+        if isinstance(plan, Refuse):
+            raise _wrong(where + "message", f"one that the daemon does not refuse, found: {plan.reason}")
+        cancels = as_text(plan.key) if isinstance(plan, Cancel) and isinstance(plan.key, bytes) else None
+        due_ms = None if isinstance(plan, Cancel) else plan.due_ms
+        due = None if due_ms is None else instant(due_ms, exact=True)
+        told: SentJson = {
+            "message_id": str(made.properties.message_id),
+            "exchange": made.exchange,
+            "routing_key": made.routing_key,
+            "due_ms": due_ms,
+            "due": due,
+            "cancels": cancels,
+        }
+        return Ready(outgoing, told, line)
+
+    async def _send(
+        self, messages: Sequence[Ready], confirmed: Mapping[int | None, SentJson] | None = None
+    ) -> SentJson | SentLinesJson:
+        """Publish what is not ``confirmed`` yet. Raises HttpProblem unless the broker takes it all."""
+        confirmed = confirmed or {}
+        left = [one for one in messages if one.line not in confirmed]
+        try:
+            outcomes: Sequence[object] = await self.pages.answers.inside.publish([one.outgoing for one in left])
+            lost = ""
+        except BrokerLost as error:
+            lost = str(error)
+            outcomes = error.outcomes if isinstance(error, Unconfirmed) else [None] * len(left)
+        errors = {
+            one.line: outcome.text if isinstance(outcome, Hold) else lost or "the broker did not confirm it"
+            for one, outcome in zip(left, outcomes, strict=True)
+            if outcome is not CONFIRMED
+        }
+        results: list[SentLineJson] = [
+            {"line": one.line or 0, "sent": None, "error": errors[one.line]}
+            if one.line in errors
+            else {"line": one.line or 0, "sent": confirmed.get(one.line, one.told), "error": None}
+            for one in messages
+        ]
+        if not errors:
+            if messages[0].line is None:
+                return messages[0].told
+            return {"sent": len(messages), "failed": 0, "results": results}
+        reason = next(iter(errors.values()))
+        step = "run `delayer check`, and send it again; a message without a confirm may come twice"
+        if messages[0].line is None:
+            raise HttpProblem(503, f"The broker did not take the message: {reason}.", next_step=step)
+        text = f"The broker did not take {len(errors)} of {counted(len(messages), 'message')}: {reason}."
+        raise HttpProblem(503, text, next_step=step, results=results)
+
+
+def _answer_of(before: Mapping[str, Any]) -> SentJson | SentLinesJson:
+    return cast(SentLinesJson, before) if "results" in before else cast(SentJson, before["sent"])
+
+
+def _wrong(where: str, expected: str) -> HttpProblem:
+    wrong: WrongField = {"where": where, "expected": expected}
+    return HttpProblem(422, f"Body: {in_words([wrong])}.", errors=[wrong])
+
+
+def _outgoing(made: Publishable) -> Outgoing:
+    """The publish of a message. Its token, by which a return names it, is a leftover to the intake."""
+    token = uuid.uuid4().hex.encode()
+    properties = splice(made.properties.marshal(), remove={ID}, append=entry(ID, long_string(token)))
+    return Outgoing(made.exchange.encode(), made.routing_key.encode(), properties, made.body, token)

@@ -1,0 +1,151 @@
+"""Messages as a publisher sends them: to the exchange of a route, with the headers that say what is wanted. Made
+of fields, for `delayer send` and for HTTP."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, Final, NamedTuple, Protocol
+
+from pamqp.commands import Basic
+
+from delayer.amqp.values import SHORT_STRING
+from delayer.config.errors import format_found
+from delayer.config.model import RouteTable, Settings
+from delayer.config.texts import Scalar
+from delayer.core.delay_sources import header_of
+
+USUAL: Final = "delayer.in"
+"""The exchange of the sample configuration."""
+_YEAR_10000: Final = 253_402_300_800
+_RELATIVE: Final = ("x-delay", "x-opt-delivery-delay")
+_ABSOLUTE: Final = ("x-deliver-at", "x-opt-delivery-time")
+
+
+class Unsendable(ValueError):
+    """``field`` cannot be sent: ``text`` says what is expected, and what was found."""
+
+    def __init__(self, field: str, text: str) -> None:
+        super().__init__(f"{field}: {text}")
+        self.field, self.text = field, text
+
+
+class MessageFields(Protocol):
+    """A message's fields. Times are in milliseconds. ``properties``: by their AMQP names."""
+
+    @property
+    def route(self) -> str | None: ...
+    @property
+    def routing_key(self) -> str: ...
+    @property
+    def delay_key(self) -> str | None: ...
+    @property
+    def delay_key_mode(self) -> str | None: ...
+    @property
+    def delay_key_ceiling(self) -> int | None: ...
+    @property
+    def delay(self) -> int | None: ...
+    @property
+    def at(self) -> int | None: ...
+    @property
+    def headers(self) -> Mapping[str, Any]: ...
+    @property
+    def message_id(self) -> str | None: ...
+    @property
+    def body(self) -> bytes: ...
+
+
+class Publishable(NamedTuple):
+    """A message to publish."""
+
+    exchange: str
+    routing_key: str
+    properties: Basic.Properties
+    body: bytes
+
+
+def compose(
+    settings: Settings, draft: MessageFields, now_ms: int, properties: Mapping[str, str | int] | None = None
+) -> Publishable:
+    """Compose a message for these settings. Raises Unsendable."""
+    route, key = _route(settings, draft.route), draft.routing_key
+    headers = dict(draft.headers)
+    for name in ("delay_key", "delay_key_mode", "delay_key_ceiling"):
+        if (given := getattr(draft, name)) is not None:
+            headers[f"x-{name.replace('_', '-')}"] = given
+    if not route.from_:
+        # Straight to the intake queue, a header has the destination's key.
+        if key:
+            headers.setdefault("x-delay-routing-key", key)
+        key = settings.intake.queue
+    message_id = draft.message_id or str(uuid.uuid4())
+    for name, value in (("routing_key", key), ("message_id", message_id), ("delay_key", draft.delay_key or "")):
+        _check_short(name, value)
+    timestamp = _ask(headers, route, draft, now_ms=now_ms)
+    more = {}
+    for name, one in (properties or {}).items():
+        _check_short(name, str(one))
+        more["message_type" if name == "type" else name] = one  # As pamqp calls it.
+    return Publishable(
+        route.from_,
+        key,
+        Basic.Properties(
+            headers={**headers} or None,
+            delivery_mode=2,
+            message_id=message_id,
+            timestamp=None if timestamp is None else datetime.fromtimestamp(timestamp, UTC),
+            **more,  # type: ignore[arg-type] # pamqp names each property
+        ),
+        draft.body,
+    )
+
+
+def _check_short(name: str, value: str) -> None:
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError:  # An argument may have other bytes.
+        raise Unsendable(name, "expected UTF-8") from None
+    if size > SHORT_STRING:
+        raise Unsendable(name, f"expected at most {SHORT_STRING} bytes, found {size}")
+
+
+def _route(settings: Settings, name: str | None) -> RouteTable:
+    routes = {route.from_: route for route in settings.routes}
+    if name in routes:
+        return routes[name]
+    if name is None and (len(routes) == 1 or USUAL in routes):
+        return routes.get(USUAL, settings.routes[0])
+    known = ", ".join(map(format_found, routes))
+    if name is None:
+        raise Unsendable("route", f"expected one, because there are several routes: {known}; found none")
+    raise Unsendable("route", f"no route comes from exchange {format_found(name)}; expected one of {known}")
+
+
+def _ask(headers: dict[str, Scalar], route: RouteTable, draft: MessageFields, *, now_ms: int) -> int | None:
+    """Put the delay into ``headers``, in the first form that the route reads, or return it as a timestamp, in seconds.
+    Without a delay, the message's own headers apply. Raises Unsendable if no form is possible."""
+    if draft.delay is None and draft.at is None:
+        return None
+    field = "at" if draft.delay is None else "delay"
+    forms = set(route.delay_from)
+    relative = next((form for form in _RELATIVE if form in forms), None)
+    absolute = next((form for form in _ABSOLUTE if form in forms), None)
+    if clash := sorted({header_of(form).decode() or form for form in forms} & set(headers)):
+        raise Unsendable("header", f"{clash[0]} gives the delay too: expected it once, as a field or in a header")
+    due_ms = draft.at if draft.at is not None else now_ms + (draft.delay or 0)
+    if draft.delay is not None and relative is not None:
+        headers[relative] = draft.delay
+    elif absolute is not None:
+        headers[absolute] = due_ms
+    elif "timestamp" in forms:
+        seconds = -(-due_ms // 1000)
+        if not 0 <= seconds < _YEAR_10000:  # The driver cannot encode others.
+            wanted = f"route {format_found(route.from_)} reads timestamps: expected an instant from 1970 to 9999"
+            raise Unsendable(field, wanted)
+        return seconds
+    else:
+        reads = ", ".join(route.delay_from) or "none"
+        cannot = f"route {format_found(route.from_)} does not accept an instant: it reads {reads}; expected a delay"
+        raise Unsendable(field, cannot)
+    return None

@@ -1,0 +1,199 @@
+"""Endpoints of the API. The declaration of an endpoint is its route, its validation, and its part of the OpenAPI
+document."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from delayer.config.tokens import Role
+from delayer.http import forms
+from delayer.http.access import Client
+from delayer.http.pages import Pages
+from delayer.http.problems import HttpProblem, WrongField
+
+JSON: Final = "application/json"
+LINES: Final = "application/x-ndjson"
+PATCHES: Final = (JSON, "application/merge-patch+json")
+MOST_BODIES: Final = 8
+"""Bodies of more than SMALL bytes that are in memory at once."""
+SMALL: Final = 64 * 1024
+ALWAYS: Final = (400, 401, 403, 406, 411, 413, 421, 500, 503)
+"""Problems that every endpoint may answer."""
+OF_BODIES: Final = (408, 415, 422)
+
+
+class Fields(BaseModel):
+    """The fields of a query or of a body. An unknown one is a mistake."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, use_attribute_docstrings=True)
+
+
+class NoFields(Fields):
+    """No fields."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request that passed all checks. ``query`` and ``body``: as the endpoint declares them; of JSON lines, the
+    lines."""
+
+    request: Request
+    client: Client | None
+    query: Any
+    body: Any = None
+
+    @property
+    def who(self) -> str:
+        assert self.client is not None
+        return self.client.who
+
+    @property
+    def name(self) -> str:
+        found: str = self.request.path_params["name"]
+        return found
+
+
+EndpointHandler = Callable[[Call], Awaitable[Any]]
+"""Returns the answer, of the shape that the endpoint declares, or a response. Raises HttpProblem."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One method of one path. ``role``: of the token that it needs; None: as the page. ``result``: the shape of the
+    answer; None: no content. ``lines``: whether the body may be JSON lines. ``problems``: those of its own."""
+
+    method: str
+    path: str
+    handler: EndpointHandler
+    result: Any
+    role: Role | None = Role.READ
+    query: type[Fields] = NoFields
+    body: type[Fields] | None = None
+    lines: bool = False
+    status: int = 200
+    problems: Sequence[int] = ()
+    headers: Sequence[tuple[str, str]] = ()  # names and descriptions, of the request
+
+    @property
+    def all_problems(self) -> list[int]:
+        return sorted({*ALWAYS, *(OF_BODIES if self.body else ()), *self.problems})
+
+    @property
+    def media_types(self) -> tuple[str, ...]:
+        return PATCHES if self.method == "PATCH" else (JSON, LINES) if self.lines else (JSON,)
+
+
+class Api:
+    """Answers the requests to these endpoints. ``turns``: how many run at once."""
+
+    def __init__(self, endpoints: Sequence[Endpoint], pages: Pages) -> None:
+        self._pages = pages
+        self._large = asyncio.Semaphore(MOST_BODIES)
+        by_path = groupby(sorted(endpoints, key=attrgetter("path")), attrgetter("path"))
+        # Starlette's own choice among methods would name only those of the first route in Allow.
+        self.paths = {path: {one.method: one for one in group} for path, group in by_path}
+
+    @property
+    def routes(self) -> list[Route]:
+        return [
+            Route(path, partial(self._answer, methods), methods=[*methods])
+            # A path with a parameter must not hide one without.
+            for path, methods in sorted(self.paths.items(), key=lambda one: "{" in one[0])
+        ]
+
+    async def _answer(self, methods: Mapping[str, Endpoint], request: Request) -> Response:
+        endpoint = methods["GET" if request.method == "HEAD" else request.method]
+        if not accepts_json(request.headers.get("accept", "")):
+            raise HttpProblem(406, f"Accept: expected {JSON} among the types, found others.")
+        sessions = self._pages.sessions
+        client = sessions.client(request)
+        if endpoint.role is None and not self._pages.readable(request):
+            raise sessions.locked(request, Role.READ, "Reading needs a token, unless [http] open is set.")
+        if endpoint.role is not None and not (client and client.role.allows(endpoint.role)):
+            raise sessions.locked(request, endpoint.role, f"{endpoint.method} {endpoint.path} needs a token.")
+        query = _query(endpoint.query, request)
+        if endpoint.body is None:
+            return self._respond(endpoint, await endpoint.handler(Call(request, client, query)))
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind not in endpoint.media_types:
+            found = repr(kind[:80]) if kind else "none"
+            raise HttpProblem(415, f"Content-Type: expected {' or '.join(endpoint.media_types)}, found {found}.")
+        if int(request.headers.get("content-length", "0")) <= SMALL:
+            return await self._with_body(endpoint, kind, Call(request, client, query))
+        async with self._large:
+            return await self._with_body(endpoint, kind, Call(request, client, query))
+
+    async def _with_body(self, endpoint: Endpoint, kind: str, call: Call) -> Response:
+        text = await forms.read_body(call.request)
+        assert endpoint.body is not None
+        body = text if kind == LINES else read_json(endpoint.body, text)
+        call = Call(call.request, call.client, call.query, body)
+        # A change goes on if its client closes the connection.
+        return self._respond(endpoint, await asyncio.shield(endpoint.handler(call)))
+
+    @staticmethod
+    def _respond(endpoint: Endpoint, result: Any) -> Response:
+        if isinstance(result, Response):
+            return result
+        return Response(status_code=204) if endpoint.result is None else JSONResponse(result, endpoint.status)
+
+
+def accepts_json(accept: str) -> bool:
+    """
+    >>> [accepts_json(one) for one in ("", "text/html, */*;q=0.1", "text/html", "application/json;q=0")]
+    [True, True, False, False]
+    """
+    for one in accept.split(","):
+        kind, *parameters = (part.strip().lower() for part in one.split(";"))
+        if kind in ("", "*/*", "application/*", JSON) and not {"q=0", "q=0.0", "q=0.00", "q=0.000"} & {*parameters}:
+            return True
+    return False
+
+
+def _query(model: type[Fields], request: Request) -> Any:
+    """Read the query. Raises HttpProblem."""
+    forms.reject_duplicates([name for name, _ in request.query_params.multi_items()])
+    try:
+        return model.model_validate(dict(request.query_params))
+    except ValidationError as error:
+        wrong = mistakes(error, model)
+        raise HttpProblem(400, f"Query: {in_words(wrong)}.", errors=wrong) from None
+
+
+def read_json(model: type[Fields], text: bytes, where: str = "") -> Any:
+    """Read an object of JSON. ``where``: its line. Raises HttpProblem: 400 if it is not JSON, else 422."""
+    try:
+        return model.model_validate_json(text or b" ")
+    except ValidationError as error:
+        status = 400 if error.errors(include_url=False)[0]["type"] == "json_invalid" else 422
+        wrong = mistakes(error, model, where)
+        raise HttpProblem(status, f"Body: {in_words(wrong)}.", errors=wrong) from None
+
+
+def mistakes(error: ValidationError, model: type[BaseModel], where: str = "") -> list[WrongField]:
+    """List the mistakes, at most 20."""
+    found: list[WrongField] = []
+    for one in error.errors(include_url=False, include_input=False)[:20]:
+        cause = one.get("ctx", {}).get("error")
+        place = ".".join(str(part)[:80] for part in one["loc"])
+        expected = str(cause) if isinstance(cause, ValueError) else one["msg"]
+        if one["type"] == "extra_forbidden":
+            expected = f"one of {', '.join(model.model_fields) or 'no fields'}, found this one"
+        found.append({"where": " ".join(filter(None, (where, place))) or "body", "expected": expected})
+    return found
+
+
+def in_words(wrong: Sequence[WrongField]) -> str:
+    more = f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return f"{wrong[0]['where']}: expected {wrong[0]['expected']}{more}"

@@ -1,0 +1,511 @@
+"""docs/json.md: the shapes of all JSON. Those of the API come from the package, those of `--json` alone are here; tests
+check real outputs by them. `python -m tests.support.json_page` writes the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NotRequired
+
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
+
+from delayer.http import shapes
+from delayer.http.problems import ProblemShape, WrongField  # noqa: F401 - both are on the page
+from delayer.http.shapes import (
+    EntryJson,
+    HeldEntryJson,
+    MessageJson,
+    RunJson,
+    ScheduleJson,
+    SetAsideJson,
+    TimesJson,
+    documented,
+)
+
+PAGE = Path(__file__).parents[2] / "docs" / "json.md"
+
+
+@documented
+class CheckRow(TypedDict):
+    what: str
+    """What was checked."""
+    result: str
+    """ok, off, note, or unknown."""
+    found: str
+    advice: str
+    """The next step; "" if there is none."""
+
+
+@documented
+class CheckOutput(TypedDict):
+    ok: bool
+    checks: list[CheckRow]
+
+
+@documented
+class TopologyLevel(TypedDict):
+    level: int
+    name: str
+    ttl_ms: int
+    depth: int | None
+    """Ready messages; null: there is no such queue."""
+
+
+@documented
+class TopologyShown(TypedDict):
+    kind: str
+    delivery: str
+    """The exchange that the lowest level leads to."""
+    levels: list[TopologyLevel]
+    queues: dict[str, int | None]
+    """Ready messages by queue; null: there is no such queue."""
+    hidden: list[str]
+    """Queues whose messages the broker itself delays, in an unknown number."""
+    delayed: dict[str, int | None]
+    """Messages that the broker itself delays, by queue; null: unknown."""
+
+
+@documented
+class TopologyFinding(TypedDict):
+    severity: Literal["error", "warning", "unknown", "note"]
+    kind: str
+    name: str
+    expected: str
+    found: str
+
+
+@documented
+class TopologyVerified(TypedDict):
+    ok: bool
+    findings: list[TopologyFinding]
+
+
+@documented
+class SchemaOutput(TypedDict):
+    found: str | None
+    """The store's revision; null: none."""
+    needed: str
+    current: bool
+    advice: str | None
+
+
+@documented
+class LaneOutput(TypedDict):
+    lane: int
+    route: str | None
+    """The route with max_rate that it belongs to."""
+    released: int
+    owner: str
+    alive: bool
+    stuck_ms: int | None
+    """For how long it has had due messages and released none."""
+    waiting: int
+    held: int
+    next_due_ms: int | None
+    next_retry_ms: int | None
+
+
+@documented
+class CascadeLevel(TypedDict):
+    level: int
+    queue: str
+    ttl_ms: int
+    depth: int | None
+
+
+@documented
+class BrokerStatus(TypedDict):
+    error: str | None
+    """Why it is out of reach. Then the other fields are missing."""
+    queues: NotRequired[dict[str, int | None]]
+    cascade: NotRequired[list[CascadeLevel]]
+    delayed: NotRequired[dict[str, int | None]]
+
+
+@documented
+class SegmentsStatus(TypedDict):
+    count: int
+    messages: int
+    next_due_ms: int | None
+    broken: int
+    broken_messages: int
+    late: int
+    """Segments that should be restored already."""
+    late_messages: int
+
+
+@documented
+class StoreStatus(TypedDict):
+    error: str | None
+    """Why it is out of reach. Then the other fields are missing."""
+    upgrade_pending: NotRequired[bool]
+    advice: NotRequired[str]
+    schema: NotRequired[str | None]
+    waiting: NotRequired[int]
+    held: NotRequired[int]
+    counters: NotRequired[dict[str, int]]
+    """Since the store exists: parked, restored, released, cancelled, compacted; held now."""
+    next_due_ms: NotRequired[int | None]
+    store_now_ms: NotRequired[int]
+    lanes: NotRequired[list[LaneOutput]]
+    segments: NotRequired[SegmentsStatus]
+
+
+@documented
+class LiveStatus(TypedDict):
+    error: str | None
+    """Why no daemon of this configuration answers."""
+    last: dict[str, shapes.LatenessJson]
+    """By seconds: 60, 300, 900."""
+    mode: NotRequired[str]
+    blocked: NotRequired[bool]
+    intake: NotRequired[str]
+
+
+@documented
+class StatusOutput(TypedDict):
+    """With --watch, one object on each line."""
+
+    names: dict[str, str]
+    """label, broker, virtual_host, database."""
+    mode: Literal["native", "store"]
+    broker: BrokerStatus
+    store: StoreStatus | None
+    """null: none is configured."""
+    live: LiveStatus
+
+
+@documented
+class ListOutput(TypedDict):
+    messages: list[EntryJson]
+    after: str | None
+    """Where the next page begins, for --after; null at the end."""
+    bounded: bool
+    """Whether reading stopped at its limit."""
+    broken_segments: list[str]
+
+
+@documented
+class HeldListOutput(TypedDict):
+    messages: list[HeldEntryJson]
+    after: str | None
+    bounded: bool
+
+
+@documented
+class ChangeOutput(TypedDict):
+    heading: str
+    done: NotRequired[int]
+    """How many messages were changed."""
+    matched: NotRequired[int]
+    """In place of done, if nothing was changed: a dry run, or no message matched."""
+    lines: list[str]
+    """About the others, in words."""
+    found: dict[str, str]
+    """Where each message was that was named: waiting, held, segment, nowhere or unreadable."""
+
+
+@documented
+class ScheduleList(TypedDict):
+    schedules: list[ScheduleJson]
+    after: str | None
+
+
+@documented
+class ChangedSchedule(TypedDict):
+    name: str
+    fields: list[list[str]]
+    """Of each field that changes: its name, and its text before and after."""
+
+
+@documented
+class ScheduleApplied(TypedDict):
+    dry_run: bool
+    added: list[dict[str, str]]
+    """Their names and fields, as text."""
+    changed: list[ChangedSchedule]
+    removed: list[str]
+    same: list[str]
+
+
+@documented
+class ScheduleRemoved(TypedDict):
+    removed: str
+
+
+@documented
+class UntranslatedOutput(TypedDict):
+    where: str
+    why: str
+
+
+@documented
+class ScheduleImported(TypedDict):
+    dry_run: bool
+    added: list[dict[str, str]]
+    same: list[str]
+    untranslated: list[UntranslatedOutput]
+
+
+@documented
+class AuditLogEntry(TypedDict):
+    id: int
+    at_ms: int
+    who: str
+    verb: str
+    messages: int
+    asked: str
+    """The request, as JSON in a string."""
+
+
+@documented
+class DrainLeft(TypedDict):
+    messages: int | None
+    where: str
+    why: str
+    next: str
+
+
+@documented
+class DrainOutput(TypedDict):
+    moved: int
+    would_be_moved: int
+    """Of a dry run."""
+    left: list[DrainLeft]
+
+
+@documented
+class AuditOutput(TypedDict):
+    """On one line. An audit writes it to --report too. `version` grows if a field changes its meaning."""
+
+    version: int
+    store_now_ms: int
+    seconds: float
+    sample: float | None
+    """The share of rows read; null: all."""
+    quick: bool
+    behind_ms: int
+    """How far a replica lags."""
+    totals: dict[str, Any]
+    lanes: list[dict[str, Any]]
+    calendar: dict[str, Any]
+    """Messages by due time, and their destinations."""
+    rules: list[dict[str, Any]]
+    """Each rule with its violations, warnings, `skipped` (why it did not run) and `unlisted`."""
+    findings: list[dict[str, Any]]
+    """Each with rule, severity, subject, count, first_due_ms, details and `next`, the next step."""
+    past: dict[str, Any] | None
+    """From the history; null without one."""
+
+
+@documented
+class ExportOutput(TypedDict):
+    store_now_ms: int
+    messages: int
+    came: int
+    left: int
+    written: int
+    """Partitions."""
+    kept: int
+    removed: int
+    broken_segments: int | list[str]
+
+
+@documented
+class CompactForecast(TypedDict):
+    messages: int
+    segments: int
+    few: int
+    keyed: int
+    large: int
+    raw_bytes: int
+    disk_bytes: int
+    after_ms: int
+    windows: int
+    packed_bytes: int
+    saved_bytes: int
+    log_bytes: int
+    pays_after_ms: int | None
+
+
+@documented
+class CompactOutput(TypedDict):
+    segments: int
+    messages: int
+    raw_bytes: int
+    packed_bytes: int
+    seconds: float
+    shrink_seconds: float
+    disk_bytes: dict[str, int]
+    """before and after."""
+    partitions: dict[str, list[str]]
+    """dropped, vacuumed, left."""
+    lost: list[str]
+    broken: list[str]
+
+
+@documented
+class RestoreForecast(TypedDict):
+    messages: int
+    segments: int
+    packed_bytes: int
+    raw_bytes: int
+    broken: int
+    next_due_ms: int | None
+
+
+@documented
+class RestoreOutput(TypedDict):
+    messages: int
+    segments: int
+    gone: int
+    """Segments that others restored or emptied first."""
+    seconds: float
+    lost: list[str]
+    broken: list[str]
+
+
+@documented
+class ImportRun(TypedDict):
+    id: int
+    source: str
+    parameters: dict[str, Any]
+    phase: str
+    staged: int | None
+    parked: int
+    held: int
+    superseded: int
+    who: str
+    began_ms: int
+
+
+@documented
+class ImportDestination(TypedDict):
+    exchange: str
+    routing_key: str
+    messages: int
+    first_due_ms: int | None
+    unfit: int
+    problem: str | None
+
+
+@documented
+class ImportPreview(TypedDict):
+    messages: int
+    first_due_ms: int | None
+    last_due_ms: int | None
+    left: dict[str, int]
+    """By reason: what is not imported."""
+    remarks: list[str]
+    destinations: list[ImportDestination]
+    would_be_held: int
+    held_because: dict[str, int]
+    refused: str | None
+    """Why a run would be refused."""
+    unfinished: ImportRun | None
+
+
+@documented
+class ImportOutput(ImportRun):
+    resumed: bool
+    this_time: dict[str, int]
+    """staged, parked, held, superseded, already_committed."""
+    seconds: float
+    left: dict[str, int]
+    held_because: dict[str, int]
+    doubts: list[str]
+
+
+@documented
+class ImportAborted(ImportRun):
+    put_back: int
+    """Messages that went back into their source."""
+
+
+COMMANDS: dict[str, tuple[Any, ...]] = {
+    "check": (CheckOutput,), "topology show": (TopologyShown,), "topology verify": (TopologyVerified,),
+    "db current": (SchemaOutput,), "db lanes": (list[LaneOutput],), "status": (StatusOutput,),
+    "list": (ListOutput,), "show": (MessageJson,), "cancel": (ChangeOutput,), "reschedule": (ChangeOutput,),
+    "held list": (HeldListOutput,), "held retry": (ChangeOutput,), "held drop": (ChangeOutput,),
+    "refused list": (SetAsideJson,), "refused retry": (ChangeOutput,), "refused drop": (ChangeOutput,),
+    "strays list": (SetAsideJson,), "strays retry": (ChangeOutput,), "strays drop": (ChangeOutput,),
+    **{f"schedule {verb}": (ScheduleJson,) for verb in ("add", "edit", "show", "pause", "resume")},
+    "schedule list": (ScheduleList,), "schedule preview": (TimesJson,), "schedule run": (RunJson,),
+    "schedule remove": (ScheduleRemoved,), "schedule apply": (ScheduleApplied,),
+    "schedule import …": (ScheduleImported,), "audit-log": (list[AuditLogEntry],), "drain": (DrainOutput,),
+    "audit": (AuditOutput,), "backlog export": (ExportOutput,), "compact": (CompactOutput, CompactForecast),
+    "restore": (RestoreOutput, RestoreForecast), "import … preview": (ImportPreview,), "import … run": (ImportOutput,),
+    "import … abort": (ImportAborted,),
+}  # fmt: skip
+"""Each command with --json, and the shapes of its output: the second is that of --dry-run."""
+INTRODUCTION = """# Shapes of JSON
+
+What `delayer … --json` and [the API](http.md#the-api) print. Fields that end in `_ms` are epoch milliseconds, or
+durations in milliseconds. A later version may add a field, but none goes or changes its meaning, so ignore fields that
+you do not know. Errors of commands are text on stderr, with an [exit code](../README.md#operate-it). Those of the API
+are a `ProblemShape`. Files of `delayer export` are lines of another kind ([importing.md](importing.md)).
+
+Tests check real outputs by this page, and `python -m tests.support.json_page` writes it.
+
+## By command
+
+| command | output |
+|---|---|
+"""
+
+
+def _rows(shape: type) -> Iterator[str]:
+    schema = TypeAdapter(shape).json_schema(ref_template="{model}")
+    required = schema.get("required", ())
+    for name, one in schema["properties"].items():
+        text = one.get("description", "")
+        mark = "" if name in required else " (may be missing)"
+        yield f"| `{name}`{mark} | {_kind(one)} | {text} |"
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    if "$ref" in schema:
+        return f"[{schema['$ref']}](#{schema['$ref'].lower()})"
+    if "anyOf" in schema:
+        return " or ".join(map(_kind, schema["anyOf"]))
+    if "enum" in schema:
+        return ", ".join(f"`{one}`" for one in schema["enum"])
+    kind = str(schema.get("type", "any"))
+    if kind == "array":
+        return f"list of {_kind(schema['items'])}"
+    if kind == "object":
+        inner = schema.get("additionalProperties")
+        return f"object of {_kind(inner)}" if isinstance(inner, dict) else "object"
+    return kind
+
+
+def _name(shape: Any) -> str:
+    inner = getattr(shape, "__args__", None)
+    return f"list of {_name(inner[0])}" if inner else f"[{shape.__name__}](#{shape.__name__.lower()})"
+
+
+def _all() -> list[type]:
+    ours = (shapes.__name__, ProblemShape.__module__, __name__)
+    every = [*vars(shapes).values(), *globals().values()]
+    found = {one for one in every if hasattr(one, "__required_keys__") and one.__module__ in ours}
+    return sorted(found, key=lambda one: one.__name__)
+
+
+def page() -> str:
+    """The page."""
+    lines = [INTRODUCTION.rstrip("\n")]
+    for command, of in COMMANDS.items():
+        dry = f"; with `--dry-run` {_name(of[1])}" if len(of) > 1 else ""
+        lines.append(f"| `{command}` | {_name(of[0])}{dry} |")
+    lines += ["", "The answers of the API have the shapes that `/api/openapi.json` names.", "", "## Shapes"]
+    for shape in _all():
+        lines += ["", f"### {shape.__name__}", ""]
+        if shape.__doc__ and not shape.__doc__.startswith("dict("):
+            lines += [" ".join(shape.__doc__.replace("``", "`").split()), ""]
+        lines += ["| field | type | |", "|---|---|---|", *_rows(shape)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,255 @@
+"""The API with a stand-in for the daemon: messages, tokens, problems, and the OpenAPI document."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from openapi_spec_validator import validate
+
+from delayer.amqp.properties import Properties, decoded
+from delayer.amqp.values import Outgoing
+from delayer.core.hold import NACKED, returned
+from delayer.http import api_messages, forms
+from delayer.http.recent import host_ms
+from tests.support.web import Answer, Web, tokens_file
+from tests.unit.http.test_server import TOKEN, Inside, opened, served
+
+ROUTES = [{"from": "delayer.in", "to": "delayer.out"}, {"from": "strict.in", "to": "o", "require_delay": True}]
+AUTH = {"Authorization": f"Bearer {TOKEN}"}
+JSON = {**AUTH, "Content-Type": "application/json"}
+LINES = {**AUTH, "Content-Type": "application/x-ndjson"}
+DAY = 86_400_000
+
+
+def daemon(**more: Any) -> Inside:
+    return Inside(**{"route": ROUTES, **more})
+
+
+async def send(web: Web, message: Any, **headers: str) -> Answer:
+    return await web.ask("POST", "/api/messages", json.dumps(message).encode(), JSON | headers)
+
+
+async def send_lines(web: Web, *messages: Any) -> Answer:
+    text = "\n".join(one if isinstance(one, str) else json.dumps(one) for one in messages)
+    return await web.ask("POST", "/api/messages", text.encode(), LINES)
+
+
+def sent(message: Outgoing, *names: bytes) -> dict[bytes, object]:
+    return decoded(Properties.parse(message.properties), names)
+
+
+async def test_a_message_goes_to_its_route_with_the_headers_of_a_publisher() -> None:
+    inside = daemon()
+    new = {
+        "routing_key": "orders.reminder", "delay": "1h", "headers": {"a": "b", "n": 3, "yes": True},
+        "body_json": {"order": 4711, "ä": [1.5, None]}, "message_id": "m-1", "correlation_id": "c", "priority": 7,
+    }  # fmt: skip
+    async with served(inside) as web:
+        answer = await send(web, new)
+    now = host_ms()
+    assert (answer.status, answer.headers["content-type"]) == (202, "application/json")
+    told = answer.json
+    assert abs(told.pop("due_ms") - now - 3_600_000) < 10_000
+    assert told.pop("due").endswith("Z")
+    assert told == {"message_id": "m-1", "exchange": "delayer.in", "routing_key": "orders.reminder", "cancels": None}
+    [message] = inside.sent
+    assert (message.exchange, message.routing_key) == (b"delayer.in", b"orders.reminder")
+    assert message.body == '{"order":4711,"ä":[1.5,null]}'.encode()
+    found = sent(message, b"x-delay", b"a", b"n", b"yes", b"x-delayer-id")
+    assert found == {b"x-delay": 3_600_000, b"a": "b", b"n": 3, b"yes": True, b"x-delayer-id": message.token.decode()}
+    properties = Properties.parse(message.properties)
+    assert [properties.short(name) for name in ("message_id", "correlation_id", "content_type")] == [
+        b"m-1", b"c", b"application/json",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("new", "headers", "body"),
+    [
+        ({"delay": 5}, {b"x-delay": 5}, b""),
+        ({"due": 2_000_000_000_000}, {b"x-deliver-at": 2_000_000_000_000}, b""),
+        ({"due": "2031-01-31T08:00:00+01:00"}, {b"x-deliver-at": 1_927_609_200_000}, b""),
+        ({"body": "ü\n"}, {}, "ü\n".encode()),
+        ({"body_b64": "AAH/"}, {}, b"\0\1\xff"),
+        ({"body_json": None}, {}, b"null"),
+        ({"key": "k", "key_mode": "debounce", "key_ceiling": "5m", "delay": 1},
+         {b"x-delay-key": "k", b"x-delay-key-mode": "debounce", b"x-delay-key-ceiling": 300_000, b"x-delay": 1}, b""),
+        ({"headers": {"x-delay-cancel": "k"}}, {b"x-delay-cancel": "k"}, b""),
+    ],
+)  # fmt: skip
+async def test_forms_of_delays_and_bodies(new: dict[str, Any], headers: dict[bytes, Any], body: bytes) -> None:
+    inside = daemon(store={"url": "postgresql://nowhere/x"})
+    async with served(inside) as web:
+        answer = await send(web, new)
+        assert answer.status == 202, answer.text
+    [message] = inside.sent
+    names = (b"x-delay", b"x-deliver-at", b"x-delay-key", b"x-delay-key-mode", b"x-delay-key-ceiling")
+    assert (sent(message, *names, b"x-delay-cancel"), message.body) == (headers, body)
+    assert answer.json["cancels"] == ("k" if b"x-delay-cancel" in headers else None)
+
+
+WRONG: dict[str, tuple[int, str]] = {
+    "": (400, "Invalid JSON"),
+    "{": (400, "Invalid JSON"),
+    '{"body": "\\ud800"}': (400, "Invalid JSON"),
+    "[" * 10_000: (400, "Invalid JSON"),
+    "[]": (422, "an object"),
+    '{"dealy": 1}': (422, "dealy: expected one of exchange, routing_key, delay"),
+    '{"delay": "soon"}': (422, 'delay: expected a duration in whole numbers such as "250ms"'),
+    '{"delay": -1}': (422, "delay: expected a delay in milliseconds"),
+    '{"delay": true}': (422, "delay: expected a delay in milliseconds"),
+    '{"due": "tomorrow"}': (422, "due: expected an instant with its offset"),
+    '{"due": "0001-01-01T00:00:00Z"}': (422, "due: expected an instant"),
+    '{"due": 1700000000}': (422, "one that the daemon does not refuse"),
+    '{"delay": 1, "due": 1}': (422, "expected one of delay, due, found delay and due"),
+    '{"body": "a", "body_json": null}': (422, "found body and body_json"),
+    '{"body_json": NaN}': (422, "body_json: expected a finite number"),
+    '{"body_json": [1e999]}': (422, "body_json: expected a finite number"),
+    '{"body_b64": "a"}': (422, "expected base64"),
+    '{"body": 1}': (422, "valid string"),
+    '{"headers": {"a": null}}': (422, "headers: expected a string, a number"),
+    '{"headers": {"a": [1]}}': (422, "headers: expected a string, a number"),
+    '{"headers": {"a": 1e300}}': (422, "headers: expected a finite float"),
+    '{"headers": {"a": 9223372036854775808}}': (422, "headers: expected an integer of 64 bits"),
+    '{"headers": {"x-delay": 1}, "delay": 1}': (422, "headers: expected x-delay gives the delay too"),
+    '{"headers": {"x-dealy": 1}}': (422, "does not refuse, found: "),
+    '{"routing_key": "%s"}' % ("ü" * 128): (422, "routing_key: expected at most 255 bytes, found 256"),
+    '{"exchange": "delayer.out"}': (422, 'exchange: expected no route comes from exchange "delayer.out"'),
+    '{"exchange": "strict.in"}': (422, "does not refuse, found: "),
+    '{"key": "k", "delay": 1}': (422, "does not refuse, found: "),
+    '{"priority": 256}': (422, "priority"),
+    '{"expiration": "1s"}': (422, "an expiration of at most 4294967295 milliseconds"),
+    '{"expiration": "4294967296"}': (422, "an expiration of at most 4294967295 milliseconds"),
+    '{"headers": {"CC": "a"}}': (422, "headers: expected no CC"),
+    '{"user_id": "guest"}': (422, "user_id: expected one of"),
+}
+
+
+@pytest.mark.parametrize("text", WRONG, ids=lambda text: text[:60])
+async def test_a_wrong_message_is_a_problem_and_is_not_sent(text: str) -> None:
+    inside = daemon()
+    status, says = WRONG[text]
+    async with served(inside) as web:
+        answer = await web.ask("POST", "/api/messages", text.encode(), JSON)
+    assert (answer.status, answer.headers["content-type"]) == (status, "application/problem+json"), answer.text
+    assert says in answer.json["detail"] and answer.json["errors"], answer.text
+    assert inside.sent == []
+
+
+async def test_lines_are_all_checked_before_one_is_sent() -> None:
+    inside = daemon()
+    async with served(inside) as web:
+        answer = await send_lines(web, {"body": "a"}, "", {"body": "b", "delay": "x"}, "{", {"dealy": 1, "x": 2})
+        assert (answer.status, inside.sent) == (422, [])
+        places = [one["where"] for one in answer.json["errors"]]
+        assert places == ["line 3 delay", "line 4", "line 5 dealy", "line 5 x"]
+        for lines in ([], ["{}"] * (api_messages.MOST_LINES + 1)):
+            assert (await send_lines(web, *lines)).status == 422
+        answer = await send_lines(web, {"body": "a"}, "", {"body": "b"})
+        assert (answer.status, [one.body for one in inside.sent]) == (202, [b"a", b"b"])
+        assert (answer.json["sent"], answer.json["failed"]) == (2, 0)
+        assert [one["line"] for one in answer.json["results"]] == [1, 3]
+
+
+async def test_what_the_broker_does_not_take_is_an_error() -> None:
+    inside = daemon()
+    inside.outcomes = {b"back": returned(312, "NO_ROUTE"), b"nack": NACKED}
+    async with served(inside) as web:
+        for body, says in (("back", "returned: 312 NO_ROUTE"), ("nack", "nacked")):
+            answer = await send(web, {"body": body})
+            assert (answer.status, says in answer.json["detail"], "next" in answer.json) == (503, True, True)
+            assert answer.headers["retry-after"] == "5"
+        answer = await send_lines(web, {"body": "fine"}, {"body": "back"})
+        assert answer.status == 503
+        fine, back = answer.json["results"]
+        assert (fine["error"], back["sent"], back["error"]) == (None, None, "returned: 312 NO_ROUTE")
+        assert fine["sent"]["exchange"] == "delayer.in"
+        inside.lost = True
+        answer = await send(web, {"body": "lost"})
+        assert (answer.status, "no connection" in answer.json["detail"]) == (503, True)
+
+
+@pytest.mark.parametrize(
+    ("role", "method", "path", "status"),
+    [
+        ("read", "POST", "/api/messages", 403), ("read", "GET", "/api/refused", 200),
+        ("read", "DELETE", "/api/messages?key=a", 403), ("publish", "POST", "/api/messages", 202),
+        ("publish", "GET", "/api/refused", 403), ("publish", "PATCH", "/api/messages?key=a", 403),
+        ("publish", "POST", "/api/schedules", 403), ("act", "POST", "/api/messages", 202),
+        ("act", "GET", "/api/refused", 200), ("act", "DELETE", "/api/messages?key=a", 404),
+        ("read", "POST", "/actions/refused", 403), ("publish", "POST", "/actions/refused", 403),
+    ],
+)  # fmt: skip
+async def test_a_role_allows_no_more(role: str, method: str, path: str, status: int) -> None:
+    inside = daemon()
+    http = inside.settings.http.model_copy(update={"tokens_file": tokens_file(f"mine {role} {TOKEN}")})
+    inside.settings = inside.settings.model_copy(update={"http": http})
+    async with served(inside) as web:
+        answer = await web.ask(method, path, None if method in ("GET", "DELETE") else b"{}", JSON)
+        assert answer.status == status, answer.text
+        if status == 403:
+            assert f"found the token mine, of the role {role}" in answer.json["detail"]
+            assert (inside.sent, inside.done) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status"),
+    [
+        ("POST", "/api/messages", {"Authorization": "Bearer x"}, 401),
+        ("POST", "/api/messages", {"Authorization": ""}, 401),
+        ("POST", "/api/messages", {"Content-Type": "text/plain"}, 415),
+        ("POST", "/api/messages", {"Content-Type": ""}, 415),
+        ("POST", "/api/messages", {"Accept": "text/html"}, 406), ("PUT", "/api/messages", {}, 405),
+        ("POST", "/api/messages?x=1", {}, 400), ("POST", "/api/nothing", {}, 404), ("GET", "/api/", {}, 404),
+        ("POST", "/api/messages", {"Host": "evil.example"}, 421),
+        ("POST", "/api/messages", {"Origin": "https://evil.example"}, 403),
+        ("POST", "/api/messages", {"Content-Length": str(5 << 20)}, 413),
+        ("POST", "/api/schedules", {"Content-Length": str(300 << 10)}, 413),
+        ("POST", "/api/messages", {"Content-Length": "-1"}, 400),
+        ("POST", "/api/messages", {"Transfer-Encoding": "chunked"}, 411),
+        ("POST", "/api/messages", {"Idempotency-Key": "k"}, 400),
+        ("DELETE", "/api/messages", {}, 400), ("DELETE", "/api/messages?key=a&message_id=b", {}, 400),
+        ("DELETE", "/api/messages?key=a&key=b", {}, 400), ("DELETE", "/api/messages?key=a", {}, 404),
+        ("GET", "/api/schedules?state=lost", {}, 400), ("GET", "/api/messages/../../etc/passwd", {}, 404),
+    ],
+)  # fmt: skip
+async def test_every_error_is_a_problem(method: str, path: str, headers: dict[str, str], status: int) -> None:
+    inside = daemon()
+    async with served(inside) as web:
+        answer = await web.ask(method, path, b"{}" if method in ("POST", "PUT", "PATCH") else None, JSON | headers)
+    assert answer.status == status, answer.text
+    if status == 400 and headers.get("Content-Length"):
+        return  # h11 answers itself.
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.json["status"] == status and answer.json["title"] and answer.json["detail"]
+    assert ("www-authenticate" in answer.headers) == (status == 401)
+    assert ("allow" in answer.headers) == (status == 405)
+    assert inside.sent == []
+
+
+async def test_a_body_that_does_not_come_in_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "BODY_SECONDS", 0.2)
+    inside = daemon()
+    head = f"POST /api/messages HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+    async with served(inside) as web:
+        head += "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+        reader, writer = await opened(web, head.encode())
+        async with asyncio.timeout(10):
+            assert (await reader.read(-1)).startswith(b"HTTP/1.1 408")
+        writer.close()
+    assert inside.sent == []
+
+
+async def test_the_document_is_valid_and_has_every_path() -> None:
+    async with served(daemon()) as web:
+        document = (await web.get("/api/openapi.json")).json
+    validate(document)
+    assert document["openapi"].startswith("3.1")
+    operations = [one for path in document["paths"].values() for one in path.values()]
+    assert len({one["operationId"] for one in operations}) == len(operations) == 19
+    for path, methods in document["paths"].items():
+        for one in methods.values():
+            assert one["summary"] and {"400", "401", "403", "503"} <= set(one["responses"]), path
