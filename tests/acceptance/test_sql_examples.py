@@ -20,10 +20,11 @@ PAGE, README = (ROOT / "docs" / "sql.md").read_text(), (ROOT / "README.md").read
 PSYCOPG, *SQLALCHEMY = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
 [OF_README] = [one for one in re.findall(r"```sql\n(.*?)```", README, flags=re.S) if "delayer_send" in one]
 HALF_AN_HOUR = 1_800_000
-_WAITING = (
-    "SELECT convert_from(key, 'UTF8') AS key, convert_from(body, 'UTF8') AS body,"
-    " convert_from(to_key, 'UTF8') AS to_key, (extract(epoch FROM due_at - parked_at) * 1000)::float8 AS delay_ms FROM message ORDER BY key"
-)
+_WAITING = """
+SELECT convert_from(key, 'UTF8') AS key, convert_from(body, 'UTF8') AS body, convert_from(to_key, 'UTF8') AS to_key,
+       (extract(epoch FROM due_at - parked_at) * 1000)::float8 AS delay_ms
+FROM message ORDER BY key
+"""
 
 
 async def psql(postgres: Postgres, url: str, script: str) -> None:
