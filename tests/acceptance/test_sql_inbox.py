@@ -13,7 +13,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from tests.acceptance.own_vhost import OwnVhost
+from tests.acceptance.own_vhost import OwnVhost, delayed
 from tests.support.daemon import DaemonProcess
 from tests.support.place import eventually
 from tests.support.rows import conserved
@@ -176,6 +176,75 @@ async def test_what_a_daemon_cannot_accept_is_refused_and_stops_nobody(place: Ow
     for part in ("no route for exchange 'nowhere'", "found 'soon'", "the delay is too long", "malformed properties"):
         assert any(part in reason for reason in reasons), reasons
     assert set(refused.counts.values()) == {1}
+
+
+async def test_a_row_that_the_store_rejects_is_refused_alone(place: OwnVhost, store: str) -> None:
+    """A constraint that an operator added stands for any data that the database rejects."""
+    bodies = [b"fine %d" % number for number in range(40)]
+    async with sql(store) as admin, application(store) as app:
+        await admin.execute("ALTER TABLE message ADD CONSTRAINT no_poison CHECK (body <> 'poison')")
+        async with app.transaction():
+            for number, body in enumerate(bodies):
+                await send(app, body.decode(), 1_000, key=f"key {number}")
+                if number == 17:
+                    await send(app, "poison", 1_000, key="key 17")
+        async with place.working(place.environ("store", store)) as (daemon, raw, inbox):
+            refused = await raw.inbox("delays.refused")
+            await inbox.got(bodies)
+            await refused.got([b"poison"])
+            await settled(store)
+            [reason] = [one["reason"] for one in daemon.events if one["event"] == "message refused"]
+    assert reason.startswith("the database of the store rejects it: ")
+    assert set(inbox.counts.values()) == {1}
+
+
+@pytest.mark.deadline(120)
+async def test_a_full_refused_queue_stops_no_good_message(place: OwnVhost, store: str) -> None:
+    """Refused messages stay in the inbox until there is room. The rest pass them."""
+    limit = {"pattern": r"^delays\.refused$", "apply-to": "queues", "priority": 1}
+    limit |= {"definition": {"max-length": 1, "overflow": "reject-publish"}}
+    place.rabbitmq.api("PUT", f"/api/policies/{place.vhost}/full", limit)
+    bad = [b"bad %d" % number for number in range(20)]
+    async with place.working(place.environ("store", store)) as (daemon, raw, inbox), application(store) as app:
+        for body in bad:
+            await send(app, body.decode(), None, headers='{"x-delay": "soon"}')
+            await asyncio.sleep(0.05)  # a quorum queue takes a whole burst, and reports its limit only then
+        interrupted = await daemon.event("consuming interrupted")
+        assert (interrupted["queue"], interrupted["cause"]) == ("delayer_inbox", "NotTaken")
+        good = [b"good %d" % number for number in range(300)]
+        for body in good:
+            await send(app, body.decode(), 100)
+        await inbox.got(good)
+        assert not await is_empty(store)
+        refused = await raw.inbox("delays.refused")
+        await refused.got(bad, timeout=60)
+        await settled(store)
+        assert await daemon.stop() == 0
+    assert set(inbox.counts.values()) == {1}
+
+
+@pytest.mark.deadline(120)
+async def test_a_locked_inbox_delays_messages_by_sql_alone(place: OwnVhost, store: str) -> None:
+    async with (
+        place.working(place.environ("store", store)) as (daemon, raw, inbox),
+        application(store) as admin,
+        application(store) as app,
+    ):
+        await send(app, "before", None)
+        await inbox.got([b"before"])
+        async with admin.transaction():
+            await admin.execute("LOCK TABLE delayer_inbox IN ACCESS EXCLUSIVE MODE")
+            sending = asyncio.create_task(send(app, "meanwhile", None))
+            interrupted = await daemon.event("consuming interrupted", timeout=60.0)
+            assert interrupted["queue"] == "delayer_inbox"
+            assert "pg_blocking_pids" in interrupted["next_step"]
+            await raw.publish(delayed("by AMQP", 300))
+            await inbox.got([b"by AMQP"])
+            assert b"meanwhile" not in inbox.counts
+        await sending
+        await inbox.got([b"meanwhile"])
+        assert await daemon.stop() == 0
+    assert set(inbox.counts.values()) == {1}
 
 
 async def test_a_delay_counts_on_a_route_that_reads_other_forms(place: OwnVhost, store: str) -> None:
