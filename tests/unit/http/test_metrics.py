@@ -242,6 +242,7 @@ SCENES = [
     fires({'delayer_ready{job="delayer", instance="a"}': "1x20"}, "DelayerNotReady", "20m", expected=False),
     fires({'delayer_held_messages{job="delayer"}': "0x5 3x30"}, "DelayerMessagesHeld", "30m", expected=True),
     fires({'delayer_overdue_seconds{job="delayer"}': "0x5 90x30"}, "DelayerOverdue", "20m", expected=True),
+    fires({'delayer_inbox_age_seconds{job="delayer"}': "0x5 90x30"}, "DelayerInboxUnread", "20m", expected=True),
     fires({'delayer_refused_total{job="delayer", route="a"}': "0x5 4x30"},
           "DelayerMessagesRefused", "8m", expected=True),
     # A series that starts at its first message never shows an increase. The message is in the refused queue.
