@@ -42,6 +42,7 @@ from bench import (
     release,
     report,
     schedules,
+    sql,
     steady,
 )
 from bench.figures import Result
@@ -52,7 +53,7 @@ from bench.servers import running_servers
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 SECTIONS = {
-    "ceilings": ceilings, "park": park, "keys": keys, "release": release, "pair": pair, "steady": steady,
+    "ceilings": ceilings, "park": park, "keys": keys, "sql": sql, "release": release, "pair": pair, "steady": steady,
     "burst": burst, "floods": floods, "native": native, "hop": hop, "peers": peers, "commands": commands,
     "churn": churn, "schedules": schedules, "http": http,
 }  # fmt: skip

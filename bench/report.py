@@ -14,6 +14,7 @@ from bench.ceilings import CONSUME, COPY, PUBLISH
 from bench.figures import Figure, Result
 from bench.http import KINDS as SENT
 from bench.keys import KINDS, PLAIN
+from bench.sql import INSERT, MOVE, PARK, SEND
 
 CEILINGS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("park", "park"): (("ceilings", CONSUME), ("ceilings", COPY)),
@@ -21,10 +22,12 @@ CEILINGS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("burst", "rate"): (("ceilings", PUBLISH),),
     **{("keys", what): (("keys", PLAIN),) for kind, what in KINDS.items() if kind != PLAIN},
     **{("http", what): (("park", "park"),) for what in SENT},
+    ("sql", SEND): (("sql", INSERT),),
+    ("sql", MOVE): (("sql", PARK),),
     ("native", "into the cascade"): (("native", "straight client into the cascade"),),
 }
 """Each rate, and the figures of the same run that it cannot exceed; the smaller one applies. Keys are compared with
-plain messages."""
+plain messages, and the SQL inbox with parking by AMQP."""
 TREES = ("daemon", "broker", "database")
 UNITS = {"rate": "/s", "body": " B", "backlog": " waiting", "count": " messages"}
 SHARES = ("p50", "p99", "p99.9", "max")

@@ -54,6 +54,7 @@ SLOW = (
     "tests/faults/test_hostile.py",
     "tests/faults/test_keys_in_order.py",
     "tests/faults/test_overload.py",
+    "tests/faults/test_sql_under_faults.py",
     "tests/faults/test_store_fails_over.py",
     "tests/integration/test_import_",
     "tests/integration/test_restoring.py",

@@ -45,7 +45,9 @@ FROM lane AS l
 ORDER BY l.number
 """
 # Taken before the snapshot, so that no partition is dropped in between.
-LOCK: Final = "LOCK TABLE message, held, message_key, schedule, lane, counter, segment IN ACCESS SHARE MODE"
+LOCK: Final = (
+    "LOCK TABLE message, held, message_key, schedule, delayer_inbox, lane, counter, segment IN ACCESS SHARE MODE"
+)
 _LOCK_ALL: Final = LOCK.replace("segment", "segment, history")
 COUNTERS: Final = "SELECT lane, kind, n FROM counter ORDER BY lane, kind"
 _FIRST, _END = (key.decode() for key in OCCURRENCES)
@@ -65,6 +67,10 @@ FROM (
     ) AS k ON k.key = '{_FIRST}'::bytea || convert_to(s.name, 'UTF8')
 ) AS looked_at WHERE fault IS NOT NULL GROUP BY fault ORDER BY fault
 """
+INBOX: Final = """
+SELECT count(*), (extract(epoch FROM min(sent_at)) * 1000)::bigint
+FROM delayer_inbox WHERE sent_at < clock_timestamp() - interval '1 minute'
+"""
 _MAY_BE_EMPTY: Final = ("held", "segment", "message_key", "history")
 _EMPTY: Final = f"SELECT {', '.join(f'NOT EXISTS (SELECT FROM {table})' for table in _MAY_BE_EMPTY)}"
 
@@ -80,26 +86,36 @@ class LaneState(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class AuditedStore:
     """The figures that both audits read at one instant. ``now_ms``: the store's clock then; on a replica that lags by
-    ``behind_ms``, the instant it had reached. ``counters``: by lane and kind. ``schedules``: rows of SCHEDULES."""
+    ``behind_ms``, the instant it had reached. ``counters``: by lane and kind. ``schedules``: rows of SCHEDULES.
+    ``unread``: the number of rows that are in the SQL inbox for more than a minute, and when the first was sent (epoch
+    ms)."""
 
     now_ms: int
     lanes: tuple[LaneState, ...]
     counters: Mapping[tuple[int, str], int]
     behind_ms: int
     schedules: tuple[Any, ...]
+    unread: tuple[int, int | None]
 
     @classmethod
     def of(
-        cls, instants: Sequence[Any], lanes: Sequence[Any], counters: Sequence[Any], schedules: Sequence[Any]
+        cls,
+        instants: Sequence[Any],
+        lanes: Sequence[Any],
+        counters: Sequence[Any],
+        schedules: Sequence[Any],
+        inbox: Sequence[Any],
     ) -> AuditedStore:
-        """Build from the rows of INSTANTS, LANES, COUNTERS and SCHEDULES."""
+        """Build from the rows of INSTANTS, LANES, COUNTERS, SCHEDULES and INBOX."""
         [(now_ms, reached_ms)] = instants
         counted = {(lane, kind): n for lane, kind, n in counters}
         owned = tuple(LaneState(*row) for row in lanes)
-        return AuditedStore(reached_ms, owned, counted, now_ms - reached_ms, tuple(map(tuple, schedules)))
+        [(messages, first_ms)] = inbox
+        schedules = tuple(map(tuple, schedules))
+        return AuditedStore(reached_ms, owned, counted, now_ms - reached_ms, schedules, (messages, first_ms))
 
 
-READ: Final = (INSTANTS, LANES, COUNTERS, SCHEDULES)
+READ: Final = (INSTANTS, LANES, COUNTERS, SCHEDULES, INBOX)
 """The statements for :meth:`AuditedStore.of`."""
 
 
@@ -228,4 +244,5 @@ def write_extract(spark: SparkSession, url: SecretUrl, place: str, watch: Watch,
             files[name] = spark.read.schema(columns).parquet(f"{place}/{name}")
     create_views(spark, files)
     store = held.store
-    return Extract(store.now_ms, store.lanes, store.counters, store.behind_ms, store.schedules, spark, sample)
+    small = (store.now_ms, store.lanes, store.counters, store.behind_ms, store.schedules, store.unread)
+    return Extract(*small, spark, sample)

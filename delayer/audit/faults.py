@@ -43,6 +43,8 @@ UNPLANNED: Final = "an active schedule without a waiting occurrence"
 ASTRAY: Final = "a schedule whose key points to another message than its occurrence"
 UNSCHEDULED: Final = "an occurrence that waits without an active schedule"
 
+UNREAD: Final = "the SQL inbox: no daemon moves its messages"
+
 PEAK: Final = "peak"
 
 _FROM_BACKUP = (
@@ -110,6 +112,10 @@ NEXT: Final[Mapping[str, str]] = {
     UNPLANNED: "It sends nothing any more. Report this, then pause and resume the schedule, so that it goes on.",
     ASTRAY: "It sends one more message, and then nothing. Report this, then pause and resume the schedule.",
     UNSCHEDULED: "It is delivered once, like any other message. Cancel it if it should not be, and report this.",
+    UNREAD: (
+        "See `delayer status` and the daemons' logs. The owner of the first lane reads the inbox, unless the broker "
+        "rejects what it has to publish (`consuming interrupted`)."
+    ),
     PEAK: "If draining takes too long, spread the due times in the publishers, or add daemons.",
     "missing": f"Declare the exchange or the queue {_IN_TIME}",
     "unroutable": f"Bind a queue to the exchange with this key {_IN_TIME}",

@@ -121,6 +121,7 @@ async def _judge(rows: Any, options: Options) -> tuple[AuditReport, list[Checked
         rules.REPEATS: [],
         rules.KEYS: [],
         rules.SCHEDULES: rules.schedules(store),
+        rules.INBOX: rules.inbox(store),
         rules.PEAKS: coming.peaks(forecast),
         **{rule.name: [] for rule in options.own_rules},
     }

@@ -49,8 +49,8 @@ EXAMPLES: Final = 5
 """Maximum number of ids that a finding names."""
 
 CONSERVATION, SEGMENTS, INTEGRITY, OVERDUE = "conservation", "segments", "integrity", "overdue"
-LANES, REPEATS, KEYS, SCHEDULES, PEAKS = "lanes", "repeats", "keys", "schedules", "peaks"
-RULES: Final = (CONSERVATION, SEGMENTS, INTEGRITY, OVERDUE, LANES, REPEATS, KEYS, SCHEDULES, PEAKS)
+LANES, REPEATS, KEYS, SCHEDULES, INBOX, PEAKS = "lanes", "repeats", "keys", "schedules", "inbox", "peaks"
+RULES: Final = (CONSERVATION, SEGMENTS, INTEGRITY, OVERDUE, LANES, REPEATS, KEYS, SCHEDULES, INBOX, PEAKS)
 
 
 def judge(store: Extract, options: Options) -> AuditReport:
@@ -79,6 +79,7 @@ def judge(store: Extract, options: Options) -> AuditReport:
         REPEATS: repeats(store) if whole else [],
         KEYS: keys(store) if whole else [],
         SCHEDULES: schedules(store),
+        INBOX: inbox(store),
         PEAKS: peaks(coming),
         **{rule.name: own(store, rule) for rule in options.own_rules},
     }
@@ -383,6 +384,15 @@ def schedules(store: AuditedStore) -> list[Finding]:
         Finding(SCHEDULES, "violation", fault, number, first_ms, {"schedules": names}, faults.NEXT[fault])
         for fault, number, first_ms, names in store.schedules
     ]
+
+
+def inbox(store: AuditedStore) -> list[Finding]:
+    """Report messages that no daemon moves out of the SQL inbox."""
+    messages, first_ms = store.unread
+    if not messages or first_ms is None:
+        return []
+    severity: Severity = "violation" if store.now_ms - first_ms >= STUCK_MS else "warning"
+    return [Finding(INBOX, severity, faults.UNREAD, messages, first_ms, next=faults.NEXT[faults.UNREAD])]
 
 
 DESTINATIONS: Final = "destinations"

@@ -196,5 +196,9 @@ ADVICE: Final[dict[str, RuleAdvice]] = {
         "A schedule and its next occurrence, which waits as a message, do not agree. One transaction writes both, so "
         "something else has changed rows.",
     ),
+    "inbox": RuleAdvice(
+        "SQL inbox",
+        "Applications sent messages by SQL more than a minute ago, and no daemon has moved them to where they wait.",
+    ),
     "peaks": RuleAdvice("Peaks", "More messages are due at one time than daemons can release at once."),
 }

@@ -114,6 +114,10 @@ def _messages(report: CheckReport, seen: stats.StoreOverview) -> None:
     if seen.held:
         advice = "`delayer held list` has the reasons; the daemon tries them again, except those marked *by hand*"
         report.add("held", "note", f"{seen.held} in the store", advice)
+    if seen.inbox.unread_ms:
+        age = duration(seen.inbox.unread_ms / 1000)
+        found = f"{counted(seen.inbox.messages, 'message')} not read yet; the oldest was sent {age} ago"
+        report.add("SQL inbox", "off", found, "the owner of the first lane reads it: see its log, or start a daemon")
     if seen.late.segments:
         found = f"{seen.late.segments} with {counted(seen.late.messages, 'message')} should be restored by now"
         report.add("segments", "off", found, "see the daemons' logs, or run `delayer restore`")

@@ -75,6 +75,7 @@ def store_backlog(now: draining.DrainBacklog, *, keys_too: bool) -> DrainPlan:
             by_itself=True,
         ),
         LeftBehind(now.soon, "store", "they are due within a minute", "none: the daemon releases them", by_itself=True),
+        LeftBehind(now.inbox, "SQL inbox", "they came in meanwhile", "none: the daemon moves them", by_itself=True),
         LeftBehind(now.packed, "segments", "they are compacted", f"delayer restore, and {AGAIN}"),
         LeftBehind(now.broken, "segments", "their segments are unreadable", "docs/backlog.md"),
         LeftBehind(now.held, "held", "their destination did not take them", "delayer held list; retry or drop"),

@@ -16,6 +16,7 @@ _BY_WORK = """
     intake.read intake.kept intake.confirmed intake.acked
     publish.begun publish.written
     park.copied park.committed
+    inbox.deleted
     release.claimed release.published release.committed
     schedule.copied schedule.committed
     compact.locked compact.written compact.verified compact.deleted compact.committed

@@ -31,11 +31,14 @@ from delayer.daemon.systemd import Notifier, Watchdog, condition
 from delayer.intake.consume import Handler, Intake, QueueConsumer
 from delayer.intake.dispatch import Dispatch
 from delayer.intake.handle import DueHandler, IntakeHandler
+from delayer.intake.inbox import NAME as INBOX
+from delayer.intake.inbox import InboxHandler
 from delayer.intake.takeover import LevelTakeover, intake_of
 from delayer.release.loop import LaneRelease, ReleaseService
 from delayer.release.ports import Lane
 from delayer.retry import first_set
 from delayer.store.backlog import PostgresBacklog
+from delayer.store.inbox import SqlInbox
 from delayer.store.postgres import PostgresStore
 from delayer.store.restoring import SegmentRestorer
 
@@ -84,6 +87,7 @@ class Daemon:
             "intake", settings.intake.queue, IntakeHandler(self.live, self._dispatch, self.store, self.counters)
         )
         self._due: QueueConsumer | None = None
+        self._inbox: QueueConsumer | None = None
         self._levels: list[QueueConsumer] = []
         self._begun = False
 
@@ -139,17 +143,19 @@ class Daemon:
             self.store.configure(connect, rates_of(settings))
             self.services.add("store", self.store.run, last=True)
             self.services.add("release", ReleaseService(self.store, self._release).run, last=True)
+            self._inbox = self._inbox_consumer()
+            self.services.add("inbox", self._inbox.run)
             restorer = SegmentRestorer(self.store, lambda: self.live.settings.store.restore_ahead_ms, self.counters)
             self.services.add("restoring", restorer.run)
 
     @property
     def _consumers(self) -> dict[str, QueueConsumer]:
-        due = {} if self._due is None else {self.settings.native.due_queue: self._due}
-        return {self.settings.intake.queue: self._intake, **due}
+        found = {self.settings.intake.queue: self._intake}
+        return found | {one.intake.queue: one for one in (self._due, self._inbox) if one is not None}
 
     def consuming(self) -> dict[str, bool]:
-        """Whether each queue is being consumed."""
-        return {queue: one.consuming.is_set() for queue, one in self._consumers.items()}
+        """Whether each queue of the broker is being consumed."""
+        return {queue: one.consuming.is_set() for queue, one in self._consumers.items() if one is not self._inbox}
 
     def unsettled(self) -> dict[str, float]:
         """The stuck queues, each with the seconds in which nothing read from it was settled."""
@@ -240,6 +246,17 @@ class Daemon:
             self.connections[use], adaptive_prefetch=AdaptivePrefetch(BUFFER_BYTES), one_active=one_active
         )
         return QueueConsumer(intake, consumer, handler, prepare=prepare, heartbeat=self.watchdog, reached=self._reached)
+
+    def _inbox_consumer(self) -> QueueConsumer:
+        inbox = SqlInbox(self.store)
+        return QueueConsumer(
+            Intake(INBOX, self.settings.intake.prefetch, self.settings.intake.give_back_after_ms / 1000),
+            inbox,
+            InboxHandler(self.live, self._dispatch, inbox, self.counters),
+            prepare=self._declare_again,
+            heartbeat=self.watchdog,
+            reached=self._reached,
+        )
 
     def _reached(self) -> tuple[int, bool]:
         """Changes when a connection to the broker is open again, or the store is usable again."""

@@ -28,7 +28,7 @@ from delayer.core.faultpoint import reach
 from delayer.core.hold import too_late
 from delayer.core.marks import LAST_DUE, X_DEATH, LoopWatch
 from delayer.core.message import REPLACE, WINDOW_MS, KeyGroup, KeyMode, Parcel, Target
-from delayer.core.operations import Cancel, Operation
+from delayer.core.operations import Applied, Cancel, Operation
 from delayer.core.plan import AtOnce, EnterCascade, Park, Plan, Policy, Refuse, Retry, Soon, TooLate, decide
 from delayer.format.envelope import Endpoints, Envelope, InvalidEnvelope, into_broker, into_cascade, read_envelope
 from delayer.format.headers import ROOM
@@ -258,7 +258,7 @@ class IntakeHandler(KeepingHandler):
     def handle(self, batch: Sequence[Delivery]) -> None:
         if not self._term_begun:
             self._term_begun = True
-            self._backlog.begin_term()
+            self._begin_term()
         policy, names = self._policy(), self._live.names()
         self._counters.batch("intake", len(batch))
         clock = monotonic()  # Read first: a pause before the other clocks makes a delay longer, not shorter.
@@ -371,11 +371,18 @@ class IntakeHandler(KeepingHandler):
             if self._gathered:
                 self.flush()
 
+    def _begin_term(self) -> None:
+        self._backlog.begin_term()
+
+    async def _commit(self, operations: Sequence[Operation], _tags: Sequence[int]) -> Applied:
+        """Apply the operations of the deliveries ``tags`` in one transaction."""
+        return await self._backlog.apply(operations)
+
     async def _write(self, batch: Sequence[Classified]) -> None:
         """Apply a batch in one transaction, accept its deliveries, and answer its cancels."""
         operations = operations_of(batch)
         began = perf_counter()
-        applied = await self._backlog.apply(operations)
+        applied = await self._commit(operations, [delivery.tag for delivery, _, _ in batch])
         self._counters.took("park", perf_counter() - began)
         self._counters.batch("park", len(operations))
         self._counters.add("parked", [one.route for one in operations if isinstance(one, Parcel)])

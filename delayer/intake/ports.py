@@ -47,6 +47,14 @@ class Backlog(Protocol):
         """Why the backlog does not accept operations; empty if it does, or if the reason lies outside the store."""
 
 
+class Inbox(Protocol):
+    """The messages that applications write into the store by SQL. Their deliveries are rows."""
+
+    async def move(self, operations: Sequence[Operation], tags: Sequence[int]) -> Applied:
+        """Apply ``operations`` like :meth:`Backlog.apply`, and delete the rows of the deliveries ``tags``, which they
+        came by, in the same transaction. Raises as that, and StoreLost if another process has moved one of the rows."""
+
+
 class Subscription(Protocol):
     """One consumer on one queue, valid until :meth:`next_batch` raises BrokerLost."""
 

@@ -24,6 +24,7 @@ from delayer.retry import LOSSES, Backoff, first_set, raise_first, take_failures
 from delayer.store.errors import STORE_RUNS, plain_reason
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.ownership import AWAY_SECONDS, MORE_LANES, BrokerLink, LaneOwnership
+from delayer.store.lanes.session import LaneSession
 from delayer.store.postgres import PostgresStore
 
 log = structlog.get_logger(__name__)
@@ -151,13 +152,21 @@ class PostgresBacklog:
     async def apply(self, operations: Sequence[Operation]) -> Applied:
         """Commit operations: see intake.ports.Backlog."""
         term = self._term
+        applied = await self._apply(operations, term)
+        self._ownership.intake = max(self._ownership.intake, term.epoch or 0)
+        return applied
+
+    async def move(self, operations: Sequence[Operation], rows: Sequence[int]) -> Applied:
+        """Commit operations of the SQL inbox, and delete its ``rows``: see intake.ports.Inbox."""
+        return await self._apply(operations, None, rows)
+
+    async def _apply(self, operations: Sequence[Operation], term: Term | None, rows: Sequence[int] = ()) -> Applied:
         ordered = any(isinstance(one, Cancel) or one.key is not None for one in operations)
         batch = fold(operations) if ordered else Fold([one for one in operations if isinstance(one, Parcel)])
         lanes = self._ownership.ordinary
         far = lanes[next(self._far_turn) % len(lanes)] if lanes else 0
-        applied = await self._write(lambda store, lane: store.apply(lane, batch, far, term), bulk=is_bulk(batch.kept))
-        self._ownership.intake = max(self._ownership.intake, term.epoch or 0)
-        return applied
+        bulk = is_bulk(batch.kept)
+        return await self._write(lambda store, lane: store.apply(lane, batch, far, term, rows), bulk=bulk)
 
     async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
         """Commit held messages: see intake.ports.Backlog."""
@@ -192,6 +201,16 @@ class PostgresBacklog:
                 if not lane.behind:
                     return lane
         return lanes[next(self._turn) % len(lanes)]
+
+    @property
+    def owns_first_lane(self) -> bool:
+        """Whether this process owns the store's first lane, whose owner reads the SQL inbox."""
+        first = self._ownership.ordinary[:1]
+        return any(lane.number in first and lane.owned for lane in self._ownership.own)
+
+    async def take_inbox(self, wake: Callable[[], None]) -> LaneSession | None:
+        """Acquire the SQL inbox: see LaneLocks."""
+        return await self._require_store().locks.take_inbox(wake)
 
     async def restore(self, ahead_ms: int) -> Restoration:
         """Restore the soonest segment whose first message is due within ``ahead_ms``. Raises StoreLost; then nothing is

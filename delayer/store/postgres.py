@@ -52,6 +52,7 @@ FAR_MS: Final = 120_000
 looks a minute ahead (lane.py), so its owner finds them in time. Sooner messages stay in a lane of this process."""
 
 NONE: Final[Changes] = Counter()
+DELETE_INBOX: Final = "DELETE FROM delayer_inbox WHERE id = ANY($1)"
 T = TypeVar("T")
 
 
@@ -168,11 +169,14 @@ class PostgresStore:
     def now_lower_ms(self) -> int:
         return self.clock.now_lower_ms()
 
-    async def apply(self, lane: PostgresLane, batch: Fold, far: int, term: Term | None) -> Applied:
-        """Commit the rest of a batch, then wake ``lane``. Messages due soon go into ``lane``, later messages into lane
-        ``far``, and those of a limited route into its own lane. Raises LaneLost, with nothing committed, if this
-        process has lost ``lane``; Rejected; and StoreLost, even for a batch with keys if another process has begun a
-        term since ``term``."""
+    async def apply(
+        self, lane: PostgresLane, batch: Fold, far: int, term: Term | None, inbox: Sequence[int] = ()
+    ) -> Applied:
+        """Commit the rest of a batch, then wake ``lane``. Messages due soon go into ``lane``, later ones into lane
+        ``far``, those of a limited route into its own. ``inbox``: the rows of the SQL inbox that the batch comes from,
+        which the same transaction deletes. Raises LaneLost, with nothing committed, if this process has lost ``lane``;
+        Rejected; and StoreLost, even for a batch with keys if another process has begun a term since ``term``, or if a
+        row of ``inbox`` is gone."""
         routes, far_ms = self.locks.routes, self.clock.now_lower_ms() + FAR_MS
         place = Placement(lane.number, routes, lane.epoch, far, far_ms, self.history_days > 0)
         await self._ensure_days({parcel.due_ms // DAY_MS for parcel in batch.kept})
@@ -180,6 +184,8 @@ class PostgresStore:
 
         async def write(connection: Connection) -> tuple[Applied, int | None]:
             nonlocal left
+            if inbox:
+                await take_inbox_rows(connection, inbox)
             applied, epoch, left = await apply_batch(connection, place, batch, term)
             return applied, epoch
 
@@ -302,6 +308,13 @@ def to_notify(place: Placement, dues: Iterable[tuple[Parcel, int]]) -> dict[int,
     return soonest(
         (lane_of(parcel, place), at_ms) for parcel, at_ms in dues if place.epoch is None or parcel.route in place.routes
     )
+
+
+async def take_inbox_rows(connection: Connection, ids: Sequence[int]) -> None:
+    """Delete rows of the SQL inbox in the open transaction. Raises StoreLost if one is gone, the driver's errors."""
+    status = await connection.execute(DELETE_INBOX, ids)
+    if status != f"DELETE {len(ids)}":
+        raise StoreLost(f"another process has moved rows of the SQL inbox: expected {len(ids)}, found {status}")
 
 
 async def apply_batch(

@@ -10,7 +10,7 @@ from asyncpg import Connection
 from delayer.store.errors import SchemaOutdated
 
 VERSION_TABLE: Final = "delayer_schema_version"
-HEAD: Final = "0001"
+HEAD: Final = "0002"
 """The revision this program works with: the newest of migrations/."""
 
 # Storage options of all tables that messages pass through. For the reasons see migrations/versions/0001.

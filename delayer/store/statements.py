@@ -22,6 +22,7 @@ NEXT_RETRY = read("next_retry")
 COUNT = read("count")
 COUNT_PARKED = read("count_parked")
 HOLD_AGAIN = read("hold_again")
+READ_INBOX = read("read_inbox")
 WRITE_WATERMARK = read("write_watermark")
 
 _LANE_LOCKS: Final = (

@@ -99,7 +99,7 @@ def store(
         "history": list(history),
     }
     counted = fitting(messages, segments) if counters is None else counters
-    extract = Extract(now_ms, tuple(lanes), counted, 0, (), spark, sample)
+    extract = Extract(now_ms, tuple(lanes), counted, 0, (), (0, None), spark, sample)
     create_views(
         spark,
         {

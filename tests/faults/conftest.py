@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.faults.scenes import WORKER, Scenes
-from tests.faults.tables import NATIVE, RESTORE, STORE
+from tests.faults.tables import INBOX, NATIVE, RESTORE, STORE
 from tests.support.rabbitmq_cluster import RabbitMQCluster
 from tests.support.servers import Postgres, RabbitMQ
 
@@ -28,6 +28,12 @@ def scenes(rabbitmq: RabbitMQ, postgres: Postgres, template: str) -> Scenes:
 def restore_scenes(rabbitmq: RabbitMQ, postgres: Postgres, template: str) -> Scenes:
     """The rows of restoring, which begin with messages that are in segments."""
     return Scenes(RESTORE, rabbitmq, postgres, template)
+
+
+@pytest.fixture(scope="session")
+def inbox_scenes(rabbitmq: RabbitMQ, postgres: Postgres, template: str) -> Scenes:
+    """The rows of messages that are sent by SQL."""
+    return Scenes(INBOX, rabbitmq, postgres, template)
 
 
 @pytest.fixture(scope="session")

@@ -24,10 +24,11 @@ import uvloop
 
 from delayer.amqp.errors import BrokerLost
 from tests.support.daemon import DaemonProcess
-from tests.support.ledger import Arrival, Verdict
+from tests.support.ledger import Arrival, Ledger, Verdict
 from tests.support.place import STRATEGY, Place, eventually, killed_by_fault, stopped
 from tests.support.proxy import Proxy
 from tests.support.servers import Postgres, RabbitMQ
+from tests.support.sql_ledger import SqlLedger
 
 DAEMON, BROKER, POSTGRES, BROKER_CUT, STORE_CUT = "daemon", "broker", "postgres", "broker cut", "store cut"
 
@@ -47,7 +48,7 @@ class Row:
     ``same_id``: copies, if any, share one x-delayer-id, otherwise they have different ids. ``step_ms``: how much later
     each message is due than the one before. One more message goes through before them, so that the daemon knows the
     exchange; otherwise it would publish the first message alone. ``prepared``: "compacted" if the messages are in a
-    segment before the daemon that reaches the point starts.
+    segment before the daemon that reaches the point starts. ``by_sql``: the messages are sent by SQL.
     """
 
     mode: str
@@ -62,6 +63,7 @@ class Row:
     prefetch: int = 5_000
     strategy: str = STRATEGY
     prepared: Literal["", "compacted"] = ""
+    by_sql: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ class Play:
         if self._proxy:
             await self.stack.enter_async_context(self._proxy)
         consume = self._died not in (BROKER, POSTGRES)
-        self._ledger = await self.stack.enter_async_context(self.place.ledger(consume=consume))
+        kind = SqlLedger if self.row.by_sql else Ledger
+        self._ledger = await self.stack.enter_async_context(self.place.ledger(consume=consume, kind=kind))
         if self.row.prepared:
             await self._prepare()
         point = self.row.fault if ":" in self.row.fault else f"{self.row.fault}:1"
@@ -133,6 +136,8 @@ class Play:
             await self._finish(daemon, resumed_ms)
 
     async def _count(self, where: str) -> int:
+        if where == "inbox":
+            return await self.place.inbox()
         if where == "store":
             return await self.place.rows()
         if where == "segments":
@@ -222,7 +227,7 @@ class Scenes:
                 place = Place(row.mode, rabbitmq.url(vhost), tag=f"r{number}.", prefetch=row.prefetch)
                 place.strategy = row.strategy
                 proxy = None
-                if row.mode == "store":
+                if row.mode == "store" or row.by_sql:
                     database = postgres.add_database(template=self._template)
                     place.store = postgres.url(database)
                 if death == BROKER_CUT:
@@ -287,5 +292,5 @@ def check(row: Row, outcome: Outcome, copies: Copies) -> None:
             assert len({arrival.due_ms for arrival in arrivals}) == 1, arrivals
     if outcome.counters:
         assert outcome.counters["parked"] == outcome.counters["released"], outcome.counters
-        assert outcome.counters["parked"] > 0 or row.fault == "intake.kept", outcome.counters
+        assert outcome.counters["parked"] > 0 or row.fault == "intake.kept" or row.by_sql, outcome.counters
         assert outcome.counters["held"] == 0

@@ -112,6 +112,32 @@ RESTORE: Mapping[str, Row] = {
 }
 
 
+def sent_by_sql(mode: str, fault: str, daemon: Copies, others: Copies, after: Mapping[str, int], delay_ms: int) -> Row:
+    """``daemon``: the copies if the daemon dies; ``others``: if it stops while a server dies or a connection breaks.
+    Then Postgres ends its session, and with it the lock of the inbox."""
+    deaths = (BROKER, POSTGRES, BROKER_CUT, STORE_CUT)
+    return Row(mode, fault, {DAEMON: daemon, **dict.fromkeys(deaths, others)}, after, delay_ms=delay_ms, by_sql=True)
+
+
+# A daemon dies while it moves a message out of the SQL inbox. What it parks, it parks once.
+INBOX: Mapping[str, Row] = {
+    "reading a row": sent_by_sql("store", "intake.read", ONCE, PERHAPS_TWICE, {"inbox": 1, "store": 0}, 2_500),
+    "COPY before commit": sent_by_sql("store", "park.copied", ONCE, ONCE, {"inbox": 1, "store": 0}, 2_500),
+    "commit": sent_by_sql("store", "park.committed", ONCE, ONCE, {"inbox": 0, "store": 1}, 5_000),
+    "publish at once": sent_by_sql("store", "publish.written:2", PERHAPS_TWICE, PERHAPS_TWICE, {"inbox": 1}, 0),
+    "confirm before the deletion of the row": sent_by_sql(
+        "store", "intake.confirmed", TWICE, PERHAPS_TWICE, {"inbox": 1, "out": 1}, 0
+    ),
+    "deletion of the row": sent_by_sql("store", "inbox.deleted", ONCE, ONCE, {"inbox": 0, "out": 1}, 0),
+    "the cascade's confirm before the deletion of the row": sent_by_sql(
+        "native", "intake.confirmed", TWICE, PERHAPS_TWICE, {"inbox": 1, "out": 0}, 8_000
+    ),
+    "deletion of the row of a message in the cascade": sent_by_sql(
+        "native", "inbox.deleted", ONCE, ONCE, {"inbox": 0, "out": 0}, 8_000
+    ),
+}
+
+
 class ScheduleRow(NamedTuple):
     """A row of the crash table of schedules. ``fault``: the point, and the pass that counts. ``copies``: how often each
     occurrence arrives. Those of the daemon's claim may come twice (G3); all others come once."""

@@ -100,6 +100,7 @@ class Play:
 
     fleet: Fleet
     runner: asyncio.Runner
+    doomed: int = DOOMED
 
     def __call__(self, mode: str, fault: Fault) -> None:
         self.runner.run(self._play(mode, fault))
@@ -113,7 +114,7 @@ class Play:
             # A daemon's first publish to an exchange has a shorter deadline, which the fault would exceed.
             await ledger.publish(KNOWN, delay_ms=1_100)
             await ledger.all_back()
-        await ledger.publish(MESSAGES, longest_ms=LONGEST_MS, doomed_ones=DOOMED)
+        await ledger.publish(MESSAGES, longest_ms=LONGEST_MS, doomed_ones=self.doomed)
         assert ledger.account.windows is not None
         begin_ms = time.time() * 1000
         async with asyncio.timeout(fault.seconds + 90), flowing(ledger, A_SECOND, longest_ms=LONGEST_MS):
@@ -122,7 +123,7 @@ class Play:
             finally:  # a failed fault may have broken something, and the next tests must not fail for it
                 if excused:
                     ledger.account.windows.append(Window(begin_ms, time.time() * 1000))
-        await ledger.publish(MESSAGES, longest_ms=LONGEST_MS, doomed_ones=DOOMED)
+        await ledger.publish(MESSAGES, longest_ms=LONGEST_MS, doomed_ones=self.doomed)
         await ledger.all_back(timeout=60)
         surprises, fleet.surprises = fleet.surprises, []
         assert not surprises

@@ -12,7 +12,9 @@ from contextlib import AsyncExitStack
 import pytest
 
 from tests.faults.scenes import work_off
+from tests.support.ledger import Ledger
 from tests.support.place import Place, eventually, stopped
+from tests.support.sql_ledger import SqlLedger
 
 MESSAGES = 20_000
 KILLS = 7
@@ -29,13 +31,14 @@ def place_of(mode: str, vhost: str, store: str) -> Place:
 
 
 @pytest.mark.deadline(150)
+@pytest.mark.parametrize("kind", [Ledger, SqlLedger], ids=["by AMQP", "by SQL"])
 @pytest.mark.parametrize("mode", ["store", "native"])
-async def test_killed_at_random_moments(mode: str, vhost: str, store: str) -> None:
+async def test_killed_at_random_moments(mode: str, kind: type[Ledger], vhost: str, store: str) -> None:
     """Each daemon begins with a backlog and gets more, so that it dies while it reads, parks, publishes and releases.
     Some die before they are ready."""
-    place = await place_of(mode, vhost, store).declare()
+    place = await Place(mode, vhost, store if mode == "store" or kind is SqlLedger else None).declare()
     chance = random.Random(SEED)
-    async with place.ledger(SEED) as ledger:
+    async with place.ledger(SEED, kind=kind) as ledger:
         for life in range(KILLS):
             portion = MESSAGES // KILLS if life else MESSAGES - MESSAGES // KILLS * (KILLS - 1)
             await ledger.publish(portion // 2)

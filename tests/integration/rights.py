@@ -27,7 +27,7 @@ from tests.support.topology import declare
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
 DATABASE, OWNER, DAEMON = "delayer", "delayer_owner", "delayer"
 MODES = ("store", "native")
-TABLES = "message, held, message_key, counter, segment, schedule, audit_log"
+TABLES = "message, held, message_key, counter, segment, schedule, delayer_inbox, audit_log"
 
 
 def statements_of(block: int) -> list[str]:

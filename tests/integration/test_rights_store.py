@@ -24,8 +24,10 @@ from delayer.store.admin.detail import FoundIn
 from delayer.store.admin.needs import MissingRight, missing_rights
 from delayer.store.admin.stats import overview
 from delayer.store.errors import SchemaOutdated
+from delayer.store.lanes.lane import PostgresLane
 from delayer.store.rows import partitions
 from delayer.store.schedules import changes
+from delayer.store.statements import READ_INBOX
 from tests.integration.rights import (
     DAEMON,
     DATABASE,
@@ -100,6 +102,7 @@ async def work(url: str) -> None:
             term = Term((await store.locks.look()).intake)
             for _ in range(2):  # The first batch of a term raises its epoch; later batches keep it.
                 await store.apply(lane, fold([Cancel(b"k")]), lane.number, term)
+            await empty_inbox(store, lane)
             await store.hold(lane, [(parcel(now), WHY)])
             await retry(url, lane)
             first, *rest = await claim_when_due(lane)
@@ -125,6 +128,17 @@ async def work(url: str) -> None:
     async with sql(url) as connection:
         assert (await check_waiting(connection)).made == 1
     await overview(url)
+
+
+async def empty_inbox(store: Store, lane: PostgresLane) -> None:
+    """Read the message that was sent by SQL, and move it."""
+    session = await store.locks.take_inbox(lambda: None)
+    assert session is not None
+    try:
+        [found] = await session.connection.fetch(READ_INBOX, [0], [1 << 62], 10, 1 << 20)
+    finally:
+        await session.close()
+    await store.apply(lane, fold([parcel(store.now_upper_ms() + 3 * DAY_MS)]), lane.number, None, [found["id"]])
 
 
 async def upkeep(url: str, store: Store, today: int) -> None:
@@ -153,6 +167,7 @@ async def prepare(postgres: Postgres) -> None:
         for number in range(2):
             await put(owner, [row(2 * number + n, now_ms + DAY_MS + number) for n in (1, 2)])
             assert await compact(owner)
+        await owner.execute("SELECT delayer_send('k', 'x')")
         await changes.add(owner, schedule(), who="test")
         await rewind(owner, HOUR_MS)
         await owner.execute("UPDATE segment SET packed = '' WHERE id = (SELECT min(id) FROM segment)")

@@ -307,4 +307,36 @@ MUTANTS: Sequence[Mutant] = (
         "tests/conformance/test_publisher.py",
         ("isolation-before-the-instant", "            await asyncio.sleep(left)\n", "            break\n"),
     ),
+    *of(
+        "delayer/store/inbox.py",
+        "tests/integration/test_sql_reader.py",
+        ("inbox-freed-with-rows-in-flight", "if not wanted and not (self._rows or self._settled):", "if not wanted:"),
+        ("inbox-ranges-stay-open", "            self._ranges.close(closed)\n", "            pass\n"),
+    ),
+    *of(
+        "delayer/store/inbox.py",
+        "tests/acceptance/test_sql_inbox.py::test_a_transaction_that_commits_late_is_not_passed_over",
+        ("inbox-ranges-close-at-once", "if oldest < self._mark.xid:", "if False:"),
+    ),
+    *of(
+        "delayer/store/postgres.py",
+        "tests/integration/test_sql_reader.py",
+        ("stale-reader-moves", 'if status != f"DELETE {len(ids)}":', "if False:"),
+    ),
+    *of(
+        "delayer/intake/inbox.py",
+        "tests/faults/test_crash_inbox.py",
+        ("inbox-moves-apart", "await self._inbox.move(operations, tags)", "await self._backlog.apply(operations)"),
+    ),
+    *of(
+        "delayer/intake/inbox.py",
+        "tests/acceptance/test_sql_inbox.py::test_a_delay_counts_on_a_route_that_reads_other_forms",
+        ("sql-delay-not-read", "        return self._adapted\n", "        return policy\n"),
+    ),
+    *of(
+        "migrations/versions/0002_sql_inbox.py",
+        "tests/integration/test_sql_functions.py::test_a_hostile_search_path_changes_nothing",
+        ("callers-search-path", " SECURITY DEFINER SET search_path = @schema, pg_temp", " SECURITY DEFINER"),
+        times=3,
+    ),
 )

@@ -300,7 +300,7 @@ class ScriptedStore:
     def now_lower_ms(self) -> int:
         return NOW
 
-    async def apply(self, lane: ScriptedLane, batch: Fold, far: int, term: Term) -> Applied:
+    async def apply(self, lane: ScriptedLane, batch: Fold, far: int, term: Term, inbox: Sequence[int] = ()) -> Applied:
         if self.on_write is not None:
             await self.on_write(lane.number)
         self.parked.append((lane.number, batch.kept, far))

@@ -28,6 +28,7 @@ from tests.support.daemon import DaemonProcess, command
 from tests.support.ledger import Ledger, Verdict
 from tests.support.rabbitmq import RabbitMQ
 from tests.support.rows import compact, conserved
+from tests.support.sql_ledger import SqlLedger
 from tests.support.store import sql
 from tests.support.topology import declare
 
@@ -123,6 +124,8 @@ class Place:
             queue=f"{self.tag}ledger",
             consume=consume,
         ) as ledger:
+            if isinstance(ledger, SqlLedger):
+                ledger.store = self.store or ""
             yield ledger
 
     @asynccontextmanager
@@ -174,6 +177,10 @@ class Place:
         """Messages in the store, waiting or held."""
         return int(await self.ask("SELECT (SELECT count(*) FROM message) + (SELECT count(*) FROM held)"))
 
+    async def inbox(self) -> int:
+        """Messages in the SQL inbox."""
+        return int(await self.ask("SELECT count(*) FROM delayer_inbox"))
+
     async def segments(self) -> int:
         """Messages in segments."""
         return int(await self.ask(_IN_SEGMENTS))
@@ -198,6 +205,8 @@ class Place:
             found = {name: depth for name, depth in (await admin.depths(names)).items() if depth}
         if self.store and (rows := await self.rows()):
             found["store"] = rows
+        if self.store and (unread := await self.inbox()):
+            found["inbox"] = unread
         if self.store and (packed := await self.segments()):
             found["segments"] = packed
         return {name: depth for name, depth in found.items() if depth is not None}

@@ -101,10 +101,10 @@ class ConnectionNeed(NamedTuple):
 
     @property
     def needed(self) -> int:
-        """Connections of all daemons: two per lane, and per daemon its presence, parks, and sessions for limited
-        routes."""
+        """Connections of all daemons: two per lane, one for the SQL inbox, and per daemon its presence, parks, and
+        sessions for limited routes."""
         each = 1 + PARKERS + (LIMITED_SESSIONS if self.limited else 0)
-        return 2 * self.lanes + max(self.daemons, 1) * each
+        return 2 * self.lanes + 1 + max(self.daemons, 1) * each
 
 
 async def connection_need(connection: Connection) -> ConnectionNeed:
@@ -126,6 +126,7 @@ RIGHTS: Final[Mapping[str, str]] = {
     "segment": "SELECT, UPDATE, DELETE",
     "schedule": "SELECT, UPDATE",
     "request": "SELECT, INSERT, UPDATE, DELETE",
+    "delayer_inbox": "SELECT, DELETE",
 }
 """The rights of a daemon, as docs/security.md grants them."""
 OF_HISTORY: Final[Mapping[str, str]] = {"history": "OWNER", "history_default": "SELECT, DELETE"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from asyncpg import Connection
@@ -70,6 +70,26 @@ class LaneOverview:
         return 0 if self.next_due_ms is None else max(now_ms - self.next_due_ms, 0)
 
 
+class InboxCount(NamedTuple):
+    """The SQL inbox. ``messages``: at most INBOX_MOST. ``age_ms``: of the oldest of its first messages."""
+
+    messages: int = 0
+    age_ms: int = 0
+
+    @property
+    def unread_ms(self) -> int:
+        """How long its messages wait for a daemon that moves them; 0 unless that is too long (STUCK_SECONDS)."""
+        return self.age_ms if self.age_ms > STUCK_SECONDS * 1000 else 0
+
+
+INBOX_MOST: Final = 100_000
+_INBOX: Final = f"""
+SELECT (SELECT count(*) FROM (SELECT FROM delayer_inbox LIMIT {INBOX_MOST}) AS counted),
+       coalesce((SELECT extract(epoch FROM clock_timestamp() - min(sent_at)) * 1000
+                 FROM (SELECT sent_at FROM delayer_inbox ORDER BY id LIMIT 100) AS first), 0)::bigint
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class StoreOverview:
     """The whole store. Without our schema (``schema_found`` is None or another) ``lanes`` is empty."""
@@ -80,6 +100,7 @@ class StoreOverview:
     lanes: Sequence[LaneOverview]
     segments: SegmentTotals
     late: OverdueSegments
+    inbox: InboxCount = field(default_factory=InboxCount)
 
     @property
     def upgrade_pending(self) -> bool:
@@ -126,7 +147,13 @@ async def overview(url: str, restore_ahead_ms: int = DAY_MS) -> StoreOverview:
             return StoreOverview(found, schema.HEAD, now_ms, (), SegmentTotals(), OverdueSegments())
         late = await catalog.count_late(connection, now_ms + restored_ms(restore_ahead_ms))
         packed = await catalog.count(connection)
-        return StoreOverview(found, schema.HEAD, now_ms, await _lanes(connection, now_ms), packed, late)
+        inbox = await count_inbox(connection)
+        return StoreOverview(found, schema.HEAD, now_ms, await _lanes(connection, now_ms), packed, late, inbox)
+
+
+async def count_inbox(connection: Connection) -> InboxCount:
+    """Count the SQL inbox. Raises the driver's errors."""
+    return InboxCount(*await connection.fetchrow(_INBOX))
 
 
 async def _lanes(connection: Connection, now_ms: int) -> list[LaneOverview]:

@@ -24,7 +24,7 @@ from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, describe, translate_errors
 from delayer.store.lanes.cursor import ReleaseCursor
 from delayer.store.lanes.lane import PostgresLane
-from delayer.store.lanes.notify import listen
+from delayer.store.lanes.notify import INBOX, listen
 from delayer.store.lanes.session import LaneSession
 from delayer.store.pool import INDEX_ONLY, SameServer
 from delayer.store.rows.partitions import Days
@@ -42,6 +42,7 @@ _LOCK = "SELECT pg_try_advisory_lock('lane'::regclass::oid::int, $1)"
 _LOCK_EACH = (
     "SELECT number, pg_try_advisory_lock('lane'::regclass::oid::int, number::int) FROM unnest($1::smallint[]) AS number"
 )
+_LOCK_INBOX = "SELECT pg_try_advisory_lock('delayer_inbox'::regclass::oid::int, 0)"
 _UNLOCK = "SELECT pg_advisory_unlock('lane'::regclass::oid::int, $1)"
 _TAKE = (
     "UPDATE lane SET epoch = epoch + 1, owner = $2 WHERE number = ANY($1::smallint[])"
@@ -58,7 +59,8 @@ _END_FROZEN = """
 SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
 WHERE datname = current_database() AND usename = current_user AND state = 'active' AND wait_event = 'ClientRead'
   AND query_start < clock_timestamp() - make_interval(secs => CASE
-      WHEN application_name LIKE 'delayer lane %' OR application_name LIKE 'delayer presence%' THEN $1::float8
+      WHEN application_name LIKE 'delayer lane %' OR application_name LIKE 'delayer presence%'
+          OR application_name = 'delayer inbox' THEN $1::float8
       WHEN application_name IN ('delayer park', 'delayer act') THEN $2::float8 END)
 """
 _NAME_PRESENCE: Final = "SELECT set_config('application_name', $1, false)"
@@ -192,6 +194,24 @@ class LaneLocks:
         except BaseException:
             self.leave()  # Its locks would keep all processes from these lanes.
             raise
+
+    async def take_inbox(self, wake: Callable[[], None]) -> LaneSession | None:
+        """Acquire the SQL inbox, and call ``wake`` for each notification about it. Returns the session with its lock;
+        None if another process has the inbox. Raises StoreLost."""
+        sessions: list[LaneSession] = []
+        lock = await self._open_session("delayer inbox", sessions)
+        [session] = sessions
+        try:
+            with translate_errors("take the SQL inbox"):
+                async with session.turn:
+                    if await lock.fetchval(_LOCK_INBOX):
+                        await lock.add_listener(INBOX, lambda *_: wake())
+                        return session
+        except BaseException:
+            await session.close()
+            raise
+        await session.close()
+        return None
 
     async def _begin(
         self,

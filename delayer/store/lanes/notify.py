@@ -14,6 +14,8 @@ from asyncpg import Connection
 
 WAITING: Final = "waiting"
 HELD: Final = "held"
+INBOX: Final = "delayer_inbox"
+"""The channel on which the functions of the SQL inbox notify."""
 # In the order of lanes, so that two processes that lower the same lanes cannot deadlock.
 _LOWER = (
     "UPDATE lane AS l SET watermark = told.due"

@@ -26,6 +26,7 @@ RULES = (
     "repeats",
     "keys",
     "schedules",
+    "inbox",
     "peaks",
     "destinations",
 )

@@ -7,7 +7,7 @@ from typing import Any
 from delayer.core.counters import Counters
 from delayer.http.view import ConnectionState, DaemonState
 from delayer.store import schema
-from delayer.store.admin.stats import LaneOverview, StoreOverview
+from delayer.store.admin.stats import InboxCount, LaneOverview, StoreOverview
 from delayer.store.segments.catalog import OverdueSegments, SegmentTotals
 
 LINE = ConnectionState(connected=True, blocked=False, connects=1)
@@ -42,6 +42,8 @@ def overview(
     lanes: list[LaneOverview] | None = None,
     packed: SegmentTotals | None = None,
     late: OverdueSegments | None = None,
+    inbox: InboxCount = InboxCount(),  # noqa: B008 - a value
 ) -> StoreOverview:
     """The result of a query to the store."""
-    return StoreOverview(found, schema.HEAD, 10_000, lanes or [], packed or SegmentTotals(), late or OverdueSegments())
+    packed, late = packed or SegmentTotals(), late or OverdueSegments()
+    return StoreOverview(found, schema.HEAD, 10_000, lanes or [], packed, late, inbox)

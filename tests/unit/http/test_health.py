@@ -8,7 +8,7 @@ import pytest
 
 from delayer.http.health import not_alive, not_ready
 from delayer.store import schema
-from delayer.store.admin.stats import LANE_KINDS, LaneOverview, StoreOverview
+from delayer.store.admin.stats import LANE_KINDS, InboxCount, LaneOverview, StoreOverview
 from delayer.store.segments.catalog import OverdueSegments
 from tests.unit.http.states import LINE, overview, state
 
@@ -22,6 +22,7 @@ UNCLAIMED = "lane 7 has settled no claim for 30 s"
 UNSETTLED = "queue 'delays': nothing that was read from it was settled for 42 s"
 STUCK = "nothing is delivered: "
 PACKED = "compacted messages are due, and not restored: see `restoring interrupted` in the log"
+UNREAD = "the SQL inbox is not read: a message in it was sent 42 s ago"
 AWAY: dict[str, Any] = {"consuming": {"delays": False}}
 
 
@@ -56,10 +57,13 @@ AWAY: dict[str, Any] = {"consuming": {"delays": False}}
         (state(unsteady={"delays": "no confirm"}), GOOD, ["queue 'delays': some messages cannot go on: no confirm"]),
         (state(), overview(late=OverdueSegments(1, 5, 9_999)), [PACKED]),
         (state(), overview(late=OverdueSegments(1, 5, 10_001)), []),
+        (state(), overview(inbox=InboxCount(3, 42_000)), [UNREAD]),
+        (state(mode="native"), overview(inbox=InboxCount(3, 42_000)), [UNREAD]),
+        (state(), overview(inbox=InboxCount(3, 29_000)), []),
         (state(connections=BLOCKED), GOOD, [f"{STUCK}the broker accepts no publishes (a resource alarm)"]),
         (state(connections=CUT), GOOD, [f"{STUCK}no connection to publish by"]),
     ],
-    ids=range(23),
+    ids=range(26),
 )
 def test_ready(seen: dict[str, Any], store: StoreOverview | None, reasons: list[str]) -> None:
     assert not_ready(seen, "delays", store, "connect: refused") == reasons

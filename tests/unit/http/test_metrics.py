@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from delayer.http.metrics import METRICS, PREFIX, MetricSources, roles
 from delayer.http.view import Depths, Snapshot
 from delayer.schedule.schedule import ScheduleState
 from delayer.store.admin.census import COMPACTED, Census
-from delayer.store.admin.stats import LANE_KINDS, LaneOverview
+from delayer.store.admin.stats import LANE_KINDS, InboxCount, LaneOverview
 from delayer.store.schedules.reading import ScheduleCounts
 from delayer.store.segments import catalog
 from tests.support.web import samples
@@ -51,7 +50,8 @@ def sight(**more: Any) -> MetricSources:
     counters.batch("claim", 3)
     packed = catalog.SegmentTotals(segments=4, messages=400, broken=1, broken_messages=100, next_due_ms=None)
     lanes = [lane(1, alive=True, waiting=5, next_due_ms=9_000), lane(2, alive=False, waiting=2, next_due_ms=None)]
-    store = replace(overview(lanes=lanes, packed=packed), late=catalog.OverdueSegments(2, 50, None))
+    late, inbox = catalog.OverdueSegments(2, 50, None), InboxCount(5, 1_500)
+    store = overview(lanes=lanes, packed=packed, late=late, inbox=inbox)
     counts = {(b"orders.in", 0): 2.0, (b"orders.in", 1): 3.0, (b"mail\xff", len(horizon.OFFSETS)): 4.0}
     whole: dict[str, Any] = {
         "state": state(counters),
@@ -110,6 +110,8 @@ def test_every_metric_is_served() -> None:
         (("delayer_unowned_messages",), 2),
         (("delayer_stuck_lanes",), 1),
         (("delayer_held_messages",), 6),
+        (("delayer_inbox_messages",), 5),
+        (("delayer_inbox_age_seconds",), 1.5),
         (("delayer_overdue_seconds",), 1),
         (("delayer_segments", "state=late"), 2),
         (("delayer_segment_messages", "state=broken"), 100),
@@ -240,6 +242,7 @@ SCENES = [
     fires({'delayer_ready{job="delayer", instance="a"}': "1x20"}, "DelayerNotReady", "20m", expected=False),
     fires({'delayer_held_messages{job="delayer"}': "0x5 3x30"}, "DelayerMessagesHeld", "30m", expected=True),
     fires({'delayer_overdue_seconds{job="delayer"}': "0x5 90x30"}, "DelayerOverdue", "20m", expected=True),
+    fires({'delayer_inbox_age_seconds{job="delayer"}': "0x5 90x30"}, "DelayerInboxUnread", "20m", expected=True),
     fires({'delayer_refused_total{job="delayer", route="a"}': "0x5 4x30"},
           "DelayerMessagesRefused", "8m", expected=True),
     # A series that starts at its first message never shows an increase. The message is in the refused queue.

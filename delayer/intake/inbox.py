@@ -1,0 +1,50 @@
+"""The handler of the SQL inbox: the intake's, for deliveries that are rows of the store.
+
+It parks messages, and applies cancels, in the transaction that deletes their rows. Everything else is the same: it
+accepts what it publishes after the confirm, and then the row is deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from delayer.core.counters import Counters
+from delayer.core.delay_headers import DELIVER_AT
+from delayer.core.operations import Applied, Operation
+from delayer.core.plan import Policy
+from delayer.intake.dispatch import Dispatch
+from delayer.intake.handle import IntakeHandler
+from delayer.intake.ports import Inbox, IntakeSettings
+
+NAME: Final = "delayer_inbox"
+"""The name of the inbox where queues are named."""
+_FORM: Final = DELIVER_AT.decode()
+
+
+class InboxHandler(IntakeHandler):
+    """Handles the rows of the SQL inbox."""
+
+    def __init__(self, live: IntakeSettings, dispatch: Dispatch, inbox: Inbox, counters: Counters) -> None:
+        super().__init__(live, dispatch, dispatch.backlog, counters)
+        self._inbox = inbox
+        self._seen = self._adapted = live.policy()
+
+    def _begin_term(self) -> None:
+        """Begin none: a row that another process has moved fails the transaction."""
+
+    async def _commit(self, operations: Sequence[Operation], tags: Sequence[int]) -> Applied:
+        return await self._inbox.move(operations, tags)
+
+    def _policy(self) -> Policy:
+        """Return the policy for rows: the arguments ``delay`` and ``due`` count on every route, before its other forms.
+        They arrive as the header of a due time."""
+        policy = super()._policy()
+        if policy is not self._seen or self._adapted is self._seen:
+            routes = {
+                source: replace(route, delay_from=(_FORM, *(form for form in route.delay_from if form != _FORM)))
+                for source, route in policy.routes.items()
+            }
+            self._seen, self._adapted = policy, replace(policy, routes=routes)
+        return self._adapted

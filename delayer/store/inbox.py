@@ -1,0 +1,199 @@
+"""The SQL inbox as a queue of the intake: rows that applications write by delayer_send and delayer_cancel in their own
+transactions (migrations/versions/0002).
+
+One process reads it, the owner of the store's first lane. It holds a lock on a connection of its own, until every row
+that it has read is settled. So no two processes have the same row without a fault. A row stays in the table until the
+transaction that moves its message into the backlog deletes it, or until its publish is confirmed.
+
+Transactions commit in another order than they draw ids. The reader keeps the ids that may still appear (OpenRanges),
+and closes a range once every transaction that could have drawn an id there is over. Such a transaction had its number
+before the id, so it is over when no older one runs than a number that was drawn after the id was seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Final, NamedTuple
+
+from asyncpg import Connection
+
+from delayer.amqp.values import Delivery
+from delayer.core.errors import StoreLost
+from delayer.core.faultpoint import reach
+from delayer.core.open_ranges import OpenRanges
+from delayer.core.operations import Applied, Operation
+from delayer.format.inbox import delivery_of_row
+from delayer.retry import first_set
+from delayer.store import statements
+from delayer.store.backlog import PostgresBacklog
+from delayer.store.errors import translate_errors
+from delayer.store.lanes.session import LaneSession
+from delayer.store.postgres import DELETE_INBOX
+
+POLL_SECONDS: Final = 1.0
+"""Seconds between two reads without a notification. Messages that are due later than this do not notify."""
+CLOSE_SECONDS: Final = 1.0
+"""Seconds between two attempts to close ranges. Each needs a transaction's number."""
+BATCH_BYTES: Final = 8 << 20
+_HORIZON: Final = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint, pg_current_xact_id()::text::bigint"
+
+
+class _Mark(NamedTuple):
+    """All ids up to ``last`` were drawn by transactions with smaller numbers than ``xid``."""
+
+    last: int
+    xid: int
+
+
+class InboxSubscription:
+    """Satisfies intake.ports.Subscription."""
+
+    overrun = False
+
+    def __init__(self, backlog: PostgresBacklog, prefetch: int) -> None:
+        self.prefetch = prefetch
+        self.behind = False
+        self._backlog = backlog
+        self._session: LaneSession | None = None
+        self._ranges = OpenRanges()
+        self._mark: _Mark | None = None
+        self._mark_at = self._read_at = 0.0
+        self._tags = count(1)
+        self._rows: dict[int, int] = {}  # The id by tag, of each row that is not settled.
+        self._settled: list[int] = []  # The ids of rows to delete.
+        self._woken = asyncio.Event()
+        self._stopped = False
+
+    @property
+    def reading(self) -> bool:
+        """Whether this process holds the lock of the inbox."""
+        return self._session is not None
+
+    async def next_batch(self, limit: int, gather: float) -> list[Delivery]:
+        """Wait for rows; see intake.ports.Subscription. A process that is not the reader gets none. Raises
+        StoreLost."""
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(max(0.0, self._read_at + gather - loop.time()))
+        until = loop.time() + POLL_SECONDS
+        while not self._stopped:
+            self._woken.clear()
+            if (session := await self._reader()) is not None and (batch := await self._read(session, limit)):
+                self._read_at = loop.time()
+                return batch
+            if loop.time() >= until:
+                break
+            await first_set(self._woken, seconds=until - loop.time())
+        return []
+
+    async def _reader(self) -> LaneSession | None:
+        """Become the reader, or stay it, or stop being it. Returns its session; None if this process is not the
+        reader. Raises StoreLost."""
+        wanted, session = self._backlog.owns_first_lane, self._session
+        if session is None:
+            self._session = await self._backlog.take_inbox(self._woken.set) if wanted else None
+            return self._session
+        if not session.is_open:
+            raise StoreLost("the connection that reads the SQL inbox is gone")
+        if not wanted and not (self._rows or self._settled):
+            self._session, self._ranges, self._mark = None, OpenRanges(), None
+            await session.close()
+        return self._session
+
+    async def _read(self, session: LaneSession, limit: int) -> list[Delivery]:
+        with translate_errors("read the SQL inbox"):
+            async with session.turn:
+                connection = session.connection
+                await self._delete_settled(connection)
+                limit = min(limit, self.prefetch - len(self._rows))
+                if limit <= 0 or not self._backlog.owns_first_lane:
+                    return []
+                closed = await self._find_closed(connection)
+                rows = await connection.fetch(statements.READ_INBOX, *self._ranges.bounds, limit, BATCH_BYTES)
+        self.behind = len(rows) == limit or sum(len(row["body"]) for row in rows) >= BATCH_BYTES
+        ids = [row["id"] for row in rows]
+        self._ranges.take(ids)
+        if closed is not None and (not self.behind or ids[-1] > closed):
+            self._ranges.close(closed)
+        batch = [delivery_of_row(next(self._tags), row) for row in rows]
+        self._rows.update((delivery.tag, id_) for delivery, id_ in zip(batch, ids, strict=True))
+        return batch
+
+    async def _find_closed(self, connection: Connection) -> int | None:
+        """Return the id up to which the next read finds all rows that will ever be there; None if that is not known, or
+        not needed."""
+        now = asyncio.get_running_loop().time()
+        if not self._ranges.has_gaps or now < self._mark_at + CLOSE_SECONDS:
+            return None
+        self._mark_at = now
+        oldest, xid = await connection.fetchrow(_HORIZON)
+        if self._mark is None:
+            self._mark = _Mark(self._ranges.last, xid)
+        if oldest < self._mark.xid:
+            return None
+        closed, self._mark = self._mark.last, None
+        return closed
+
+    async def _delete_settled(self, connection: Connection) -> None:
+        if self._settled:
+            settled, self._settled = self._settled, []
+            await connection.execute(DELETE_INBOX, settled)
+            reach("inbox.deleted")
+
+    async def move(self, operations: Sequence[Operation], tags: Sequence[int]) -> Applied:
+        """Apply the operations of these deliveries, and delete their rows: see intake.ports.Inbox."""
+        applied = await self._backlog.move(operations, [self._rows[tag] for tag in tags])
+        for tag in tags:
+            del self._rows[tag]
+        return applied
+
+    def ack(self, tag: int, *, multiple: bool) -> None:
+        """Delete rows: see intake.ports.Subscription. Those that were moved are deleted already."""
+        tags = [one for one in self._rows if one <= tag] if multiple else [tag]
+        self._settled += [self._rows.pop(one) for one in tags if one in self._rows]
+        if self._settled:
+            self._woken.set()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._woken.set()
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is None:
+            return
+        try:
+            if session.is_open:
+                with translate_errors("read the SQL inbox"):
+                    async with session.turn:
+                        await self._delete_settled(session.connection)
+        except StoreLost:
+            pass  # These rows are read again: a fault repeats messages in flight.
+        finally:
+            await session.close()
+
+
+@dataclass(eq=False)
+class SqlInbox:
+    """Satisfies intake.ports.Consumer and intake.ports.Inbox."""
+
+    backlog: PostgresBacklog
+
+    def __post_init__(self) -> None:
+        self._subscription: InboxSubscription | None = None
+
+    @property
+    def active(self) -> bool:
+        return self._subscription is not None and self._subscription.reading
+
+    async def subscribe(self, _queue: str, prefetch: int) -> InboxSubscription:
+        self._subscription = InboxSubscription(self.backlog, prefetch)
+        return self._subscription
+
+    async def move(self, operations: Sequence[Operation], tags: Sequence[int]) -> Applied:
+        """See intake.ports.Inbox."""
+        if self._subscription is None:
+            raise StoreLost("the SQL inbox is not read")
+        return await self._subscription.move(operations, tags)
