@@ -1,0 +1,112 @@
+"""Exchanges, their bindings, and which queues a message reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Final, Literal
+
+from tests.simulation.broker.message import Message
+from tests.support.raw import VOID, Value
+
+KINDS: Final = ("direct", "fanout", "topic", "headers")
+PREDECLARED: Final = {"amq.direct": "direct", "amq.fanout": "fanout", "amq.topic": "topic", "amq.headers": "headers",
+                      "amq.match": "headers"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """``arguments``: for a headers exchange."""
+
+    kind: Literal["queue", "exchange"]
+    destination: str
+    key: bytes
+    arguments: tuple[tuple[str, Value], ...] = ()
+
+
+@dataclass(eq=False)
+class Exchange:
+    name: str
+    kind: str
+    durable: bool = True
+    auto_delete: bool = False
+    internal: bool = False
+    arguments: Mapping[str, Value] = field(default_factory=dict)
+    bindings: dict[Binding, None] = field(default_factory=dict)
+
+    def matching(self, message: Message) -> Iterator[Binding]:
+        if self.kind == "headers":
+            headers = message.headers
+            yield from (one for one in self.bindings if _has_headers(one.arguments, headers))
+        elif self.kind == "fanout":
+            yield from self.bindings
+        elif self.kind == "topic":
+            keys = message.keys
+            yield from (one for one in self.bindings if any(matches(one.key, key) for key in keys))
+        else:
+            yield from (one for one in self.bindings if one.key in message.keys)
+
+    @property
+    def alternate(self) -> str:
+        found = self.arguments.get("alternate-exchange")
+        return found.raw[4:].decode() if found else ""
+
+
+def matches(pattern: bytes, key: bytes) -> bool:
+    """Whether a topic exchange's binding matches a routing key."""
+    words = key.split(b".") if key else []
+    wanted = _words(pattern)
+    if b"#" not in wanted:
+        return len(words) == len(wanted) and all(one in (b"*", word) for one, word in zip(wanted, words, strict=True))
+    # Which numbers of words can the pattern so far have consumed?
+    reached = {0}
+    for one in wanted:
+        if one == b"#":
+            reached = set(range(min(reached), len(words) + 1))
+        else:
+            reached = {at + 1 for at in reached if at < len(words) and one in (b"*", words[at])}
+        if not reached:
+            return False
+    return len(words) in reached
+
+
+@lru_cache(4096)
+def _words(pattern: bytes) -> list[bytes]:
+    return pattern.split(b".") if pattern else []
+
+
+def _has_headers(wanted: tuple[tuple[str, Value], ...], headers: Mapping[bytes, Value]) -> bool:
+    rule = dict(wanted).get("x-match", VOID).raw[4:]
+    found = [
+        headers.get(name.encode(), VOID) == value or (value == VOID and name.encode() in headers)
+        for name, value in wanted
+        if not name.startswith("x-")
+    ]
+    return any(found) if rule == b"any" else all(found)
+
+
+def route(exchanges: Mapping[str, Exchange], first: Exchange, message: Message) -> list[str]:
+    """The names of the queues that a message reaches, each once, through exchanges that are bound to each other."""
+    queues: dict[str, None] = {}
+    seen, work = {first.name}, [first]
+    while work:
+        exchange = work.pop(0)
+        if not exchange.name:
+            queues |= dict.fromkeys(key.decode("utf-8", "surrogateescape") for key in message.keys)
+            continue
+        further = []
+        found = False
+        for binding in exchange.matching(message):
+            found = True
+            if binding.kind == "queue":
+                queues[binding.destination] = None
+            else:
+                further.append(binding.destination)
+        if not found and exchange.alternate:
+            further.append(exchange.alternate)
+        for name in further:
+            if name not in seen and name in exchanges:
+                seen.add(name)
+                work.append(exchanges[name])
+    return list(queues)
