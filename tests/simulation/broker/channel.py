@@ -160,12 +160,13 @@ class ServerChannel:
         queue = self.queue(name)
         priority = (method.arguments or {}).get("x-priority", 0)
         if not isinstance(priority, int):
-            text = "invalid arg 'x-priority' for consumer: {unacceptable_type,longstr}"
+            where = vhost.described("queue", name)
+            text = f"invalid arg 'x-priority' for {where}: \"expected integer, got longstr\""
             raise Refusal(Code.PRECONDITION_FAILED, text)
         tag = (method.consumer_tag or self.connection.broker.new_name("amq.ctag")).encode()
         if tag in self._consumers:
             raise Refusal(Code.NOT_ALLOWED, f"attempt to reuse consumer tag '{tag.decode()}'")
-        if method.exclusive and queue.counts()[1]:
+        if method.exclusive and not queue.quorum and queue.counts()[1]:
             raise Refusal(Code.ACCESS_REFUSED, f"{vhost.described('queue', name)} in exclusive use")
         consumer = Consumer(self, tag, self._prefetch, bool(method.no_ack))
         done = self.wait()
@@ -195,9 +196,6 @@ class ServerChannel:
         self.connection.user.check("read", "queue", name, vhost.name)
         queue = self.queue(name)
         queue.touch()
-        if queue.single_active and not queue.quorum:
-            text = f"cannot obtain access to locked {vhost.described('queue', name)}. basic.get operations are not "
-            raise Refusal(Code.RESOURCE_LOCKED, f"{text}supported by queues with single active consumer")
         consumer = self._getters.setdefault(queue, Consumer(self, b"", 0, no_ack=False))
         if method.no_ack:
             consumer = Consumer(self, b"", 0, no_ack=True)
@@ -224,7 +222,7 @@ class ServerChannel:
                     Refusal(Code.RESOURCE_LOCKED, f"{text}supported by quorum queues with single active consumer")
                 )
 
-        if queue.single_active:
+        if queue.single_active and queue.quorum:
             queue.submit(refuse)
         else:
             queue.get(consumer, answer)

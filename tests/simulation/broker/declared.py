@@ -8,7 +8,7 @@ from typing import Final
 from tests.simulation.broker.wire import Code, Refusal
 from tests.support.raw import Value
 
-_TYPES: Final = {
+TYPE_NAMES: Final = {
     b"S": "longstr", b"I": "signedint", b"i": "unsignedint", b"l": "long", b"s": "short", b"u": "unsignedshort",
     b"b": "byte", b"B": "unsignedbyte", b"t": "bool", b"T": "timestamp", b"F": "table", b"A": "array", b"d": "double",
     b"f": "float", b"V": "void", b"x": "binary", b"D": "decimal",
@@ -16,11 +16,12 @@ _TYPES: Final = {
 _SIGNED: Final = b"Ilsb"
 _INTEGERS: Final = b"IilsubBT"
 _COUNTS: Final = (
-    "x-message-ttl", "x-expires", "x-max-length", "x-max-length-bytes", "x-delivery-limit", "x-max-priority",
+    "x-message-ttl", "x-expires", "x-max-length", "x-max-length-bytes", "x-max-priority",
     "x-max-in-memory-length", "x-max-in-memory-bytes", "x-quorum-initial-group-size",
 )  # fmt: skip
 _TEXTS: Final = ("x-dead-letter-exchange", "x-dead-letter-routing-key", "x-overflow", "x-queue-mode", "x-queue-type",
                  "x-dead-letter-strategy", "x-queue-master-locator", "x-queue-leader-locator")  # fmt: skip
+_KINDS: Final = ("classic", "quorum", "stream")
 _ONE_ACTIVE: Final = "x-single-active-consumer"
 _FIXED: Final = ("x-expires", "x-message-ttl", "x-dead-letter-exchange", "x-dead-letter-routing-key", "x-max-length",
                  "x-max-length-bytes", "x-max-priority", "x-overflow", "x-queue-mode", "x-single-active-consumer",
@@ -41,6 +42,9 @@ def plain(value: Value) -> object:
 def check_arguments(where: str, arguments: Mapping[str, Value]) -> None:
     """Raises Refusal for an argument that no queue can have."""
     for name, value in arguments.items():
+        if name == "x-dead-letter-exchange" and value.kind != b"S":
+            kind = TYPE_NAMES.get(value.kind, "?")
+            raise Refusal(Code.PRECONDITION_FAILED, f"invalid type '{kind}' for arg '{name}' in {where}")
         if reason := _reason_against(name, value):
             raise Refusal(Code.PRECONDITION_FAILED, f"invalid arg '{name}' for {where}: {reason}")
     if "x-dead-letter-routing-key" in arguments and "x-dead-letter-exchange" not in arguments:
@@ -51,13 +55,14 @@ def check_arguments(where: str, arguments: Mapping[str, Value]) -> None:
 def _reason_against(name: str, value: Value) -> str:
     expected = _INTEGERS if name in _COUNTS else b"S" if name in _TEXTS else b"t" if name == _ONE_ACTIVE else value.kind
     if value.kind not in expected:
-        return f"{{unacceptable_type,{_TYPES.get(value.kind, '?')}}}"
+        kind = TYPE_NAMES.get(value.kind, "?")
+        return f'"expected integer, got {kind}"' if name in _COUNTS else f"{{unacceptable_type,{kind}}}"
     found = plain(value)
     if name in _COUNTS and isinstance(found, int) and found < 0:
         return f"{{value_negative,{found}}}"
     if name == "x-expires" and not found:
         return "{value_zero,0}"
-    return "invalid_queue_type" if name == "x-queue-type" and found not in ("classic", "quorum", "stream") else ""
+    return f"\"unsupported queue type '{found}'\"" if name == "x-queue-type" and found not in _KINDS else ""
 
 
 def check_flags(where: str, found: Mapping[str, bool], received: Mapping[str, bool]) -> None:
@@ -72,7 +77,8 @@ def check_same(where: str, found: Mapping[str, Value], received: Mapping[str, Va
     for name in names:
         one, other = found.get(name), received.get(name)
         if (None if one is None else plain(one)) != (None if other is None else plain(other)):
-            text = f"received {_described(other)} but current is {_described(one)}"
+            both = one is not None and other is not None
+            text = f"received {_described(other, both)} but current is {_described(one, both)}"
             raise Refusal(Code.PRECONDITION_FAILED, f"inequivalent arg '{name}' for {where}: {text}")
 
 
@@ -80,9 +86,9 @@ def check_same_queue(where: str, found: Mapping[str, Value], received: Mapping[s
     check_same(where, found, received, _FIXED)
 
 
-def _described(value: Value | None) -> str:
+def _described(value: Value | None, short: bool) -> str:
     if value is None:
         return "none"
     found = plain(value)
     shown = str(found).lower() if isinstance(found, bool) else found
-    return f"the value '{shown}' of type '{_TYPES.get(value.kind, '?')}'"
+    return f"'{shown}'" if short else f"the value '{shown}' of type '{TYPE_NAMES.get(value.kind, '?')}'"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from tests.simulation.broker.declared import TYPE_NAMES
 from tests.simulation.broker.wire import Code, Refusal
 from tests.support.raw import VOID, Header, Props, Value, array, content, number, table, text
 
@@ -65,7 +66,8 @@ def _copies(props: Props) -> tuple[bytes, ...]:
     for name in (b"CC", b"BCC"):
         for value in props.all(name):
             if value.kind != b"A":
-                text_ = f'invalid message: {{unacceptable_type_in_header,<<"{name.decode()}">>}}'
+                kind = TYPE_NAMES.get(value.kind, "?")
+                text_ = f'invalid message: {{unacceptable_type_in_header,"{name.decode()}",{kind}}}'
                 raise Refusal(Code.PRECONDITION_FAILED, text_)
             found += [content(one) for one in _items(value) if one.kind == b"S"]
     return tuple(found)
@@ -120,14 +122,20 @@ def _check_numbers(headers: Sequence[Header]) -> None:
 def _ttl_ms(expiration: bytes | None) -> int | None:
     if expiration is None:
         return None
+    if expiration.startswith(b"-") and expiration[1:].isdigit():
+        text_ = f"invalid expiration '{expiration.decode()}': {{value_negative,{expiration.decode()}}}"
+        raise Refusal(Code.PRECONDITION_FAILED, text_)
     if not expiration.isdigit():
         raise Refusal(Code.PRECONDITION_FAILED, f"invalid expiration '{expiration.decode()}': no_integer")
     return int(expiration)
 
 
 def set_header(headers: Sequence[Header], name: bytes, value: Value) -> tuple[Header, ...]:
-    """Set a header, as Erlang's ``set_table_value`` does: the table comes out sorted by name, each name once."""
-    return tuple(sorted((dict(headers) | {name: value}).items()))
+    """Set a header as the broker does: the first of its name is replaced, and the table comes out sorted by name."""
+    found = list(headers)
+    at = next((at for at, header in enumerate(found) if header[0] == name), len(found))
+    found[at : at + 1] = [(name, value)]
+    return tuple(sorted(found, key=lambda header: header[0]))
 
 
 def counted(properties: bytes, deliveries: int) -> bytes:

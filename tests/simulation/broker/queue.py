@@ -264,7 +264,9 @@ class Queue:
 
     def _reject(self, consumer: Consumer, places: Sequence[int], requeue: bool) -> None:
         entries = [entry for place in places if (entry := consumer.unacked.pop(place, None)) is not None]
-        if requeue:
+        if requeue and self.quorum and self.delivery_limit is None:
+            self._append_again(entries)
+        elif requeue:
             self._return(entries)
         else:
             self._give_up(entries, b"rejected")
@@ -272,16 +274,27 @@ class Queue:
         self._deliver()
 
     def _return(self, entries: Iterable[Entry]) -> None:
-        limit = self.values.get("x-delivery-limit") if self.quorum else None
+        limit = self.delivery_limit
         kept, over = [], []
         for entry in entries:
             entry.returns += 1
-            (over if isinstance(limit, int) and entry.returns > limit else kept).append(entry)
+            (over if limit is not None and entry.returns > limit else kept).append(entry)
         if self.quorum:
             self.returned.extend(kept)
         else:
             self.ready = deque(sorted([*kept, *self.ready], key=lambda entry: entry.place))
         self._give_up(over, b"delivery_limit")
+
+    def _append_again(self, entries: Iterable[Entry]) -> None:
+        """Without a delivery limit a quorum queue puts nacked messages at its end, so that its log does not grow."""
+        for entry in sorted(entries, key=lambda one: one.place):
+            self._places += 1
+            self.ready.append(Entry(self._places, entry.message, entry.expires_at, entry.returns + 1))
+
+    @property
+    def delivery_limit(self) -> int | None:
+        found = self.values.get("x-delivery-limit") if self.quorum else None
+        return found if isinstance(found, int) else None
 
     def _forget_if_done(self, consumer: Consumer) -> None:
         if consumer.ended and not consumer.unacked and consumer in self.consumers:
@@ -304,7 +317,8 @@ class Queue:
             consumer.ended = True
             self._forget_if_done(consumer)
             ended()
-            self._deliver()
+            if self.quorum:  # a classic queue waits for another event
+                self._deliver()
             self._delete_if_unused()
 
         self.submit(stop)
@@ -317,7 +331,7 @@ class Queue:
         if consumer not in self.consumers:
             return
         consumer.ended = True
-        entries = sorted(consumer.unacked.values(), key=lambda entry: entry.place)
+        entries = list(consumer.unacked.values())  # in the order of their deliveries
         consumer.unacked.clear()
         self.consumers.remove(consumer)
         self._return(entries)

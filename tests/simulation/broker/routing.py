@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final, Literal
 
+from tests.simulation.broker.declared import plain
 from tests.simulation.broker.message import Message
 from tests.support.raw import VOID, Value
 
@@ -78,12 +79,12 @@ def _words(pattern: bytes) -> list[bytes]:
 
 def _has_headers(wanted: tuple[tuple[str, Value], ...], headers: Mapping[bytes, Value]) -> bool:
     rule = dict(wanted).get("x-match", VOID).raw[4:]
-    found = [
-        headers.get(name.encode(), VOID) == value or (value == VOID and name.encode() in headers)
+    has = [
+        (found := headers.get(name.encode())) is not None and (value == VOID or plain(found) == plain(value))
         for name, value in wanted
         if not name.startswith("x-")
     ]
-    return any(found) if rule == b"any" else all(found)
+    return any(has) if rule == b"any" else all(has)
 
 
 def route(exchanges: Mapping[str, Exchange], first: Exchange, message: Message) -> list[str]:

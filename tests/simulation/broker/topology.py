@@ -69,7 +69,7 @@ class Declaring:
         name, vhost = method.exchange or "", self._vhost
         where = vhost.described("exchange", name)
         arguments = arguments_of(declared_table(payload, 2))
-        if method.passive:
+        if method.passive and name:
             vhost.exchange(name)
         else:
             _check_name("exchange", name, vhost.exchanges)
@@ -99,7 +99,8 @@ class Declaring:
         if not name:
             raise Refusal(Code.ACCESS_REFUSED, "operation not permitted on the default exchange")
         if name.startswith("amq."):
-            raise Refusal(Code.ACCESS_REFUSED, f"exchange name '{name}' contains reserved prefix 'amq.*'")
+            text = f"deletion of system {vhost.described('exchange', name)} not allowed"
+            raise Refusal(Code.ACCESS_REFUSED, text)
         self._check("configure", "exchange", name)
         found = vhost.exchanges.get(name)
         if found is not None:
@@ -130,6 +131,9 @@ class Declaring:
         exchange = vhost.exchanges.get(source)
         if exchange is not None and exchange.kind == "topic":
             self._channel.connection.user.check_topic("read", source, key, vhost.name)
+        exists = exchange is not None and destination in (vhost.queues if kind == "queue" else vhost.exchanges)
+        if not exists and isinstance(method, commands.Queue.Unbind | commands.Exchange.Unbind):
+            return
         if kind == "queue":
             self._channel.queue(destination)
         else:
@@ -245,11 +249,10 @@ def _check_name(kind: str, name: str, known: object) -> None:
 
 
 def _check_quorum(where: str, queue: Queue) -> None:
-    for flag, value in (("durable", not queue.durable), ("auto-delete", queue.auto_delete),
-                        ("exclusive", queue.exclusive is not None)):  # fmt: skip
+    for flag, value in (("non-durable", not queue.durable), ("auto-delete", queue.auto_delete),
+                        ("exclusive-owner", queue.exclusive is not None)):  # fmt: skip
         if value:
-            shown = "false" if flag == "durable" else "true"
-            raise Refusal(Code.PRECONDITION_FAILED, f"invalid property '{flag}' for {where}: {shown}")
+            raise Refusal(Code.PRECONDITION_FAILED, f"invalid property '{flag}' for {where}")
     for name in NOT_QUORUM:
         if name in queue.arguments:
             text = f"invalid arg '{name}' for {where} of queue type rabbit_quorum_queue"
