@@ -43,8 +43,8 @@ class Exchange:
         elif self.kind == "fanout":
             yield from self.bindings
         elif self.kind == "topic":
-            keys = message.keys
-            yield from (one for one in self.bindings if any(matches(one.key, key) for key in keys))
+            keys = [_words(key) for key in message.keys]
+            yield from (one for one in self.bindings if any(_match(_pattern(one.key), words) for words in keys))
         else:
             yield from (one for one in self.bindings if one.key in message.keys)
 
@@ -54,27 +54,47 @@ class Exchange:
         return found.raw[4:].decode() if found else ""
 
 
-def matches(pattern: bytes, key: bytes) -> bool:
-    """Whether a topic exchange's binding matches a routing key."""
-    words = key.split(b".") if key else []
-    wanted = _words(pattern)
-    if b"#" not in wanted:
-        return len(words) == len(wanted) and all(one in (b"*", word) for one, word in zip(wanted, words, strict=True))
-    # Which numbers of words can the pattern so far have consumed?
-    reached = {0}
-    for one in wanted:
-        if one == b"#":
-            reached = set(range(min(reached), len(words) + 1))
-        else:
-            reached = {at + 1 for at in reached if at < len(words) and one in (b"*", words[at])}
-        if not reached:
-            return False
-    return len(words) in reached
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """A binding's words. ``fixed``: those before the first ``#`` that must be equal, with their places."""
+
+    words: list[bytes]
+    before: int
+    fixed: tuple[tuple[int, bytes], ...]
 
 
 @lru_cache(4096)
-def _words(pattern: bytes) -> list[bytes]:
-    return pattern.split(b".") if pattern else []
+def _pattern(key: bytes) -> _Pattern:
+    words = _words(key)
+    before = words.index(b"#") if b"#" in words else len(words)
+    return _Pattern(words, before, tuple((at, one) for at, one in enumerate(words[:before]) if one != b"*"))
+
+
+def _words(key: bytes) -> list[bytes]:
+    return key.split(b".") if key else []
+
+
+def matches(pattern: bytes, key: bytes) -> bool:
+    """Whether a topic exchange's binding matches a routing key."""
+    return _match(_pattern(pattern), _words(key))
+
+
+def _match(pattern: _Pattern, words: list[bytes]) -> bool:
+    before, wanted = pattern.before, pattern.words
+    if len(words) < before or (before == len(wanted) and len(words) > before):
+        return False
+    if any(words[at] != one for at, one in pattern.fixed):
+        return False
+    # After the first "#": which numbers of words can the pattern so far have consumed?
+    if wanted[before:] in ([], [b"#"]):
+        return True
+    reached = {before}
+    for one in wanted[before:]:
+        if one == b"#":
+            reached = set(range(min(reached, default=0), len(words) + 1)) if reached else reached
+        else:
+            reached = {at + 1 for at in reached if at < len(words) and one in (b"*", words[at])}
+    return len(words) in reached
 
 
 def _has_headers(wanted: tuple[tuple[str, Value], ...], headers: Mapping[bytes, Value]) -> bool:

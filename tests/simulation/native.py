@@ -1,0 +1,76 @@
+"""Native mode: messages of a second to five minutes, while the broker restarts and connections are cut."""
+
+from __future__ import annotations
+
+import asyncio
+
+import detangle
+
+from tests.simulation.world import World
+from tests.support.verdict import Verdict
+
+SHORTEST_MS, LONGEST_MS = 1_000, 300_000
+
+
+async def native(seconds: float, rate: int) -> tuple[Verdict, dict[str, int]]:
+    """Publish for so many seconds, then wait until everything came. Returns the verdict and a count of the faults."""
+    async with World.open() as world:
+        node = world.node("delayer", mode="native")
+        await node.start()
+        await node.consuming()
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + seconds
+        faults = {"kill": 0, "stop": 0, "cut": 0, "alarm": 0, "daemon": 0}
+        trouble = asyncio.create_task(_trouble(world, node, faults, seconds))
+        while (now := loop.time()) < ends:
+            await world.ledger.publish(rate, shortest_ms=SHORTEST_MS, longest_ms=LONGEST_MS)
+            node.check()
+            await asyncio.sleep(max(0.0, 1.0 - (loop.time() - now)))
+        await trouble
+        await world.ledger.all_back(timeout=LONGEST_MS / 1000 + 60)
+        await world.ledger.drained()
+        await node.stop()
+        return world.ledger.verdict(world.standing()), faults
+
+
+async def _trouble(world: World, node: object, faults: dict[str, int], seconds: float) -> None:
+    """One broker restart, clean or not, and some smaller faults at times of the seed."""
+    kinds = [*(["cut"] * 3), "alarm", "daemon", detangle.choice(["kill", "stop"])]
+    detangle.shuffle(kinds)
+    for kind in kinds:
+        await asyncio.sleep(seconds / (len(kinds) + 1) * detangle.uniform(0.5, 1.5))
+        faults[kind] += 1
+        await globals()[f"_{kind}"](world, node)
+
+
+async def _cut(world: World, _: object) -> None:
+    for connection in list(world.broker.connections):
+        if connection.name.startswith("delayer") and detangle.flip(0.5):
+            connection.cut()
+
+
+async def _alarm(world: World, _: object) -> None:
+    world.broker.alarm("memory")
+    await asyncio.sleep(detangle.uniform(0.1, 20.0))
+    world.broker.alarm("")
+
+
+async def _kill(world: World, _: object) -> None:
+    await world.broker.kill()
+    await _back(world)
+
+
+async def _stop(world: World, _: object) -> None:
+    await world.broker.stop()
+    await _back(world)
+
+
+async def _back(world: World) -> None:
+    await asyncio.sleep(detangle.uniform(0.5, 30.0))
+    await detangle.spawn(world.broker.start(), host="broker")
+
+
+async def _daemon(_: World, node: object) -> None:
+    await node.kill()  # type: ignore[attr-defined]
+    await asyncio.sleep(detangle.uniform(0.5, 10.0))
+    await node.start()  # type: ignore[attr-defined]
