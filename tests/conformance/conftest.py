@@ -9,6 +9,7 @@ import pytest
 
 from tests.conformance.broker_world import MemoryPlace, Place
 from tests.conformance.stores import MemoryStores, PostgresStores, Stores
+from tests.simulation.broker.broker import Pace
 from tests.simulation.broker.threaded import ThreadedBroker
 
 REAL, SIMULATED, MEMORY = "real", "simulated", "memory"
@@ -17,8 +18,8 @@ BROKERS = {REAL: "rabbitmq", SIMULATED: "simulated"}
 
 @pytest.fixture(scope="session")
 def simulated() -> Iterator[ThreadedBroker]:
-    """One simulated broker for all tests."""
-    with ThreadedBroker() as broker:
+    """One simulated broker for all tests. The members of its queues agree at once, or take a while."""
+    with ThreadedBroker(Pace((0.0, 0.0005, 0.005))) as broker:
         yield broker
 
 

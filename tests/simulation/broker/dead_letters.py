@@ -31,6 +31,8 @@ class DeadLetters:
         self.waiting: deque[tuple[Message, Death]] = deque()
         self.flying: dict[int, tuple[Message, Death]] = {}
         self._numbers = 0
+        self._life = 0
+        self._doubtful: list[int] = []
 
     @property
     def count(self) -> int:
@@ -48,10 +50,15 @@ class DeadLetters:
                 if death.reason == b"rejected" or not goes_in_a_circle(letter, target.name.encode()):
                     target.publish(letter, lambda _: None)
 
-    def restart(self) -> None:
-        """A new leader forwards everything again that was not settled."""
-        self.waiting.extendleft(reversed(self.flying.values()))
-        self.flying.clear()
+    def die(self) -> None:
+        """The node dies: no answer reaches the worker any more."""
+        self._life += 1
+        self._doubtful = list(self.flying)
+
+    def start(self) -> None:
+        """A new worker forwards again what the old one did not settle."""
+        for number in self._doubtful:
+            self._send(number)
         self._forward()
 
     def _forward(self) -> None:
@@ -70,22 +77,27 @@ class DeadLetters:
             for one in self._queue.vhost.targets(letter)
             if death.reason == b"rejected" or not goes_in_a_circle(letter, one.name.encode())
         ]
-        missing = len(targets)
-        all_took = True
+        life, missing, all_took = self._life, len(targets), True
 
         def answered(took: bool) -> None:
             nonlocal missing, all_took
+            if life != self._life:
+                return
             missing -= 1
             all_took &= took
             if not missing and all_took and number in self.flying:
                 self._queue.submit(lambda: self._settle(number))
             elif not missing and not all_took:
-                self._queue.vhost.broker.after(RETRY_SECONDS, lambda: self._send(number))
+                self._retry(number)
 
         for target in targets:
             target.publish(letter, answered)
         if not targets:
-            self._queue.vhost.broker.after(RETRY_SECONDS, lambda: self._send(number))
+            self._retry(number)
+
+    def _retry(self, number: int) -> None:
+        life = self._life
+        self._queue.vhost.broker.after(RETRY_SECONDS, lambda: life == self._life and self._send(number))
 
     def _settle(self, number: int) -> None:
         self.flying.pop(number, None)

@@ -108,6 +108,8 @@ class VirtualHost:
                 self.delete_queue(queue)
             else:
                 queue.die(lambda count: self.broker.chance(count + 1))
+        for letters in self._dead_letters.values():
+            letters.die()
         for exchange in list(self.exchanges.values()):
             if not exchange.durable:
                 self.delete_exchange(exchange)
@@ -116,4 +118,4 @@ class VirtualHost:
         for queue in list(self.queues.values()):
             queue.start()
         for letters in list(self._dead_letters.values()):
-            letters.restart()
+            letters.start()
