@@ -9,18 +9,10 @@ import pytest
 
 from tests.conformance.broker_world import MemoryPlace, Place
 from tests.conformance.stores import MemoryStores, PostgresStores, Stores
-from tests.simulation.broker.broker import Pace
-from tests.simulation.broker.threaded import ThreadedBroker
+from tests.support.brokers import REAL, SIMULATED, simulated
 
-REAL, SIMULATED, MEMORY = "real", "simulated", "memory"
-BROKERS = {REAL: "rabbitmq", SIMULATED: "simulated"}
-
-
-@pytest.fixture(scope="session")
-def simulated() -> Iterator[ThreadedBroker]:
-    """One simulated broker for all tests. The members of its queues agree at once, or take a while."""
-    with ThreadedBroker(Pace((0.0, 0.0005, 0.005))) as broker:
-        yield broker
+MEMORY = "memory"
+BROKERS = {"real": REAL, SIMULATED: SIMULATED}
 
 
 @contextmanager
@@ -30,6 +22,9 @@ def new_place(request: pytest.FixtureRequest) -> Iterator[Place]:
     name = broker.add_vhost()
     yield Place(broker, broker.url(name))
     broker.drop_vhost(name)
+
+
+__all__ = ["either", "place", "simulated", "stores"]
 
 
 @pytest.fixture(params=BROKERS)

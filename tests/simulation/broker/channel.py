@@ -282,8 +282,7 @@ class ServerChannel:
     def close(self, refusal: Refusal) -> None:
         """Close the channel with a reason. The client's frames are ignored until it answers."""
         self.leave()
-        close = {"reply_code": int(refusal.code), "reply_text": refusal.text[:255], "class_id": 0, "method_id": 0}
-        self.reply(commands.Channel.Close, **close)
+        self._send(wire.close(self.number, refusal))
 
     def leave(self) -> None:
         """What the channel holds returns to its queues."""

@@ -259,8 +259,7 @@ class ServerConnection(asyncio.Protocol):
         self._closing = True
         self._blocked = False
         self._leave_channels()
-        close = {"reply_code": int(refusal.code), "reply_text": refusal.text, "class_id": 0, "method_id": 0}
-        self.send(wire.method(0, commands.Connection.Close, **close))
+        self.send(wire.close(0, refusal))
         self.broker.after(CLOSE_SECONDS, self._hang_up)
 
     def _hang_up(self) -> None:

@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import random
 import re
 import secrets
 import threading
 from collections.abc import Callable
 from functools import cached_property
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self, TypeVar
-from urllib.parse import unquote
 
-from tests.simulation.broker.access import Permissions, User
+from tests.simulation.broker import management
 from tests.simulation.broker.broker import Pace, SimulatedBroker
 from tests.simulation.broker.connection import VERSION
-from tests.simulation.broker.declared import plain
-from tests.simulation.broker.vhost import VirtualHost
+from tests.simulation.broker.wire import Code
 from tests.support import ports
 from tests.support.rabbitmq import RabbitMQ
 
 T = TypeVar("T")
+_SUSPENDED = re.compile(r'<<"(?P<vhost>[^"]*)">>, queue, <<"(?P<queue>[^"]*)">>.*sys:(?P<verb>suspend|resume)')
+_STOPPED = re.compile(r"ra:(?P<verb>stop|restart)_server\(\w+, \{'(?P<vhost>.+)_(?P<queue>[^_]+)', node")
 
 
 class ThreadedBroker(RabbitMQ):
-    """What tests use of a RabbitMQ, over the simulated broker. It has no management API on a port, and knows the
-    requests and commands that tests/conformance sends."""
+    """What tests use of a RabbitMQ, over the simulated broker: URLs, the management API, and some commands."""
 
     def __init__(self, pace: Pace | None = None) -> None:
         self.port = ports.reserve()
+        self.management_port = ports.reserve()
         self._pace = pace
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._http: ThreadingHTTPServer | None = None
 
     def start(self) -> Self:
         self._thread.start()
@@ -42,11 +46,16 @@ class ThreadedBroker(RabbitMQ):
             return broker
 
         self.broker = asyncio.run_coroutine_threadsafe(begin(), self._loop).result(10)
+        self._http = ThreadingHTTPServer((ports.HOST, self.management_port), _handler_of(self))
+        threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
         return self
 
     def close(self) -> None:
         if not self._thread.is_alive():
             return
+        if self._http is not None:
+            self._http.shutdown()
+            self._http.server_close()
         asyncio.run_coroutine_threadsafe(self.broker.stop(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
@@ -75,80 +84,53 @@ class ThreadedBroker(RabbitMQ):
         return False
 
     def api(self, method: str, path: str, body: Any = None) -> Any:
-        parts = [unquote(part) for part in path.removeprefix("/api/").split("/")]
-        return self.run(lambda broker: _REQUESTS[method, parts[0]](broker, parts[1:], body))
+        return self.run(lambda broker: management.answer(broker, method, path.removeprefix("/api/"), body))
 
     def ctl(self, *words: str) -> str:
         if words[0] == "set_vm_memory_high_watermark":
             self.run(lambda broker: broker.alarm("memory" if float(words[1]) < 0.01 else ""))
-            return ""
-        found = re.search(r'<<"(?P<vhost>[^"]*)">>, queue, <<"(?P<queue>[^"]*)">>.*sys:(?P<verb>\w+)', words[1])
-        found = found or re.search(r"ra:(?P<verb>\w+)_server\(\w+, \{'(?P<vhost>.+?)_(?P<queue>\w+)', node", words[1])
-        if words[0] != "eval" or found is None:
+        elif words[0] == "close_all_connections":
+            self.run(lambda broker: _close_all(broker, words[2], words[3]))
+        elif words[0] == "eval" and (found := _SUSPENDED.search(words[1]) or _STOPPED.search(words[1])):
+            self.run(lambda broker: _silence(broker, found["vhost"], found["queue"], found["verb"]))
+        else:
             raise NotImplementedError(words)
-
-        def change(broker: SimulatedBroker) -> None:
-            queue = broker.queue(found["queue"], found["vhost"])
-            if found["verb"] in ("suspend", "stop"):
-                queue.available = False
-            else:
-                queue.resume()
-
-        self.run(change)
         return ""
 
 
-def _put_user(broker: SimulatedBroker, parts: list[str], body: Any) -> None:
-    tags = frozenset(filter(None, body["tags"].split(",")))
-    broker.users[parts[0]] = User(parts[0], body["password"], tags)
+def _close_all(broker: SimulatedBroker, vhost: str, reason: str) -> None:
+    for connection in list(broker.connections):
+        if connection.vhost.name == vhost:
+            connection.end(Code.CONNECTION_FORCED, reason)
 
 
-def _put_permissions(broker: SimulatedBroker, parts: list[str], body: Any) -> None:
-    broker.users[parts[1]].permissions[parts[0]] = Permissions(**body)
+def _silence(broker: SimulatedBroker, vhost: str, queue: str, verb: str) -> None:
+    if verb in ("suspend", "stop"):
+        broker.queue(queue, vhost).available = False
+    else:
+        broker.queue(queue, vhost).resume()
 
 
-def _put_topics(broker: SimulatedBroker, parts: list[str], body: Any) -> None:
-    rule = Permissions("", body["write"], body["read"])
-    broker.users[parts[1]].topics[parts[0], body["exchange"]] = rule
+def _handler_of(broker: ThreadedBroker) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            login = base64.b64decode(self.headers.get("Authorization", "").removeprefix("Basic ")).decode()
+            user = broker.broker.users.get(login.partition(":")[0])
+            if user is None or user.password != login.partition(":")[2] or not user.tags:
+                self.send_error(401)
+                return
+            try:
+                found = broker.api("GET", self.path)
+            except management.NotFound:
+                self.send_error(404)
+                return
+            down = self.path.startswith("/api/health/") and found["status"] != "ok"
+            self.send_response(503 if down else 200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(found).encode())
 
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
 
-def _put_limit(broker: SimulatedBroker, parts: list[str], body: Any) -> None:
-    broker.vhosts[parts[0]].most_connections = body["value"]
-
-
-def _arguments(found: Any) -> dict[str, Any]:
-    return {name: plain(value) for name, value in found.arguments.items()}
-
-
-def _exchanges(vhost: VirtualHost) -> list[dict[str, Any]]:
-    return [{"name": one.name, "type": one.kind, "arguments": _arguments(one)} for one in vhost.exchanges.values()]
-
-
-def _queues(vhost: VirtualHost) -> list[dict[str, Any]]:
-    return [{"name": one.name, "arguments": _arguments(one)} for one in vhost.queues.values()]
-
-
-def _bindings(vhost: VirtualHost) -> list[dict[str, Any]]:
-    return [
-        {
-            "source": exchange.name,
-            "destination": binding.destination,
-            "destination_type": binding.kind,
-            "routing_key": binding.key.decode(),
-        }
-        for exchange in vhost.exchanges.values()
-        for binding in exchange.bindings
-    ]
-
-
-_REQUESTS: dict[tuple[str, str], Callable[[SimulatedBroker, list[str], Any], Any]] = {
-    ("PUT", "vhosts"): lambda broker, parts, _: broker.add_vhost(parts[0]) and None,
-    ("DELETE", "vhosts"): lambda broker, parts, _: broker.drop_vhost(parts[0]),
-    ("PUT", "users"): _put_user,
-    ("PUT", "permissions"): _put_permissions,
-    ("PUT", "topic-permissions"): _put_topics,
-    ("PUT", "vhost-limits"): _put_limit,
-    ("GET", "exchanges"): lambda broker, parts, _: _exchanges(broker.vhosts[parts[0]]),
-    ("GET", "queues"): lambda broker, parts, _: _queues(broker.vhosts[parts[0]]),
-    ("GET", "bindings"): lambda broker, parts, _: _bindings(broker.vhosts[parts[0]]),
-}
+    return Handler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.simulation.broker.dead_letters import DeadLetters
 from tests.simulation.broker.message import Message
@@ -23,6 +23,7 @@ class VirtualHost:
         self.exchanges = {one.name: one for one in own}
         self.queues: dict[str, Queue] = {}
         self.most_connections: float = float("inf")
+        self.policies: dict[str, dict[str, Any]] = {}
         self._dead_letters: dict[Queue, DeadLetters] = {}
 
     def described(self, kind: str, name: str) -> str:

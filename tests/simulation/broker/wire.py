@@ -174,6 +174,13 @@ def _frame(kind: int, channel: int, payload: bytes) -> bytes:
     return _HEAD.pack(kind, channel, len(payload)) + payload + _END
 
 
+def close(channel: int, refusal: Refusal) -> bytes:
+    """connection.close on channel 0, otherwise channel.close. The broker cuts the text, perhaps inside a character."""
+    origin = b"\0\x14\0\x28" if channel else b"\0\x0a\0\x32"
+    text = _sized(refusal.text.encode()[:255])
+    return _frame(METHOD, channel, origin + struct.pack(">H", refusal.code) + text + bytes(4))
+
+
 def _sized(name: bytes) -> bytes:
     return bytes((len(name),)) + name
 
