@@ -18,6 +18,7 @@ from detangle.errors import SimulationError
 
 from tests.simulation import clock
 from tests.simulation.native import native
+from tests.simulation.planted import PLANTED
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--log", action="store_true")
+    parser.add_argument("--plant", choices=PLANTED, help="a bug that the simulation should find")
     asked = parser.parse_args(arguments)
+    if asked.plant:
+        PLANTED[asked.plant]()
     failed = 0
     for seed in range(asked.seed, asked.seed + asked.runs):
         result = simulate(seed, asked.seconds, asked.rate, log=asked.log)
