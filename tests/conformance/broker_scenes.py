@@ -220,7 +220,7 @@ async def messages_come_as_they_went(it: Scene) -> None:
 @scene
 async def settling(it: Scene) -> None:
     for kind in KINDS:
-        await it.queue(kind, kind)
+        await it.queue(kind, kind, **({"delivery_limit": 9} if kind == "quorum" else {}))
         await it.sent(kind, *(b"%d" % n for n in range(12)))
         await it.consume(kind, "c", 5, channel=2)
         tags = await it.take("c", 5, channel=2)
@@ -231,11 +231,11 @@ async def settling(it: Scene) -> None:
         it.reject(tags[4], requeue=False, channel=2)
         tags += await it.take("c", 1, channel=2)
         await it.ask(Basic.Cancel(consumer_tag="c"), 2)
-        await it.count(kind, 3)
+        await it.count(kind, 4)
         it.ack(tags[5], channel=2)
         await it.close_channel(2)
-        await it.count(kind, 6, 0)
-        for _ in range(7):
+        await it.count(kind, 8, 0)
+        for _ in range(9):
             await it.get(kind)
 
 
@@ -463,6 +463,7 @@ async def a_message_dies_in_one_queue_again(it: Scene) -> None:
             it.reject(tag, requeue=False, channel=2)
         await it.take("c", 1, channel=2)
         await it.close_channel(2)
+        await it.count("back 2", 1, 0)
         for name in ("back", "back 2", "wait"):
             await it.ask(Queue.Delete(queue=name))
 

@@ -213,7 +213,9 @@ class ServerChannel:
                 tag = self._hold(queue, consumer, entry)
                 message = entry.message
                 self._send(wire.got(self.number, tag, entry.returns > 0, message.exchange, message.key, left))
-                self._send(wire.content(self.number, _properties(queue, entry), message.body))
+                # A quorum queue states the count here, even if it is 0.
+                properties = counted(message.properties, entry.returns) if queue.quorum else message.properties
+                self._send(wire.content(self.number, properties, message.body))
 
         def refuse() -> None:
             if done():

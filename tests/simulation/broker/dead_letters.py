@@ -47,6 +47,8 @@ class DeadLetters:
         for message in messages:
             letter = dead(message, death)
             for target in vhost.targets(letter):
+                if not target.available and vhost.broker.chance(2):
+                    continue  # Nobody confirms it, so it may be lost while the next queue's node starts.
                 if death.reason == b"rejected" or not goes_in_a_circle(letter, target.name.encode()):
                     target.publish(letter, lambda _: None)
 

@@ -146,9 +146,11 @@ class Queue:
     # Messages.
 
     def counts(self) -> tuple[int, int]:
-        """Messages ready, and consumers. A quorum queue with a single active consumer counts only that one."""
-        consumers = [one for one in self.consumers if not one.ended and one.tag]
-        count = min(len(consumers), 1) if self.quorum and self.single_active else len(consumers)
+        """Messages ready, and consumers. Of those that stand by, a quorum queue counts none; of those that ended, it
+        counts each that holds messages."""
+        consumers = [one for one in self.consumers if one.tag]
+        live = sum(not one.ended for one in consumers)
+        count = (min(live, 1) if self.single_active else live) + len(consumers) - live if self.quorum else live
         return len(self.ready) + len(self.returned), count
 
     def publish(self, message: Message, answer: Callable[[bool], object]) -> None:

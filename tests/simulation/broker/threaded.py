@@ -38,6 +38,9 @@ class ThreadedBroker(RabbitMQ):
         self._http: ThreadingHTTPServer | None = None
 
     def start(self) -> Self:
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self.broker.start(), self._loop).result(10)
+            return self
         self._thread.start()
 
         async def begin() -> SimulatedBroker:
@@ -49,6 +52,12 @@ class ThreadedBroker(RabbitMQ):
         self._http = ThreadingHTTPServer((ports.HOST, self.management_port), _handler_of(self))
         threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
         return self
+
+    def kill(self) -> None:
+        asyncio.run_coroutine_threadsafe(self.broker.kill(), self._loop).result(10)
+
+    def settle(self) -> None:
+        """Nothing to do: what was confirmed is safe."""
 
     def close(self) -> None:
         if not self._thread.is_alive():
