@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from pamqp.commands import Basic, Exchange, Queue
 
 from tests.conformance.broker_scene import Scene
@@ -73,6 +74,8 @@ async def transcripts(broker: RabbitMQ) -> tuple[list[Any], list[Any]]:
 
 async def test_both_brokers_have_the_same_after_a_kill() -> None:
     with RabbitMQ() as real, ThreadedBroker(PACE) as simulated:
+        if real.version[:2] != simulated.version[:2]:
+            pytest.skip(f"the simulated broker is RabbitMQ {'.'.join(map(str, simulated.version))}")
         (ours, ours_after), (theirs, theirs_after) = await transcripts(simulated), await transcripts(real)
     assert ours == theirs
     assert ours_after == theirs_after

@@ -20,7 +20,7 @@ async def native(seconds: float, rate: int) -> tuple[Verdict, dict[str, int]]:
         await node.consuming()
         loop = asyncio.get_running_loop()
         ends = loop.time() + seconds
-        faults = {"kill": 0, "stop": 0, "cut": 0, "alarm": 0, "daemon": 0}
+        faults = dict.fromkeys(("kill", "stop", "cut", "alarm", "minority", "daemon"), 0)
         trouble = asyncio.create_task(_trouble(world, node, faults, seconds))
         while (now := loop.time()) < ends:
             await world.ledger.publish(rate, shortest_ms=SHORTEST_MS, longest_ms=LONGEST_MS)
@@ -35,7 +35,7 @@ async def native(seconds: float, rate: int) -> tuple[Verdict, dict[str, int]]:
 
 async def _trouble(world: World, node: object, faults: dict[str, int], seconds: float) -> None:
     """One broker restart, clean or not, and some smaller faults at times of the seed."""
-    kinds = [*(["cut"] * 3), "alarm", "daemon", detangle.choice(["kill", "stop"])]
+    kinds = [*(["cut"] * 3), "alarm", "minority", "daemon", detangle.choice(["kill", "stop"])]
     detangle.shuffle(kinds)
     for kind in kinds:
         await asyncio.sleep(seconds / (len(kinds) + 1) * detangle.uniform(0.5, 1.5))
@@ -53,6 +53,19 @@ async def _alarm(world: World, _: object) -> None:
     world.broker.alarm("memory")
     await asyncio.sleep(detangle.uniform(0.1, 20.0))
     world.broker.alarm("")
+
+
+async def _minority(world: World, _: object) -> None:
+    """The quorum queues, or one of them, have no majority for a while."""
+    queues = [queue for queue in world.broker.vhosts["/"].queues.values() if queue.quorum]
+    if detangle.flip(0.5):
+        queues = [detangle.choice(queues)]
+    for queue in queues:
+        queue.available = False
+    await asyncio.sleep(detangle.uniform(0.5, 40.0))
+    for queue in queues:
+        if world.broker.running:
+            queue.resume()
 
 
 async def _kill(world: World, _: object) -> None:

@@ -108,6 +108,7 @@ class Queue:
         """The members answer again."""
         self.available = True
         self._commit_later(0.0)
+        self._deliver()  # some messages may have expired
 
     def _commit_later(self, delay: float) -> None:
         if self._commit is None and self._log and self.available:
