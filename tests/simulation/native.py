@@ -3,44 +3,50 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 import detangle
 
-from tests.simulation.world import World
+from tests.simulation.world import Node, World
 from tests.support.verdict import Verdict
 
+DAEMONS: Final = 2
+"""One of them consumes the intake queue, and the other stands by."""
 SHORTEST_MS, LONGEST_MS = 1_000, 300_000
 
 
 async def native(seconds: float, rate: int) -> tuple[Verdict, dict[str, int]]:
     """Publish for so many seconds, then wait until everything came. Returns the verdict and a count of the faults."""
     async with World.open() as world:
-        node = world.node("delayer", mode="native")
-        await node.start()
-        await node.consuming()
+        nodes = [world.node(f"delayer-{number}", mode="native") for number in range(DAEMONS)]
+        for node in nodes:
+            await node.start()
+            await node.consuming()
         loop = asyncio.get_running_loop()
         ends = loop.time() + seconds
-        faults = dict.fromkeys(("kill", "stop", "cut", "alarm", "minority", "daemon"), 0)
-        trouble = asyncio.create_task(_trouble(world, node, faults, seconds))
+        faults = dict.fromkeys(_FAULTS, 0)
+        trouble = asyncio.create_task(_trouble(world, nodes, faults, seconds))
         while (now := loop.time()) < ends:
             await world.ledger.publish(rate, shortest_ms=SHORTEST_MS, longest_ms=LONGEST_MS)
-            node.check()
+            for node in nodes:
+                node.check()
             await asyncio.sleep(max(0.0, 1.0 - (loop.time() - now)))
         await trouble
         await world.ledger.all_back(timeout=LONGEST_MS / 1000 + 60)
         await world.ledger.drained()
-        await node.stop()
+        for node in nodes:
+            await node.stop()
         return world.ledger.verdict(world.standing()), faults
 
 
-async def _trouble(world: World, node: object, faults: dict[str, int], seconds: float) -> None:
+async def _trouble(world: World, nodes: list[Node], faults: dict[str, int], seconds: float) -> None:
     """One broker restart, clean or not, and some smaller faults at times of the seed."""
     kinds = [*(["cut"] * 3), "alarm", "minority", "daemon", detangle.choice(["kill", "stop"])]
     detangle.shuffle(kinds)
     for kind in kinds:
         await asyncio.sleep(seconds / (len(kinds) + 1) * detangle.uniform(0.5, 1.5))
         faults[kind] += 1
-        await globals()[f"_{kind}"](world, node)
+        await _FAULTS[kind](world, detangle.choice(nodes))
 
 
 async def _cut(world: World, _: object) -> None:
@@ -83,7 +89,10 @@ async def _back(world: World) -> None:
     await detangle.spawn(world.broker.start(), host="broker")
 
 
-async def _daemon(_: World, node: object) -> None:
-    await node.kill()  # type: ignore[attr-defined]
+async def _daemon(_: World, node: Node) -> None:
+    await node.kill()
     await asyncio.sleep(detangle.uniform(0.5, 10.0))
-    await node.start()  # type: ignore[attr-defined]
+    await node.start()
+
+
+_FAULTS: Final = {"kill": _kill, "stop": _stop, "cut": _cut, "alarm": _alarm, "minority": _minority, "daemon": _daemon}
