@@ -41,6 +41,9 @@ class _Told:
 class Scene:
     """One connection, whose channels open when they are used. ``transcript`` has what the broker said."""
 
+    limited_url = ""
+    """The URL of a user who may only use names that begin with "mine"."""
+
     def __init__(self, url: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.transcript: list[Any] = []
         self.url = url

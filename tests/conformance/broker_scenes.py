@@ -130,6 +130,38 @@ async def a_queue_of_another_connection(it: Scene) -> None:
     await it.ask(Queue.Declare(queue="mine", exclusive=True))
 
 
+@scene
+async def missing_rights(it: Scene) -> None:
+    await it.exchange("topic", "topic")
+    await it.exchange("mine.topic", "topic")
+    await it.queue("theirs")
+    async with Scene.open(it.limited_url) as other:
+        await other.queue("mine")
+        await other.queue("theirs")
+        await other.queue("others")
+        await other.queue("mine.dead", dead_letter_exchange="topic")
+        await other.exchange("others")
+        await other.exchange("mine.x", alternate_exchange="topic")
+        await other.bind("mine", "topic", "#")
+        await other.bind("theirs", "mine.topic", "#")
+        await other.bind("mine", "mine.topic", "#")
+        await other.ask(Exchange.Bind(destination="topic", source="mine.topic"))
+        await other.ask(Exchange.Bind(destination="mine.topic", source="topic"))
+        await other.ask(Queue.Unbind(queue="mine", exchange="topic", routing_key="#"))
+        await other.ask(Queue.Declare(queue="theirs", passive=True))
+        await other.ask(Exchange.Declare(exchange="topic", passive=True))
+        await other.ask(Queue.Delete(queue="theirs"))
+        await other.ask(Queue.Purge(queue="theirs"))
+        await other.ask(Exchange.Delete(exchange="topic"))
+        await other.ask(Basic.Consume(queue="theirs", consumer_tag="c", arguments={"x-priority": "none"}))
+        await other.get("theirs")
+        for exchange in ("topic", "mine.topic", "missing", ""):
+            await other.confirming()
+            other.publish("theirs", b"x", exchange=exchange)
+            await other.ask(Basic.Qos(0, 0))
+        it.transcript += other.transcript
+
+
 # Routing
 
 

@@ -20,7 +20,10 @@ Play = Callable[[Scene], Awaitable[None]]
 
 async def transcript(broker: RabbitMQ, play: Play) -> list[Any]:
     name = broker.add_vhost()
+    mine = "^mine"
+    broker.add_user("limited", "secret", vhost=name, configure=mine, write=mine, read=mine)
     async with Scene.open(broker.url(name)) as scene:
+        scene.limited_url = broker.url(name, user="limited:secret")
         await play(scene)
     broker.drop_vhost(name)
     return scene.transcript

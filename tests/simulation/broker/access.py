@@ -21,7 +21,7 @@ class Permissions:
 
     def grant(self, right: Right, name: str) -> bool:
         pattern: str = getattr(self, right)
-        return bool(re.search(pattern or "^$", name or "amq.default"))
+        return bool(re.search(pattern or "^$", name))
 
 
 @dataclass
@@ -36,6 +36,7 @@ class User:
 
     def check(self, right: Right, kind: str, name: str, vhost: str) -> None:
         """Raises Refusal."""
+        name = name or "amq.default"
         if not self.permissions[vhost].grant(right, name):
             text = f"access to {kind} '{name}' in vhost '{vhost}' refused for user '{self.name}'"
             raise Refusal(Code.ACCESS_REFUSED, text)
