@@ -51,6 +51,10 @@ mutants: ready ## break one line at a time and see that its tests notice (MUTANT
 soak: servers ## two daemons in both modes while everything breaks, and an account of every message (SOAK_MINUTES=10)
 	@SOAK_MINUTES=$(SOAK_MINUTES) SOAK_SEED=$(SOAK_SEED) $(PYTHON_OF_VENV) -m tests.soak $(SOAK_ARGS)
 
+.PHONY: simulate
+simulate: ready ## a daemon and its faults in virtual time, one run for each seed (SIMULATE_ARGS="--seconds 600 --seed 1 --runs 10")
+	@$(PYTHON_OF_VENV) -m tests.simulation $(SIMULATE_ARGS)
+
 .PHONY: test-brokers
 test-brokers: ready ## the tests that talk to a broker, against RabbitMQ 3.10, 4.0 and 4.3; as root (SUITES=…, LONG=no, PYTEST_ARGS=…)
 	@.ci/brokers $(PYTEST_SPREAD) $(PYTEST_ARGS)

@@ -61,6 +61,7 @@ SLOW = (
     "tests/integration/test_rights_daemon.py",
     "tests/integration/test_store_segments.py",
     "tests/integration/test_store_shrinking.py",
+    "tests/simulation/",
 )
 
 

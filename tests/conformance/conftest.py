@@ -1,26 +1,45 @@
-"""The implementations under test: the real one of each port, and its fake."""
+"""The implementations under test: the real one of each port, its simulation, and its fake."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from tests.conformance.broker_world import MemoryPlace, Place
 from tests.conformance.stores import MemoryStores, PostgresStores, Stores
-from tests.support.servers import RabbitMQ
+from tests.support.brokers import REAL, SIMULATED, simulated
 
-REAL, MEMORY = "real", "memory"
-
-
-@pytest.fixture
-def place(rabbitmq: RabbitMQ, vhost: str) -> Place:
-    return Place(rabbitmq, vhost)
+MEMORY = "memory"
+BROKERS = {"real": REAL, SIMULATED: SIMULATED}
 
 
-@pytest.fixture(params=[REAL, MEMORY])
-def either(request: pytest.FixtureRequest) -> Place | MemoryPlace:
-    return MemoryPlace() if request.param == MEMORY else request.getfixturevalue("place")
+@contextmanager
+def new_place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    """A fresh vhost of the broker that the test is for."""
+    broker = request.getfixturevalue(BROKERS[request.param])
+    name = broker.add_vhost()
+    yield Place(broker, broker.url(name))
+    broker.drop_vhost(name)
+
+
+__all__ = ["either", "place", "simulated", "stores"]
+
+
+@pytest.fixture(params=BROKERS)
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    with new_place(request) as found:
+        yield found
+
+
+@pytest.fixture(params=[*BROKERS, MEMORY])
+def either(request: pytest.FixtureRequest) -> Iterator[Place | MemoryPlace]:
+    if request.param == MEMORY:
+        yield MemoryPlace()
+        return
+    with new_place(request) as found:
+        yield found
 
 
 @pytest.fixture(params=[REAL, MEMORY])

@@ -9,6 +9,7 @@ import pytest
 from aio_pika.exceptions import DeliveryError
 
 from delayer.core.cascade import LEVELS
+from tests.conformance.broker_world import Place
 from tests.unit.core.test_cascade_law import matches
 
 WORDS = ("a", "b", "")
@@ -59,6 +60,6 @@ async def broker_says(vhost: str, pairs: list[tuple[str, str]]) -> dict[tuple[st
         pytest.param([(p, k) for p in PATTERNS for k in KEYS if len(p) + len(k) <= 6], id="every-short-one"),
     ],
 )
-async def test_topics_are_matched_as_the_broker_does(vhost: str, pairs: list[tuple[str, str]]) -> None:
-    answers = await broker_says(vhost, pairs)
+async def test_topics_are_matched_as_the_broker_does(place: Place, pairs: list[tuple[str, str]]) -> None:
+    answers = await broker_says(place.url, pairs)
     assert {pair: matches(*pair) for pair in pairs} == answers

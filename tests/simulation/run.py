@@ -1,0 +1,151 @@
+"""One simulation from one seed: runs it, measures it, and reports what it broke."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import logging
+import resource
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import structlog
+from detangle import Decision, NetConfig, RandomWalk, SimConfig, SimLoop, execute
+from detangle.errors import SimulationError
+
+from tests.simulation import clock
+from tests.simulation.native import native
+from tests.simulation.planted import PLANTED
+
+FORGET_SECONDS: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """``hash``: of every decision and event; equal runs have equal hashes."""
+
+    seed: int
+    failure: str
+    verdict: str
+    faults: dict[str, int]
+    virtual_seconds: float
+    cpu_seconds: float
+    steps: int
+    decisions: int
+    tasks: int
+    megabytes: int
+    hash: str
+
+    def __str__(self) -> str:
+        speed = self.virtual_seconds / self.cpu_seconds
+        rate = self.steps / self.cpu_seconds
+        return f"{json.dumps(asdict(self))}\n{speed:.1f} virtual seconds and {rate:.0f} steps in a second of one core"
+
+
+class Decisions:
+    """Stands in for detangle's list of all decisions, which would fill the memory in hours: a count and a hash."""
+
+    def __init__(self) -> None:
+        self.count = self.hash = self.tasks = 0
+
+    def append(self, decision: Decision) -> None:
+        self.count += 1
+        self.hash = hash((self.hash, decision.n, decision.value))
+
+
+def forget(loop: SimLoop, decisions: Decisions) -> None:
+    """Forget the tasks that are done; detangle keeps each until the end. Those with an error stay."""
+    done = [task for task in loop.tasks if task.done() and not task._log_traceback]  # type: ignore[attr-defined]
+    decisions.tasks += len(done)
+    for task in done:
+        del loop.task_info[task], loop._task_lanes[task]
+    gone = set(done)
+    loop.tasks[:] = [task for task in loop.tasks if task not in gone]
+    loop.call_at_exact(loop.time() + FORGET_SECONDS, forget, loop, decisions)
+
+
+def simulate(seed: int, seconds: float, rate: int, *, log: bool = False) -> Result:
+    events = hashlib.sha256()
+    strategy = RandomWalk(seed)
+    strategy.start(0)
+    network = NetConfig(latency=(0.0002, 0.003), fragment=0.02)
+    config = SimConfig(max_steps=10**9, timer_jitter=0.002, net=network)
+    with ExitStack() as stack:
+        _note_logs(events, log)
+
+        decisions = Decisions()
+
+        def set_up(loop: SimLoop) -> None:
+            loop.decisions = decisions  # type: ignore[assignment]
+            loop.call_at_exact(FORGET_SECONDS, forget, loop, decisions)
+            stack.enter_context(clock.virtual(loop, seed))
+
+        gc.collect()
+        gc.freeze()  # as the daemon does; it collects after each failure
+        began = clock.cpu_seconds()
+        run = execute(native, (seconds, rate), config=config, strategy=strategy, setup=set_up)
+        real = clock.cpu_seconds() - began
+    gc.unfreeze()
+    events.update(f"{decisions.hash}".encode())
+    failure, verdict, faults = run.failure.message if run.failure else "", "", {}
+    if run.value is not None:
+        found, faults = run.value
+        verdict = str(found)
+        try:
+            found.assert_kept(repeats=True)
+        except AssertionError as broken:
+            failure = str(broken)
+    return Result(
+        seed,
+        failure,
+        verdict,
+        faults,
+        run.virtual_time,
+        real,
+        run.steps,
+        decisions.count,
+        decisions.tasks + run.tasks,
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        events.hexdigest()[:16],
+    )
+
+
+def _note_logs(events: Any, shown: bool) -> None:
+    """Let the log count as a part of the run, and show it if asked."""
+    logging.disable()
+
+    def note(_: Any, level: str, event: dict[str, Any]) -> dict[str, Any]:
+        line = f"{level} {event}"
+        events.update(line.encode())
+        if shown:
+            print(f"{clock._loop.time() if clock._loop else 0:10.4f} {line}")
+        raise structlog.DropEvent
+
+    structlog.reset_defaults()
+    structlog.configure(processors=[note], cache_logger_on_first_use=False)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--rate", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--log", action="store_true")
+    parser.add_argument("--plant", choices=PLANTED, help="a bug that the simulation should find")
+    asked = parser.parse_args(arguments)
+    if asked.plant:
+        PLANTED[asked.plant]()
+    failed = 0
+    for seed in range(asked.seed, asked.seed + asked.runs):
+        result = simulate(seed, asked.seconds, asked.rate, log=asked.log)
+        print(result, flush=True)
+        failed += bool(result.failure)
+    return 1 if failed else 0
+
+
+__all__ = ["SimulationError", "main", "simulate"]

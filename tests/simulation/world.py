@@ -1,0 +1,107 @@
+"""The hosts of a simulation: a broker, daemons, and a ledger that publishes and judges."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import detangle
+from detangle import SimLoop
+
+from delayer.config.model import Settings
+from delayer.daemon.systemd import Notifier
+from delayer.daemon.wiring import Daemon
+from tests.simulation.broker.broker import Pace, SimulatedBroker
+from tests.support.ledger import Ledger
+
+BROKER: Final = "broker"
+PORT: Final = 5672
+URL: Final = f"amqp://guest:guest@{BROKER}:{PORT}/"
+COMMITS: Final = (0.0005, 0.001, 0.004, 0.03)
+
+
+def chance(count: int) -> int:
+    """The broker's choices are the simulation's."""
+    return detangle.randint(0, count - 1) if count > 1 else 0
+
+
+@dataclass
+class Node:
+    """One daemon on a host of its own. ``stop`` ends it as SIGTERM does, ``kill`` as SIGKILL does."""
+
+    host: str
+    settings: Settings
+    daemon: Daemon = field(init=False)
+    _running: asyncio.Task[None] = field(init=False)
+
+    async def start(self) -> None:
+        begun: asyncio.Future[Daemon] = asyncio.get_running_loop().create_future()
+
+        async def run() -> None:
+            daemon = Daemon(self.settings, Notifier({}))
+            begun.set_result(daemon)
+            await daemon.run()
+
+        self._running = detangle.spawn(run(), host=self.host, name=f"daemon {self.host}")
+        self.daemon = await begun
+
+    async def consuming(self) -> None:
+        while not all(self.daemon.consuming().values()):
+            self.check()
+            await asyncio.sleep(0.1)
+
+    def check(self) -> None:
+        """Raises the error that ended the daemon, unless it was killed."""
+        if self._running.done() and not self._running.cancelled():
+            self._running.result()
+
+    async def stop(self) -> None:
+        self.daemon.stop()
+        await asyncio.wait([self._running])
+        self._running.result()
+
+    async def kill(self) -> None:
+        """The process is gone at once; its sockets are reset, as the kernel does for a process that died."""
+        network = detangle.network()
+        for connection in [one for one in network._connections if not one.closed()]:
+            if any(side.host == self.host for side in connection.sides()):
+                connection.reset(ConnectionResetError(104, f"the process on {self.host} died"))
+        network.crash(self.host)
+        await asyncio.wait([self._running])
+        network.restart(self.host)
+
+
+class World:
+    """Made by :meth:`open`."""
+
+    def __init__(self, broker: SimulatedBroker, ledger: Ledger) -> None:
+        self.broker = broker
+        self.ledger = ledger
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, *, pace: Pace | None = None) -> AsyncIterator[World]:
+        async def serve() -> SimulatedBroker:
+            broker = SimulatedBroker(chance, pace or Pace(COMMITS))
+            await broker.listen(BROKER, PORT)
+            return broker
+
+        broker = await detangle.spawn(serve(), host=BROKER)
+        async with Ledger.open(URL, random.Random(detangle.randint(0, 1 << 30))) as ledger:
+            yield cls(broker, ledger)
+
+    def node(self, host: str, **tables: Any) -> Node:
+        route = [{"from": "delayer.in", "to": "delayer.out"}]
+        return Node(host, Settings.model_validate({"broker": {"url": URL}, "route": route, **tables}))
+
+    def standing(self) -> dict[str, int]:
+        """Messages that are still somewhere in the broker."""
+        return {name: count for name, count in self.broker.vhosts["/"].depths().items() if count}
+
+
+def loop() -> SimLoop:
+    return detangle.current_loop()
