@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Final
 
 import detangle
 
 from tests.simulation.world import Node, World
-from tests.support.verdict import Verdict
+from tests.support.verdict import Verdict, Window
 
 DAEMONS: Final = 2
 """One of them consumes the intake queue, and the other stands by."""
+AFTERMATH: Final = 60.0
+"""After that many seconds everything works again; only messages that met a fault may come twice."""
 SHORTEST_MS, LONGEST_MS = 1_000, 300_000
 
 
@@ -43,10 +46,13 @@ async def _trouble(world: World, nodes: list[Node], faults: dict[str, int], seco
     """One broker restart, clean or not, and some smaller faults at times of the seed."""
     kinds = [*(["cut"] * 3), "alarm", "minority", "daemon", detangle.choice(["kill", "stop"])]
     detangle.shuffle(kinds)
+    windows = world.ledger.account.windows = []
     for kind in kinds:
         await asyncio.sleep(seconds / (len(kinds) + 1) * detangle.uniform(0.5, 1.5))
         faults[kind] += 1
+        begun_ms = time.time() * 1000
         await _FAULTS[kind](world, detangle.choice(nodes))
+        windows.append(Window(begun_ms, (time.time() + AFTERMATH) * 1000))
 
 
 async def _cut(world: World, _: object) -> None:

@@ -43,6 +43,8 @@ class SimulatedBroker:
         self.running = False
         self.alarmed = ""
         """The resource of an alarm: "memory" or "disk"."""
+        self.overhears: Callable[[ServerConnection], Callable[[bytes], object]] = lambda _: bool
+        """Called after each login; returns what gets the bytes that the broker sends from then on."""
         self.users = {"guest": User("guest", "guest", frozenset({"administrator"}))}
         self.vhosts: dict[str, VirtualHost] = {}
         self.connections: list[ServerConnection] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -48,6 +49,7 @@ class ServerConnection(asyncio.Protocol):
         self._heartbeat = 0.0
         self._heard_at = self._said_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._listener: Callable[[bytes], object] = bool
 
     @property
     def name(self) -> str:
@@ -189,6 +191,7 @@ class ServerConnection(asyncio.Protocol):
             text = "Login was refused using authentication mechanism PLAIN. For details see the broker logfile."
             raise Refusal(Code.ACCESS_REFUSED, text)
         self.user = user
+        self._listener = self.broker.overhears(self)
         tune = {"channel_max": CHANNEL_MAX, "frame_max": wire.FRAME_MAX, "heartbeat": self.broker.pace.heartbeat}
         self.send(wire.method(0, commands.Connection.Tune, **tune))
 
@@ -247,6 +250,7 @@ class ServerConnection(asyncio.Protocol):
         data, self._out = b"".join(self._out), []
         if data and self._transport is not None and not self._transport.is_closing():
             self._said_at = self.broker.now()
+            self._listener(data)
             self._transport.write(data)
 
     def end(self, code: Code, text: str) -> None:
