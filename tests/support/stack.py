@@ -21,7 +21,7 @@ ROUTES: tuple[dict[str, object], ...] = (
     {"from": "", "to": "orders.out", "delay_from": ["x-deliver-at", "x-delay"]},
 )
 TOKEN = "only-to-try-it-out"
-"""The token for the actions of the page."""
+"""A token with the role act, for the page and the API."""
 
 
 @dataclass
@@ -40,8 +40,10 @@ class Stack:
     def configure(self, mode: str) -> None:
         lines = [f'mode = "{mode}"', "[broker]", f"url = {json.dumps(self.broker_url)}"]
         lines += [f"management_url = {json.dumps(self.management_url)}"]
-        lines += ["[store]", f"url = {json.dumps(self.store_url)}", "[log]", 'level = "info"']
-        lines += ["[http]", f"listen = {json.dumps(self.page)}", f"token = {json.dumps(TOKEN)}"]
+        lines += ["[store]", f"url = {json.dumps(self.store_url)}", "history_days = 30", "[log]", 'level = "info"']
+        tokens = self.config.with_name("http-tokens")
+        tokens.write_text(f"ops act {TOKEN}\n")
+        lines += ["[http]", f"listen = {json.dumps(self.page)}", f"tokens_file = {json.dumps(str(tokens))}"]
         for route in self.routes:
             lines += ["[[route]]", *(f"{key} = {json.dumps(value)}" for key, value in route.items())]
         self.config.write_text("\n".join(lines) + "\n")

@@ -45,12 +45,13 @@ def explain(stack: Stack) -> None:
 [bold]broker[/]   {stack.broker_url}   (management: {stack.management_url})
 [bold]store[/]    {stack.store_url}
 [bold]config[/]   {stack.config}   (edit it, then: kill -HUP $(cat {pid}))
-[bold]page[/]     http://{stack.page}   (token for its actions: {TOKEN})
+[bold]page[/]     http://{stack.page}   (token for its actions and the API: {TOKEN})
 [bold]daemon[/]   kill -9 $(cat {pid}): it is started again, and nothing is lost
 
 In another terminal:
 
   [bold green]export DELAYER_CONFIG={stack.config} PATH={EXECUTABLE.parent}:$PATH[/]
+  [bold green]export DELAYER_STORE__URL={stack.store_url}[/]
 
 Send a message that comes back in ten seconds, and watch it arrive here:
 
