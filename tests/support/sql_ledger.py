@@ -111,7 +111,8 @@ class SqlLedger(Ledger):
                     return
                 finally:
                     connection.terminate()
-            except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError):
+            except (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError):
+                # asyncpg raises InternalClientError for a connection that broke between two statements.
                 if committing:
                     self.account.published_twice.update(int(one.token) for one in batch)
             await asyncio.sleep(PAUSE)
