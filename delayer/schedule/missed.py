@@ -60,6 +60,8 @@ def find_anew(
 def find_next(schedule: Schedule, at_ms: int, now_ms: int, made: int = 0) -> Following:
     """Find what follows the occurrence of the rhythm's time ``at_ms``, settled at ``now_ms``. ``made``: the number of
     occurrences sent so far, including this one if it was sent. Raises BadCron and UnknownZone."""
+    if schedule.max_occurrences is not None and made >= schedule.max_occurrences:
+        return _find_next(schedule, at_ms, made)  # One that has ended misses nothing.
     # Occurrences of times up to this one are late, even with all of their jitter.
     until_ms = now_ms - LATE_MS - schedule.jitter_ms - 1
     if schedule.last_ms is not None:

@@ -77,6 +77,7 @@ def test_the_maximum_ends_a_schedule() -> None:
     assert find_next(one, TEN, TEN, made=2) == Following(TEN + HOUR)
     assert find_next(one, TEN, TEN, made=3) == Following(None, why="it has had its 3 occurrences")
     assert find_first(one, TEN, made=3).at_ms is None
+    assert find_next(one, TEN, TEN + DAY_MS, made=3).missed == 0, "after its last one, a schedule misses nothing"
 
 
 def test_a_date_that_does_not_come_again_ends_a_schedule() -> None:
