@@ -3,8 +3,9 @@
 At any time one occurrence of an active schedule waits. The next is computed when the waiting occurrence is settled:
 released, held, cancelled or expired.
 
-An occurrence still unsent a minute after it was due is *late*. A restart or a failover takes less, so it does not make
-occurrences late. The waiting occurrence outlives a stop of every daemon, so it is always the first of the late ones.
+An occurrence still unsent a minute after it was due with all of its jitter is *late*. A restart or a failover takes
+less, so it does not make occurrences late, and neither does the jitter of the one before, for which it waits. The
+waiting occurrence outlives a stop of every daemon, so it is always the first of the late ones.
 The field ``catch_up`` (option ``--missed``) sets how many late ones are sent:
 
 - ``SKIP``: none. The waiting one expires.
@@ -21,12 +22,11 @@ from typing import Final, NamedTuple
 
 from delayer.core.readable import counted, instant
 from delayer.core.units import MINUTE_MS
-from delayer.schedule.occurrence import due_ms
 from delayer.schedule.rhythm import count_between
 from delayer.schedule.schedule import SKIP, Schedule, next_time
 
 LATE_MS: Final = MINUTE_MS
-"""An occurrence still unsent this long after it was due is late."""
+"""An occurrence still unsent this long after it was due with all of its jitter is late."""
 
 
 class Following(NamedTuple):
@@ -60,6 +60,8 @@ def find_anew(
 def find_next(schedule: Schedule, at_ms: int, now_ms: int, made: int = 0) -> Following:
     """Find what follows the occurrence of the rhythm's time ``at_ms``, settled at ``now_ms``. ``made``: the number of
     occurrences sent so far, including this one if it was sent. Raises BadCron and UnknownZone."""
+    if schedule.max_occurrences is not None and made >= schedule.max_occurrences:
+        return _find_next(schedule, at_ms, made)  # One that has ended misses nothing.
     # Occurrences of times up to this one are late, even with all of their jitter.
     until_ms = now_ms - LATE_MS - schedule.jitter_ms - 1
     if schedule.last_ms is not None:
@@ -74,7 +76,7 @@ def find_next(schedule: Schedule, at_ms: int, now_ms: int, made: int = 0) -> Fol
 
 def is_expired(schedule: Schedule, at_ms: int, now_ms: int) -> bool:
     """Whether the waiting occurrence of the rhythm's time ``at_ms`` is late and not to be sent. It counts as missed."""
-    return schedule.catch_up == SKIP and now_ms - due_ms(schedule, at_ms) > LATE_MS
+    return schedule.catch_up == SKIP and now_ms - at_ms - schedule.jitter_ms > LATE_MS
 
 
 def _find_next(schedule: Schedule, after_ms: int, made: int) -> Following:

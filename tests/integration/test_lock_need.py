@@ -10,6 +10,7 @@ import pytest
 
 from delayer.cli.check_store import CheckReport, _locks
 from delayer.core.operations import fold
+from delayer.schedule.record import key_of
 from delayer.store import pool, postgres
 from delayer.store.admin.needs import LockNeed, lock_need
 from delayer.store.postgres import Placement
@@ -36,6 +37,15 @@ async def test_a_park_takes_few_locks_for_many_keys(database: str) -> None:
         assert await park(connection, 0, 3) <= 3
         assert await park(connection, 0, 2_000) == keys.LOCKS == 64
         assert await connection.fetchval("SELECT count(*) FROM message_key") == 2_000
+
+
+async def test_a_change_of_many_schedules_keeps_no_park_waiting(database: str) -> None:
+    async with sql(database) as changing, sql(database) as parking:
+        await parking.execute("SET lock_timeout = '5s'")
+        async with changing.transaction():
+            await keys.lock_keys(changing, [key_of(f"schedule-{n}") for n in range(2_000)])
+            assert await changing.fetchval(_ADVISORY) == 1
+            assert await park(parking, 0, 2_000) == keys.LOCKS
 
 
 @pytest.fixture

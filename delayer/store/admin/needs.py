@@ -56,7 +56,7 @@ class LockNeed(NamedTuple):
             5 * self.partitions + beside
         )  # A table with two indexes, and its table of out-of-line bodies with one.
         of_history = 3 * self.of_history  # Table, out-of-line values and their index. Only readers lock all.
-        things = of_days + of_history + LOCKS + self.lanes + self.limited
+        things = of_days + of_history + LOCKS + 1 + self.lanes + self.limited
         readers = 2 * (of_days + of_history)  # Allows for a dump or an export, and a command.
         holders = self.lanes * (self.parks * (LOCKS + of_days) + of_days) + readers
         usual = 64  # Postgres's default.

@@ -5,6 +5,7 @@ To avoid deadlocks, all transactions take locks in this order:
 
 1. the keys' advisory locks, by number. From here on, transactions on the same key take turns, as do some on different
    keys. A batch takes at most :data:`LOCKS`. With one lock per key they filled the lock table of the whole cluster.
+   The keys of occurrences share one lock of their own: a large change of schedules keeps no park waiting.
 2. the old messages' rows, by lane, due instant and id, like a release; then held rows, by id. This waits for a release
    in flight, which either published the old message (too late) or rolled back, so that the message is ours to cancel.
 3. the rows of segments with old messages, by id. This waits for a restore, which turns the messages into rows.
@@ -29,7 +30,7 @@ from zlib import crc32
 
 from asyncpg import Connection, Record
 
-from delayer.core.message import OCCURRENCES, KeyGroup
+from delayer.core.message import OCCURRENCES, KeyGroup, is_occurrence
 from delayer.store import pool
 from delayer.store.rows.counters import Changes
 from delayer.store.rows.history import OF_HELD
@@ -39,7 +40,7 @@ from delayer.store.segments import catalog
 OF_SCHEDULE: Final = "(key >= '{}' AND key < '{}')".format(*(one.decode() for one in OCCURRENCES))
 """Whether a key is that of a schedule's occurrence."""
 LOCKS: Final = 64
-"""The number of advisory locks for all keys."""
+"""The number of advisory locks for the keys of publishers. The next number is the lock for those of occurrences."""
 _OF_SEGMENT: Final = "segment, position, parked_at, route, to_exchange, to_key, size"
 _OF_ROW: Final = f"({_OF_SEGMENT}) = ROW(NULL, NULL, NULL, NULL, NULL, NULL, NULL)"
 _WAITING: Final = (
@@ -108,7 +109,8 @@ async def lock_keys(connection: Connection, keys: Collection[bytes]) -> None:
     """Keep other transactions from changing these keys until the end of this transaction. Step 1."""
     await connection.execute(
         "SELECT pg_advisory_xact_lock('message_key'::regclass::oid::int, number) FROM unnest($1::int[]) AS number",
-        sorted({crc32(key) % LOCKS for key in keys}),  # Keys that share a lock take turns.
+        # Keys that share a lock take turns.
+        sorted({LOCKS if is_occurrence(key) else crc32(key) % LOCKS for key in keys}),
     )
 
 

@@ -47,7 +47,7 @@ def test_a_stopped_daemon(catch_up: int, settled: int, next_: int, missed: int) 
 )
 def test_only_skip_expires(catch_up: int, late: int, expired: bool) -> None:
     one = schedule(catch_up=catch_up, jitter_ms=MINUTE_MS)
-    assert is_expired(one, TEN, due_ms(one, TEN) + late) is expired
+    assert is_expired(one, TEN, TEN + MINUTE_MS + late) is expired
 
 
 def test_a_single_missed_occurrence_is_sent_late_or_not_at_all() -> None:
@@ -77,6 +77,7 @@ def test_the_maximum_ends_a_schedule() -> None:
     assert find_next(one, TEN, TEN, made=2) == Following(TEN + HOUR)
     assert find_next(one, TEN, TEN, made=3) == Following(None, why="it has had its 3 occurrences")
     assert find_first(one, TEN, made=3).at_ms is None
+    assert find_next(one, TEN, TEN + DAY_MS, made=3).missed == 0, "after its last one, a schedule misses nothing"
 
 
 def test_a_date_that_does_not_come_again_ends_a_schedule() -> None:
@@ -131,6 +132,18 @@ def test_an_edit_keeps_what_is_due_and_what_was_cancelled() -> None:
 def test_jitter_makes_no_occurrence_missed() -> None:
     one = schedule(rhythm=Cron("*/5 * * * *"), jitter_ms=20 * MINUTE_MS)
     assert find_next(one, TEN, TEN + 20 * MINUTE_MS) == Following(TEN + 5 * MINUTE_MS)
+
+
+def test_jitter_longer_than_the_gap_drops_nothing() -> None:
+    """An occurrence waits for the one before, whose jitter may be larger."""
+    one = schedule(rhythm=Cron("*/5 * * * *"), jitter_ms=20 * MINUTE_MS, catch_up=SKIP)
+    now, at, sent, missed = TEN, find_first(one, TEN).at_ms, 0, 0
+    while at is not None and at <= TEN + DAY_MS:
+        now = max(now, due_ms(one, at))
+        sent += not is_expired(one, at, now)
+        at, more, _ = find_next(one, at, now)
+        missed += more
+    assert (sent, missed) == (24 * 12, 0)
 
 
 RHYTHMS = st.sampled_from(
