@@ -76,7 +76,7 @@ def from_our_page(method: str, site: str, origin: str, host: str) -> bool:
         return True
     if site:
         return site in ("same-origin", "none")
-    return not origin or (origin != "null" and urlsplit(origin).netloc == host)
+    return not origin or (origin != "null" and origin.partition("://")[2] == host)
 
 
 def cookie_name(host: str) -> str:

@@ -39,12 +39,14 @@ class InboxHandler(IntakeHandler):
 
     def _policy(self) -> Policy:
         """Return the policy for rows: the arguments ``delay`` and ``due`` count on every route, before its other forms.
-        They arrive as the header of a due time."""
+        They arrive as the header of a due time. Routes with ``retry`` are left out: no dead letter comes by SQL, and a
+        forged x-death would choose any queue."""
         policy = super()._policy()
         if policy is not self._seen or self._adapted is self._seen:
             routes = {
                 source: replace(route, delay_from=(_FORM, *(form for form in route.delay_from if form != _FORM)))
                 for source, route in policy.routes.items()
+                if route.retry is None
             }
             self._seen, self._adapted = policy, replace(policy, routes=routes)
         return self._adapted

@@ -1,8 +1,9 @@
 """The SQL inbox: the functions delayer_send and delayer_cancel, and the table from which a daemon moves messages.
 
 The functions run with the rights of the schema's owner (SECURITY DEFINER), so a role needs nothing but EXECUTE. Each
-has the schema of this upgrade pinned as its search_path, so that no table, function or operator of a caller can take
-the place of one of these. Never changed after a release; it imports nothing of delayer.
+has search_path = pg_catalog, and names its schema where it means it. So no table, function or operator of a caller can
+take the place of one of these, even for a role that may create in the schema itself. Never changed after a release; it
+imports nothing of delayer.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ STORAGE = "ALTER TABLE delayer_inbox ALTER COLUMN body SET STORAGE EXTERNAL"
 WRITE = """
 CREATE FUNCTION delayer_write(
     exchange text, routing_key text, headers jsonb, properties jsonb, body bytea, urgent boolean
-) RETURNS void LANGUAGE plpgsql SET search_path = @schema, pg_temp AS $function$
+) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $function$
 BEGIN
     PERFORM pg_current_xact_id();
-    INSERT INTO delayer_inbox (exchange, routing_key, headers, properties, body)
+    INSERT INTO @schema.delayer_inbox (exchange, routing_key, headers, properties, body)
     VALUES (exchange, routing_key, headers, properties, body);
     IF urgent THEN
         PERFORM pg_notify('delayer_inbox', '');
@@ -77,7 +78,7 @@ CREATE FUNCTION delayer_send(
     routing_key text,
     body bytea,
     @parameters
-) RETURNS text LANGUAGE plpgsql SECURITY DEFINER SET search_path = @schema, pg_temp AS $function$
+) RETURNS text LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $function$
 DECLARE
     wrong text[];
     due_at timestamptz := coalesce(due, clock_timestamp() + delay);
@@ -175,7 +176,7 @@ BEGIN
             'x-delay-key', key, 'x-delay-key-mode', key_mode,
             'x-delay-key-ceiling', ceil(extract(epoch FROM key_ceiling) * 1000)::bigint));
     END IF;
-    PERFORM delayer_write(exchange, routing_key, headers || asked, shorts, body,
+    PERFORM @schema.delayer_write(exchange, routing_key, headers || asked, shorts, body,
                           due_at IS NULL OR due_at < clock_timestamp() + interval '5 seconds');
     RETURN id;
 END
@@ -194,15 +195,15 @@ CREATE FUNCTION delayer_send(
     routing_key text,
     body {type_},
     @parameters
-) RETURNS text LANGUAGE sql SECURITY DEFINER SET search_path = @schema, pg_temp AS $function$
-    SELECT delayer_send(routing_key, {as_bytes}, {passed})
+) RETURNS text LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $function$
+    SELECT @schema.delayer_send(routing_key, {as_bytes}, {passed})
 $function$
 """
 
 
 CANCEL = """
 CREATE FUNCTION delayer_cancel(key text, exchange text DEFAULT 'delayer.in') RETURNS void
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = @schema, pg_temp AS $function$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $function$
 BEGIN
     IF key IS NULL OR exchange IS NULL THEN
         RAISE EXCEPTION USING ERRCODE = '22004', MESSAGE = 'delayer_cancel: key, exchange: expected text, found null',
@@ -219,7 +220,7 @@ BEGIN
             MESSAGE = format('delayer_cancel: key: expected a key of your own, found %L', key),
             HINT = 'keys that begin with delayer.schedule/ belong to schedules: see `delayer schedule`';
     END IF;
-    PERFORM delayer_write(exchange, '', jsonb_build_object('x-delay-cancel', key), '{}', '', true);
+    PERFORM @schema.delayer_write(exchange, '', jsonb_build_object('x-delay-cancel', key), '{}', '', true);
 END
 $function$
 """

@@ -271,3 +271,35 @@ async def test_a_hostile_search_path_changes_nothing(role: str, schema: tuple[st
         assert await owner.fetchval(f'SELECT count(*) FROM "{there}".delayer_inbox') == 4
         await shop.execute("DROP TABLE pg_temp.delayer_inbox")
         await owner.execute("DROP SCHEMA trap CASCADE")
+
+
+async def test_who_may_create_in_the_schema_itself_gains_no_rights(
+    role: str, schema: tuple[str, str], postgres: Postgres
+) -> None:
+    """There, an operator or a function with closer types than the system's own would win, if the functions looked."""
+    name, there = schema
+    async with plain(postgres.url(name)) as owner, plain(postgres.url(name, user=role)) as shop:
+        await let_send(owner, there)
+        await owner.execute(f'GRANT CREATE ON SCHEMA "{there}" TO {role}')
+        await shop.execute(f"""
+            SET search_path = "{there}";
+            CREATE FUNCTION caught(what text) RETURNS boolean LANGUAGE plpgsql AS $$
+                BEGIN RAISE EXCEPTION 'caught: % runs as %', what, current_user; END $$;
+            CREATE FUNCTION times(numeric, integer) RETURNS numeric LANGUAGE sql AS
+                $$ SELECT CASE WHEN "{there}".caught('*') THEN 1 END $$;
+            CREATE OPERATOR * (LEFTARG = numeric, RIGHTARG = integer, FUNCTION = times);
+            CREATE FUNCTION format(text, interval) RETURNS text LANGUAGE sql AS
+                $$ SELECT CASE WHEN "{there}".caught('format') THEN '' END $$;
+        """)
+        with pytest.raises(asyncpg.RaiseError, match=r"caught: \* runs as"):
+            await shop.execute("SELECT 1.0 * 1")
+        for body in ("'x'", "'x'::bytea", "'1'::jsonb"):
+            await shop.execute(
+                f"""SELECT "{there}".delayer_send('k', {body}, '1 s', key => 'a', key_mode => 'debounce',
+                                                  key_ceiling => '1 s', expiration => '1 s')"""
+            )
+        with pytest.raises(asyncpg.PostgresError, match="delay: expected zero or more"):
+            await shop.execute(f"""SELECT "{there}".delayer_send('k', 'x', '-1 s')""")
+        assert await owner.fetchval(f'SELECT count(*) FROM "{there}".delayer_inbox') == 3
+        await shop.execute(f"DROP OWNED BY {role}")
+        await owner.execute(f'REVOKE CREATE ON SCHEMA "{there}" FROM {role}')

@@ -56,6 +56,10 @@ def test_posts_of_other_pages_are_refused(method: str, site: str, origin: str, l
     assert from_our_page(method, site, origin, "localhost:9419") == let_in
 
 
+def test_a_malformed_origin_is_another_site() -> None:
+    assert not from_our_page("POST", "", "http://[", "localhost:9419")
+
+
 class Place:
     """Sessions, with a clock and a file of tokens that the test can change."""
 
