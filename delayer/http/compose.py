@@ -18,6 +18,8 @@ from delayer.core.delay_sources import header_of
 
 USUAL: Final = "delayer.in"
 """The exchange of the sample configuration."""
+SHOWN: Final = 5
+"""How many routes an error names."""
 _YEAR_10000: Final = 253_402_300_800
 _RELATIVE: Final = ("x-delay", "x-opt-delivery-delay")
 _ABSOLUTE: Final = ("x-deliver-at", "x-opt-delivery-time")
@@ -116,7 +118,9 @@ def _route(settings: Settings, name: str | None) -> RouteTable:
         return routes[name]
     if name is None and (len(routes) == 1 or USUAL in routes):
         return routes.get(USUAL, settings.routes[0])
-    known = ", ".join(map(format_found, routes))
+    known = ", ".join(map(format_found, list(routes)[:SHOWN]))
+    if len(routes) > SHOWN:
+        known += f", … ({len(routes):,} in all)"
     if name is None:
         raise Unsendable("route", f"expected one, because there are several routes: {known}; found none")
     raise Unsendable("route", f"no route comes from exchange {format_found(name)}; expected one of {known}")

@@ -232,6 +232,8 @@ async def test_a_locked_inbox_delays_messages_by_sql_alone(place: OwnVhost, stor
     ):
         await send(app, "before", None)
         await inbox.got([b"before"])
+        # A daemon that cannot delete the row of a published message publishes it again.
+        await eventually(lambda: is_empty(store))
         async with admin.transaction():
             await admin.execute("LOCK TABLE delayer_inbox IN ACCESS EXCLUSIVE MODE")
             sending = asyncio.create_task(send(app, "meanwhile", None))

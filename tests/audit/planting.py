@@ -125,9 +125,15 @@ class Planting:
         plants = (
             self._packed,  # first, as it writes the keys of all messages
             self._changed, self._copied, self._segments, self._counters, self._properties, self._partition, self._lanes,
-            self._schedules,
+            self._schedules, self._inbox,
         )  # fmt: skip
         return [found for plant in plants for found in await plant()]
+
+    async def _inbox(self) -> Findings:
+        """A message that was sent by SQL an hour ago."""
+        await self._connection.execute("SELECT delayer_send('k', 'unread')")
+        await self._connection.execute("UPDATE delayer_inbox SET sent_at = now() - interval '1 hour'")
+        return [("inbox", "violation", faults.UNREAD, 1)]
 
     async def _change(self, sets: str, *values: object) -> None:
         """Change a message of lane 1 that no other violation uses."""

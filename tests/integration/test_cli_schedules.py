@@ -197,7 +197,10 @@ async def test_check_names_the_daemons_with_other_zone_data(delayer: Run, databa
             await store.maintain()
             await store.locks.look()
         [row] = [row for row in checked(delayer) if row["what"] == "zone data"]
-        assert (row["result"], row["found"]) == ("note", f"{data.version} in {data.path}; 1999a on there:2")
+        assert (row["result"], row["found"]) == (
+            "note",
+            f"{data.version} in {data.path}; the schedules of this store use 1999a; {data.version} on here:1",
+        )
         (tmp_path / "tzdata.zi").write_text(f"# version {data.version}\n")
         await other.maintain()
         await other.locks.look()

@@ -136,6 +136,14 @@ class SegmentsStatus(TypedDict):
 
 
 @documented
+class InboxStatus(TypedDict):
+    messages: int
+    """Sent by SQL, and not moved by a daemon yet."""
+    age_ms: int
+    """Since the oldest of them was sent."""
+
+
+@documented
 class StoreStatus(TypedDict):
     error: str | None
     """Why it is out of reach. Then the other fields are missing."""
@@ -150,6 +158,7 @@ class StoreStatus(TypedDict):
     store_now_ms: NotRequired[int]
     lanes: NotRequired[list[LaneOutput]]
     segments: NotRequired[SegmentsStatus]
+    inbox: NotRequired[InboxStatus]
 
 
 @documented

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -35,7 +34,6 @@ from delayer.store.errors import DRIVER_ERRORS, REJECTED, describe, to_store_los
 from delayer.store.lanes.cursor import NEVER_MS, NOTHING, Claim, ReleaseCursor, RowPlace, place_of
 from delayer.store.lanes.session import KEEPALIVE_SECONDS, LaneSession
 from delayer.store.lanes.settling import FIRST, NO_LIMIT, Settlement, SkippedRows, outcomes_of
-from delayer.store.rows.counters import add_counts
 from delayer.store.rows.partitions import Days
 from delayer.store.schedules import occurrences
 
@@ -224,7 +222,9 @@ class PostgresClaimer:
             await settlement.write(outcomes_of(released, held, expired, written_ms(), clock.now_lower_ms()))
         else:
             settlement.counted["released"] = len(released)
-        await add_counts(connection, Counter({(lane.number, kind): n for kind, n in settlement.counted.items()}))
+        if changed := [(kind, n) for kind, n in sorted(settlement.counted.items()) if n]:
+            kinds, numbers = zip(*changed, strict=True)
+            await connection.execute(statements.COUNT, [lane.number] * len(kinds), kinds, numbers)
         if claim.retries:
             settlement.retry_ms = min(settlement.retry_ms, await self._find_next_retry(connection))
         return settlement
