@@ -110,7 +110,7 @@ async def test_lost_connections_of_limited_lanes_do_not_lose_messages(
         await eventually(lambda: len(process.backlog.numbers) == LANES + len(names))
         assert await admin.fetchval(
             "SELECT bool_and(pg_terminate_backend(pid, 5000)) FROM pg_stat_activity"
-            " WHERE datname = current_database() AND application_name = $1",
+            " WHERE datname = current_database() AND application_name LIKE $1 || '%'",
             ended,
         )
         await park_each(process, names, 5)
