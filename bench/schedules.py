@@ -35,6 +35,7 @@ from delayer.store.admin.actions import change_connection
 from delayer.store.schedules import changes
 from tests.support.daemon import EXECUTABLE
 from tests.support.ports import HOST, reserve
+from tests.support.web import tokens_file
 
 QUEUE = "bench.occurrences"
 ADDED_TOGETHER = 10_000
@@ -46,7 +47,7 @@ SETTLE_SECONDS = 30.0
 TURNS = 9
 KINDS = {"none": "without schedules", "spread": "schedules spread over the period", "same": "schedules in one instant"}
 ZONE = "Europe/Berlin"
-TOKEN = "b" * 32
+TOKEN = "a-token-for-the-bench"
 _NAME = "s%07d"
 _DUE = re.compile(rb"\x0dx-delayer-due[lL](.{8})", re.DOTALL)
 _OF = re.compile(rb"\x12x-delayer-scheduleS\0\0\0\x08s([0-9]{7})")
@@ -174,7 +175,9 @@ async def waiting(bench: Bench) -> None:
             bench.say("VACUUM, ANALYZE")
             await clean(place)
         at = {"schedules": there}
-        async with place.daemon(HTTP__LISTEN=f"{HOST}:{port}", HTTP__TOKEN=TOKEN) as daemon:
+        async with place.daemon(
+            HTTP__LISTEN=f"{HOST}:{port}", HTTP__TOKENS_FILE=tokens_file(f"bench read {TOKEN}")
+        ) as daemon:
             await daemon.ready()
             bench.say(f"{there:,} schedules: the page and its answers for programs")
             for path in ("/schedules", "/api/schedules", f"/schedules?after={_NAME % (there // 2)}",
