@@ -44,17 +44,15 @@ def find_first(schedule: Schedule, now_ms: int, made: int = 0) -> Following:
     return _find_next(schedule, now_ms, made)
 
 
-def find_anew(
-    before: Schedule, after: Schedule, *, waiting_ms: int, settled_ms: int, now_ms: int, made: int = 0
-) -> Following:
-    """Find the occurrence that waits after an edit, or, if both schedules are equal, after a change of the zone data.
+def find_anew(schedule: Schedule, *, waiting_ms: int, settled_ms: int, now_ms: int, made: int = 0) -> Following:
+    """Find the occurrence that waits after an edit or a change of the zone data.
 
     ``waiting_ms``: the rhythm's time of the occurrence that waits before. It stays if this time has come, because
-    nothing else would send it. ``settled_ms``: the rhythm's time of the last settled occurrence. It is in the future if
-    that one was cancelled early: only a new rhythm brings its time back. Raises BadCron and UnknownZone."""
+    nothing else would send it. ``settled_ms``: the rhythm's time of the last settled occurrence, 0 if the rhythm had
+    none. It is in the future if that one was cancelled early. Raises BadCron and UnknownZone."""
     if waiting_ms <= now_ms:
         return Following(waiting_ms)
-    return _find_next(after, now_ms if before.rhythm != after.rhythm else max(now_ms, settled_ms), made)
+    return _find_next(schedule, max(now_ms, settled_ms), made)
 
 
 def find_next(schedule: Schedule, at_ms: int, now_ms: int, made: int = 0) -> Following:

@@ -32,7 +32,7 @@ class ScheduleRecord(NamedTuple):
     """``why``: the reason of the states ended and failed. ``made`` and ``missed``: how many occurrences were sent, and
     never were. ``settled_ms`` and ``waiting_ms``: the rhythm's times of the last occurrence that is over, and of the
     one that waits. ``waiting_id``: the message that waits. ``made_ms``: when the last one was sent, ``late_ms`` after
-    it was due. ``added_ms`` and ``changed_ms``: when an operator added the schedule, and last changed it."""
+    it could be. ``added_ms`` and ``changed_ms``: when an operator added the schedule, and last changed it."""
 
     schedule: Schedule
     state: ScheduleState = ScheduleState.ACTIVE
@@ -98,8 +98,17 @@ def step_on(record: ScheduleRecord, fate: Fate, now_ms: int, sent_ms: int | None
         made=record.made + (fate is Fate.SENT), missed=record.missed + (fate is Fate.MISSED), settled_ms=at_ms
     )
     if sent_ms is not None:
-        over = over._replace(made_ms=sent_ms, late_ms=sent_ms - due_ms(record.schedule, at_ms))
+        over = over._replace(made_ms=sent_ms, late_ms=sent_ms - _sendable_ms(record, at_ms))
     return plan(over, lambda: find_next(over.schedule, at_ms, now_ms, over.made))
+
+
+def _sendable_ms(record: ScheduleRecord, at_ms: int) -> int:
+    """When the occurrence of the rhythm's time ``at_ms`` can be sent: once it is due, and the one before can be. With
+    the jitter of a cron expression the one before may be due later."""
+    due = due_ms(record.schedule, at_ms)
+    if record.made_ms is None or record.late_ms is None:
+        return due
+    return max(due, record.made_ms - record.late_ms)
 
 
 def begin(record: ScheduleRecord, now_ms: int) -> PlannedRecord:
@@ -109,17 +118,16 @@ def begin(record: ScheduleRecord, now_ms: int) -> PlannedRecord:
 
 def revise(record: ScheduleRecord, schedule: Schedule, now_ms: int) -> PlannedRecord:
     """The record after an edit to ``schedule``, or, if it is equal, after a change of the zone data. A paused schedule
-    stays paused; one that ended or failed may become active again."""
-    edited = record._replace(schedule=schedule)
+    stays paused; one that ended or failed may become active again. A new rhythm has no settled time: the old one may
+    be far ahead, if its occurrence was cancelled."""
+    settled_ms = record.settled_ms if schedule.rhythm == record.schedule.rhythm else None
+    edited = record._replace(schedule=schedule, settled_ms=settled_ms)
     if record.state is ScheduleState.PAUSED:
         return PlannedRecord(edited, None)
     waiting_ms = now_ms + 1 if record.waiting_ms is None else record.waiting_ms
-    settled_ms = record.settled_ms or 0
     return plan(
         edited,
-        lambda: find_anew(
-            record.schedule, schedule, waiting_ms=waiting_ms, settled_ms=settled_ms, now_ms=now_ms, made=record.made
-        ),
+        lambda: find_anew(schedule, waiting_ms=waiting_ms, settled_ms=settled_ms or 0, now_ms=now_ms, made=record.made),
     )
 
 

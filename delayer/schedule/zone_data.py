@@ -38,6 +38,12 @@ def zone_data(directories: Iterable[Path]) -> ZoneData | None:
     return None if found is None else ZoneData(_version(found), found)
 
 
+def installed_version() -> str:
+    """The version of the data that this host has now."""
+    found = zone_data(zone_directories())
+    return UNKNOWN if found is None else found.version
+
+
 def _version(directory: Path) -> str:
     with suppress(OSError, UnicodeDecodeError), (directory / "tzdata.zi").open(encoding="ascii") as file:
         words = file.readline().split()

@@ -281,13 +281,27 @@ class PostgresStore:
 
     async def maintain(self) -> None:
         """Create partitions ahead of need and drop empty past ones, and keep up with the zone data of this host, unless
-        another daemon does. Raises StoreLost."""
-        with translate_errors("maintain"):
-            async with pool.borrow(self.pool) as connection:
-                await partitions.run_upkeep(connection, self.clock, self.days)
-                await history.run_upkeep(connection, self.clock.now_upper_ms() // DAY_MS, self.history_days)
-                await requests.run_upkeep(connection)
+        another daemon does. If one of the two fails, it still does the other. Raises StoreLost, for the first."""
+        lost = None
+        for what, work in (("maintain tables", self._maintain_tables), ("maintain schedules", self._maintain_zones)):
+            try:
+                with translate_errors(what):
+                    await work()
+            except StoreLost as error:
+                lost = lost or error
+        if lost is not None:
+            raise lost
+
+    async def _maintain_tables(self) -> None:
+        async with pool.borrow(self.pool) as connection:
+            await partitions.run_upkeep(connection, self.clock, self.days)
+            await history.run_upkeep(connection, self.clock.now_upper_ms() // DAY_MS, self.history_days)
+            await requests.run_upkeep(connection)
+
+    async def _maintain_zones(self) -> None:
+        try:
             await self.zones.run_upkeep(self.pool)
+        finally:
             self.locks.zone_version = self.zones.loaded
 
 

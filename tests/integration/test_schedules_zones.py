@@ -13,6 +13,7 @@ import pytest
 
 from delayer.core.errors import StoreLost
 from delayer.core.units import DAY_MS
+from delayer.schedule import zone_data
 from delayer.schedule.record import ScheduleRecord
 from delayer.schedule.rhythm import Cron
 from delayer.schedule.schedule import ScheduleState
@@ -22,6 +23,7 @@ from delayer.store.postgres import PostgresStore
 from delayer.store.schedules import changes, reading
 from delayer.store.schedules.zones import ZoneWatch
 from tests.support.logged import capture_logs
+from tests.support.place import eventually
 from tests.support.rows import conserved
 from tests.support.schedules import HOUR_MS, HOURLY, check_waiting, record, schedule
 from tests.support.store import opened, sql
@@ -120,18 +122,81 @@ async def test_a_daemon_whose_zone_data_catch_up_computes_again(
 
 
 async def test_two_hosts_with_different_zone_data_do_not_work_for_ever(database: str, tmp_path: Path) -> None:
-    async with opened(database) as store, sql(database) as admin:
+    async with opened(database) as store, opened(database, owner="there:2") as other, sql(database) as admin:
         old, new = copy_of(tmp_path, "2099a", "Asia/Tokyo"), copy_of(tmp_path, "2099b", "Europe/Berlin")
         await changes.add(admin, schedule(rhythm=BERLIN), who="me")
-        older, newer = ZoneWatch(lambda: [old]), ZoneWatch(lambda: [new])
+        store.zones, other.zones = ZoneWatch(lambda: [new]), ZoneWatch(lambda: [old])
         with zones_of(new):
-            await newer.run_upkeep(store.pool)
+            await store.maintain()
             before = await check_waiting(admin)
-            await older.run_upkeep(store.pool)
+            await other.maintain()
+            await other.locks.look()
             await admin.execute("ALTER TABLE schedule RENAME TO missing")
-            await newer.run_upkeep(store.pool)
+            await store.zones.run_upkeep(store.pool)
             await admin.execute("ALTER TABLE missing RENAME TO schedule")
         assert await check_waiting(admin) == before
+
+
+async def test_the_newer_daemon_computes_again_what_the_older_one_wrote(database: str, tmp_path: Path) -> None:
+    """Once the older one has left."""
+    async with opened(database, owner="here:1") as store, opened(database, owner="there:2") as other:
+        old, new = copy_of(tmp_path, "2099a", "Asia/Tokyo"), copy_of(tmp_path, "2099b", "Europe/Berlin")
+        store.zones, other.zones = ZoneWatch(lambda: [new]), ZoneWatch(lambda: [old])
+        for one, place in ((store, new), (other, old)):
+            with zones_of(place):
+                await one.maintain()
+            await one.locks.look()
+        async with sql(database) as admin:
+            with zones_of(old):
+                assert hour_of(await changes.add(admin, schedule(rhythm=BERLIN), who="me")) == 22
+            with zones_of(new):
+                await store.maintain()
+                assert hour_of(await check_waiting(admin)) == 22, "the other one would put its version down again"
+                other.locks.leave()
+                await eventually(lambda: _is_alone(admin))
+                await store.maintain()
+            assert hour_of(await check_waiting(admin)) != 22
+            assert await reading.zone_version(admin) == "2099b"
+
+
+async def _is_alone(admin: asyncpg.Connection) -> bool:
+    return list(await reading.zone_versions(admin)) == ["2099b"]
+
+
+@pytest.mark.parametrize("version", ["2098z", "2099b"])
+async def test_a_command_on_a_host_with_older_zone_data_puts_them_down(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    async with opened(database) as store, sql(database) as admin:
+        new = copy_of(tmp_path, "2099a", "Europe/Berlin")
+        store.zones = ZoneWatch(lambda: [new])
+        with zones_of(new):
+            await store.maintain()
+        here = copy_of(tmp_path, version, "Asia/Tokyo")
+        monkeypatch.setattr(zone_data, "zone_directories", lambda: [here])
+        with zones_of(here):
+            assert hour_of(await changes.add(admin, schedule(rhythm=BERLIN), who="me")) == 22
+        assert await reading.zone_version(admin) == min(version, "2099a")
+        with zones_of(new):
+            await store.maintain()
+        assert (hour_of(await check_waiting(admin)) == 22) == (version > "2099a")
+        assert await reading.zone_version(admin) == "2099a"
+
+
+@pytest.mark.parametrize(("table", "is_renewed"), [("request", True), ("schedule", False)])
+async def test_upkeep_of_tables_and_of_schedules_does_not_wait_for_the_other_to_succeed(
+    database: str, tmp_path: Path, table: str, is_renewed: bool
+) -> None:
+    async with opened(database) as store, sql(database) as admin:
+        await changes.add(admin, schedule(rhythm=BERLIN), who="me")
+        place = copy_of(tmp_path, "2099a", "Asia/Tokyo")
+        store.zones = ZoneWatch(lambda: [place])
+        await admin.execute(f"ALTER TABLE {table} RENAME TO missing")
+        with zones_of(place), pytest.raises(StoreLost, match=table):
+            await store.maintain()
+        await admin.execute(f"ALTER TABLE missing RENAME TO {table}")
+        assert (await reading.zone_version(admin) == "2099a") is is_renewed
+        assert store.locks.zone_version == "2099a"
 
 
 async def test_a_schedule_that_cannot_be_computed_does_not_keep_the_others(database: str, tmp_path: Path) -> None:

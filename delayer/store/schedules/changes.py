@@ -22,6 +22,7 @@ from asyncpg import Connection
 from delayer.core.errors import StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.units import DAY_MS
+from delayer.schedule import zone_data
 from delayer.schedule.missed import Following
 from delayer.schedule.occurrence import extra_message
 from delayer.schedule.record import PlannedRecord, ScheduleRecord, begin, key_of, plan, revise, stop
@@ -38,6 +39,7 @@ from delayer.store.schedules import occurrences, reading, table
 
 _LANES: Final = "SELECT number FROM lane WHERE route IS NULL ORDER BY number"
 _NOW: Final = "SELECT statement_timestamp()"
+_PUT_DOWN_ZONES: Final = "UPDATE store SET zone_version = $1 WHERE zone_version > $1"
 
 
 class LogEntry(NamedTuple):
@@ -225,6 +227,13 @@ async def renew(connection: Connection, names: Collection[str]) -> None:
     await _change(connection, dict.fromkeys(names, renewed), None)
 
 
+async def put_down_zones(connection: Connection, version: str) -> None:
+    """Record that a waiting occurrence may have been computed by this version of the zone data, if it is the oldest. A
+    daemon with newer data then computes all of them again (zones.py). Raises the driver's errors."""
+    if version != zone_data.UNKNOWN:
+        await connection.execute(_PUT_DOWN_ZONES, version)
+
+
 async def insert_imported(connection: Connection, records: Sequence[ScheduleRecord]) -> Changes:
     """Insert schedules of another store, in the open transaction of an import, which has locked their keys. None of
     their names is taken. Each continues with the occurrence that waited there. Returns what to count. Raises Rejected,
@@ -297,6 +306,7 @@ async def _transact(
             asked = {**entry.asked, **_changed_fields(there, records)}
             log_id = await audit_log.begin(connection, entry.who, entry.verb, asked)
             await audit_log.add(connection, log_id, len(cancelled.rows))
+            await put_down_zones(connection, zone_data.installed_version())
         if await history.is_kept(connection):
             await history.write(connection, [history.of_row(row, now_ms) for row in cancelled.rows])
         await notify(connection, soonest((one.lane, one.due_ms) for one in written), {})

@@ -56,19 +56,18 @@ async def write_next(connection: Connection, over: Sequence[EndedOccurrence]) ->
     """Write what follows these occurrences, each into the same lane; their messages and keys are deleted. Steps 4 and 5
     of keys.py. The caller counts the new ones as parked, and wakes their lanes. Raises Rejected if one cannot be
     computed or written, and the driver's other errors."""
-    by_name = {name_of(one.key): one for one in over}
-    ids = [one.id for one in over]
-    records, now_ms = await table.read_waiting(connection, by_name, ids, lock=True)
+    by_id: dict[int | None, EndedOccurrence] = {one.id: one for one in over}
+    names = {name_of(one.key) for one in over}
+    records, now_ms = await table.read_waiting(connection, names, [one.id for one in over], lock=True)
     planned = []
     async for record in pool.in_turns(connection, records):
-        one = by_name[record.name]
-        if one.id == record.waiting_id:
-            try:
-                planned.append((step_on(record, one.fate, now_ms, one.sent_ms), one.lane))
-            except Exception as wrong:
-                # Not the fault of the schedule: no file can be opened, or a bug. The occurrence comes again.
-                log.exception("schedule not computed", extra={"schedule": record.name, "next_step": NEXT_STEP})
-                raise Rejected(f"schedule {record.name}: {describe(wrong)}") from wrong
+        one = by_id[record.waiting_id]
+        try:
+            planned.append((step_on(record, one.fate, now_ms, one.sent_ms), one.lane))
+        except Exception as wrong:
+            # Not the fault of the schedule: no file can be opened, or a bug. The occurrence comes again.
+            log.exception("schedule not computed", extra={"schedule": record.name, "next_step": NEXT_STEP})
+            raise Rejected(f"schedule {record.name}: {describe(wrong)}") from wrong
     if not planned:
         return []
     records, written = await write(connection, planned, table.write_progress)

@@ -1,9 +1,9 @@
 """Keeps the waiting occurrences of schedules in step with the host's zone data.
 
-The store remembers the oldest version of the data by which one of them may have been computed. A daemon whose host has
-older data puts down its version, and changes nothing: two hosts with different data do not undo each other's work. A
-daemon whose host has newer data computes all of them again, once. So does the older daemon when its data are newer at
-last, even if it was restarted meanwhile. A schedule that failed for lack of its zone continues once the data have it.
+The store remembers the oldest version of the data by which one of them may have been computed. A daemon or a command
+whose host has older data puts down its version. A daemon whose host has newer data computes all of them again: at once,
+and once more when no daemon with older data is left. Until then it does not, because two hosts with different data
+would work forever. A schedule that failed for lack of its zone continues once the data have it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ log = structlog.get_logger(__name__)
 PAGE: Final = 64
 """How many schedules are read at once, and renewed in one transaction."""
 _LOCK: Final = "SELECT pg_try_advisory_lock('schedule'::regclass::oid::int, 1)"
-_PUT_DOWN: Final = "UPDATE store SET zone_version = $1 WHERE zone_version > $1"
 _IN_ZONES: Final = f"""
 SELECT {table.COLUMNS}, statement_timestamp() AS now FROM schedule
 WHERE name > $1 AND zone <> 'UTC' AND state IN ('active', 'failed') ORDER BY name LIMIT {PAGE}
@@ -52,14 +51,15 @@ class ZoneWatch:
         version = UNKNOWN if data is None else data.version
         async with pool.borrow(connections) as connection:
             oldest = min(version, self.loaded or version)  # It has computed some by these since the last round.
-            if oldest != UNKNOWN:
-                await connection.execute(_PUT_DOWN, oldest)
+            await changes.put_down_zones(connection, oldest)
             if version != self.loaded:
                 forget_zones()
                 self.loaded = version
             before = await reading.zone_version(connection)
-            if version in (UNKNOWN, self._renewed) or version <= before:
+            if version == UNKNOWN or version <= before:
                 return
+            if version == self._renewed and await _is_older_one_alive(connection, version):
+                return  # It would put down its version again.
             await connection.execute("SET idle_session_timeout = '10s'")  # A daemon that hangs loses the lock.
             try:
                 if not await connection.fetchval(_LOCK) or version <= await reading.zone_version(connection):
@@ -71,6 +71,11 @@ class ZoneWatch:
         self._renewed = version
         if renewed:
             log.info("zone data changed", version=version, before=before, schedules=renewed)
+
+
+async def _is_older_one_alive(connection: Connection, version: str) -> bool:
+    """Whether a live daemon computes times by older zone data than this version."""
+    return any(one < version for one in await reading.zone_versions(connection))
 
 
 async def _renew(connection: Connection) -> int:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from delayer.schedule.missed import Following
+from delayer.schedule.occurrence import due_ms
 from delayer.schedule.record import Fate, ScheduleRecord, begin, key_of, name_of, plan, revise, step_on, stop
 from delayer.schedule.rhythm import Cron, Every
 from delayer.schedule.schedule import ScheduleState
@@ -37,6 +38,30 @@ def test_the_lateness_is_that_of_the_last_occurrence_sent() -> None:
     assert (record.made_ms, record.late_ms) == (NOON_MS + 3, 3)
     again, _ = step_on(record, Fate.CANCELLED, NOON_MS + HOUR_MS)
     assert (again.made_ms, again.late_ms) == (NOON_MS + 3, 3)
+
+
+def test_the_jitter_of_the_occurrence_before_is_no_lateness() -> None:
+    minute_ms = 60_000
+    jittery = schedule(rhythm=Cron("* * * * *"), jitter_ms=HOUR_MS)
+    times = range(NOON_MS, NOON_MS + HOUR_MS, minute_ms)
+    # The first occurrence is due after each of the next two.
+    at_ms = next(
+        at_ms for at_ms in times
+        if due_ms(jittery, at_ms) > max(due_ms(jittery, at_ms + n * minute_ms) for n in (1, 2))
+    )  # fmt: skip
+    record, sent_ms = WAITING._replace(schedule=jittery, waiting_ms=at_ms), due_ms(jittery, at_ms) + 3
+    for _ in range(3):
+        record, _ = step_on(record, Fate.SENT, sent_ms, sent_ms)
+        assert record.late_ms == 3
+    assert record.settled_ms == at_ms + 2 * minute_ms
+
+
+def test_an_occurrence_after_a_late_one_is_late_as_well() -> None:
+    record = WAITING._replace(schedule=schedule(rhythm=Every(60_000), catch_up=1_000))
+    sent_ms = NOON_MS + HOUR_MS
+    for minutes in range(3):
+        record, _ = step_on(record, Fate.SENT, sent_ms, sent_ms)
+        assert record.late_ms == HOUR_MS - minutes * 60_000
 
 
 def test_it_ends_and_says_why() -> None:
@@ -70,6 +95,21 @@ def test_a_resumed_schedule_does_not_repeat_an_occurrence_that_was_cancelled_ahe
     record, _ = begin(paused, NOON_MS - HOUR_MS // 4)
     assert record.waiting_ms == NOON_MS + HOUR_MS
     assert record.state is ScheduleState.ACTIVE
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_a_new_rhythm_does_not_wait_for_the_time_of_a_cancelled_occurrence(is_paused: bool) -> None:
+    record, _ = step_on(WAITING._replace(waiting_ms=NOON_MS + 9 * HOUR_MS), Fate.CANCELLED, NOON_MS)
+    record = stop(record, ScheduleState.PAUSED) if is_paused else record
+    record, _ = revise(record, schedule(rhythm=Every(60_000)), NOON_MS)
+    record, _ = begin(stop(record, ScheduleState.PAUSED), NOON_MS)
+    assert record.waiting_ms == NOON_MS + 60_000
+
+
+def test_an_edit_without_a_new_rhythm_does_not_repeat_a_cancelled_occurrence() -> None:
+    cancelled, _ = step_on(WAITING, Fate.CANCELLED, NOON_MS - HOUR_MS // 2)
+    record, _ = revise(cancelled, schedule(body=b"tock"), NOON_MS - HOUR_MS // 4)
+    assert record.waiting_ms == NOON_MS + HOUR_MS
 
 
 @pytest.mark.parametrize(
