@@ -328,7 +328,7 @@ class Channel:
 
     def _check_fits(self, batch: Sequence[Outgoing]) -> None:
         limit = framing.header_limit(self._connection.limits.frame_max)
-        for index, (exchange, routing_key, properties, _, _, _) in enumerate(batch):
+        for index, (exchange, routing_key, properties, _, _) in enumerate(batch):
             if len(properties) > limit:
                 text = f"content header of {len(properties)} bytes, a frame carries {limit}"
                 raise ValueError(f"message {index} of the batch: {text}")

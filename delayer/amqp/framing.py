@@ -322,7 +322,7 @@ def publish(
     add = parts.append
     index = which.start
     while index < which.stop and size < enough:
-        exchange, routing_key, properties, body, _, _ = batch[index]
+        exchange, routing_key, properties, body, _ = batch[index]
         index += 1
         names = len(exchange) + len(routing_key)
         add(_PUBLISH_HEAD.pack(METHOD, channel, _PUBLISH_ARGUMENTS + names, BASIC_PUBLISH, 0, len(exchange)))

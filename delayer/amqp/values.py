@@ -42,8 +42,6 @@ class Outgoing(NamedTuple):
     properties: bytes
     body: bytes
     token: bytes
-    isolated: bool = False
-    """Whether publishing it once closed a connection, so that it should not share one. A channel ignores this."""
 
 
 @dataclass(slots=True)

@@ -26,6 +26,7 @@ from delayer.core import faultpoint
 from delayer.core.errors import Unconfirmed
 from delayer.core.hold import Outcome, outcome_of
 from delayer.core.message import as_text
+from delayer.core.publisher import Isolated
 from delayer.core.readable import counted
 from delayer.retry import raise_first
 
@@ -116,7 +117,7 @@ class AmqpPublisher:
         ``tried``: whether the first message for each new exchange was published. Raises BrokerLost.
         """
         isolation, batch = self._isolation, pending.batch
-        special = [index for index in indexes if batch[index].isolated]
+        special = [index for index in indexes if isinstance(batch[index], Isolated)]
         ordinary = _without(indexes, special)
         held, doubtful = isolation.breaker.partition(batch, ordinary) if isolation.breaker.table else ({}, [])
         pending.outcomes |= held

@@ -88,7 +88,7 @@ field_options = joined(
         "--property", "properties", multiple=True, callback=_properties_of, metavar="NAME=VALUE",
         help="A property such as content_type or priority; none if VALUE is empty. May be repeated.",
     ),
-    _field("missed", "POLICY", "For occurrences missed: skip, once, all (up to 1,000), or a number. [default: once]"),
+    _field("catch_up", "POLICY", "Late occurrences to send: skip, once, all (1,000), or a number. [default: once]"),
     _field("jitter", "DURATION", "Each occurrence is later by a part of this, which spreads a load."),
     _field("max", "NUMBER", "End after this many occurrences; 0 for no end."),
 )  # fmt: skip
@@ -124,7 +124,7 @@ def add(context: click.Context, /, *, name: str, paused: bool, as_json: bool, **
     Examples:
       delayer schedule add tick --every 1s --to delayer.out --routing-key k --body tick
       delayer schedule add report --cron '0 7 * * MON-FRI' --zone Europe/Berlin --to delayer.out --routing-key report
-      delayer schedule add month-end --cron '0 18 LW * *' --to '' --routing-key invoices --missed all
+      delayer schedule add month-end --cron '0 18 LW * *' --to '' --routing-key invoices --catch-up all
     """
     one = new_schedule(name, _given(options))
     record = change(context, "add", lambda connection: changes.add(connection, one, paused=paused, who=whoami()))
@@ -168,7 +168,7 @@ def apply(context: click.Context, *, file: str, dry_run: bool, prune: bool, as_j
     """Make the schedules of the store equal to a TOML file: all of it, or nothing. FILE may be - for stdin.
 
     The file has a table [schedule.NAME] for each, with the fields that `add` has as options: cron or every, zone,
-    first, last, to, routing_key, headers and properties (tables), body or body_b64, missed, jitter, max. A field that
+    first, last, to, routing_key, headers and properties (tables), body or body_b64, catch_up, jitter, max. A field that
     is left out has its default. A schedule that is paused stays paused. Without --prune, others stay as they are.
 
     \b

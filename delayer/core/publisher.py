@@ -9,6 +9,12 @@ from delayer.amqp.values import Outgoing, Pace
 from delayer.core.hold import Outcome
 
 
+class Isolated(Outgoing):
+    """A message whose publish once closed a connection, so it does not share one with other messages."""
+
+    __slots__ = ()
+
+
 class Publisher(Protocol):
     """Publishes with confirms and the mandatory flag. Several publishes may be in flight."""
 

@@ -43,7 +43,7 @@ _NAME: Final[dict[str, Any]] = {"type": "string", "maxLength": 255}
 _DURATION: Final[dict[str, Any]] = {"type": "string", "pattern": r"^[0-9]{1,7}(ms|s|m|h|d)$"}
 _INSTANT: Final[dict[str, Any]] = {"type": "string", "format": "date-time"}
 _LAST: Final[dict[str, Any]] = {"anyOf": [_INSTANT, {"const": "never"}]}
-_MISSED: Final[dict[str, Any]] = {
+_CATCH_UP: Final[dict[str, Any]] = {
     "anyOf": [{"enum": ["skip", "once", "all"]}, {"type": "integer", "minimum": 0, "maximum": 1000}]
 }
 
@@ -87,8 +87,8 @@ class ScheduleFields(Fields):
     """content_type, content_encoding, correlation_id, reply_to, expiration, type, app_id, priority."""
     body: Annotated[Any, FieldReader("body", _TEXT)] = None
     body_b64: Annotated[Any, FieldReader("body_b64", {"type": "string", "contentEncoding": "base64"})] = None
-    missed: Annotated[Any, FieldReader("missed", _MISSED)] = None
-    """For occurrences missed: skip, once, all, or a number."""
+    catch_up: Annotated[Any, FieldReader("catch_up", _CATCH_UP)] = None
+    """How many late occurrences to send: skip, once, all, or a number."""
     jitter: Annotated[Any, FieldReader("jitter", _DURATION)] = None
     max: Annotated[Any, FieldReader("max", {"type": "integer", "minimum": 0})] = None
     """End after so many occurrences; 0 for no end."""

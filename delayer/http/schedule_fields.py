@@ -28,7 +28,7 @@ from delayer.schedule.schedule import MOST_CAUGHT_UP, ONCE, SKIP, Schedule
 from delayer.store.errors import ScheduleRefused
 
 NEVER: Final = "never"
-_MISSED: Final = {"skip": SKIP, "once": ONCE, "all": MOST_CAUGHT_UP}
+_CATCH_UP: Final = {"skip": SKIP, "once": ONCE, "all": MOST_CAUGHT_UP}
 _SHORT: Final = (
     "content_type", "content_encoding", "correlation_id", "reply_to", "expiration", "type", "app_id",
 )  # fmt: skip
@@ -59,9 +59,9 @@ def _whole(value: object) -> int:
     return value
 
 
-def _missed(value: object) -> int:
-    if isinstance(value, str) and value in _MISSED:
-        return _MISSED[value]
+def _catch_up(value: object) -> int:
+    if isinstance(value, str) and value in _CATCH_UP:
+        return _CATCH_UP[value]
     try:
         return _whole(value)
     except Expected:
@@ -113,7 +113,7 @@ def _property(name: str, value: object) -> str | int:
 FIELDS: Final[Mapping[str, Callable[[object], Any]]] = {
     "cron": _text, "every": duration_ms, "zone": _text, "first": _instant, "last": _last, "to": _text,
     "routing_key": _text, "headers": _headers, "properties": _properties, "body": _body, "body_b64": _base64,
-    "missed": _missed, "jitter": duration_ms, "max": _whole,
+    "catch_up": _catch_up, "jitter": duration_ms, "max": _whole,
 }  # fmt: skip
 """The reader of each field. It raises Expected."""
 
@@ -138,7 +138,7 @@ def with_fields(schedule: Schedule, given: Mapping[str, Any]) -> Schedule:
         target = target._replace(exchange=raw(given["to"]))
     if "routing_key" in given:
         target = target._replace(routing_key=raw(given["routing_key"]))
-    names = {"last": "last_ms", "missed": "catch_up", "jitter": "jitter_ms", "body": "body", "body_b64": "body"}
+    names = {"last": "last_ms", "catch_up": "catch_up", "jitter": "jitter_ms", "body": "body", "body_b64": "body"}
     values = {names[name]: value for name, value in given.items() if name in names}
     if "max" in given:
         values["max_occurrences"] = given["max"] or None
@@ -217,7 +217,7 @@ def _read_table(table: Mapping[str, object]) -> tuple[dict[str, Any], list[str]]
 def texts_of(schedule: Schedule) -> dict[str, str]:
     """The fields of a schedule, each as text; without those that have their default."""
     rhythm, said = schedule.rhythm, reading.decode_properties(schedule.properties)
-    names = {number: name for name, number in _MISSED.items()}
+    names = {number: name for name, number in _CATCH_UP.items()}
     texts = {
         "cron": rhythm.expression if isinstance(rhythm, Cron) else "",
         "every": duration_text(rhythm.period_ms) if isinstance(rhythm, Every) else "",
@@ -229,7 +229,7 @@ def texts_of(schedule: Schedule) -> dict[str, str]:
         "headers": json.dumps({one.name: one.value for one in said.headers}) if said.headers else "",
         "properties": json.dumps({name: one for name, one in said.properties.items() if name != "delivery_mode"}),
         "body": reading.preview(schedule.body),
-        "missed": names.get(schedule.catch_up, str(schedule.catch_up)),
+        "catch_up": names.get(schedule.catch_up, str(schedule.catch_up)),
         "jitter": duration_text(schedule.jitter_ms) if schedule.jitter_ms else "",
         "max": "" if schedule.max_occurrences is None else str(schedule.max_occurrences),
     }

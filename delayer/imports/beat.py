@@ -2,7 +2,7 @@
 
 Entries and their schedules are recognized by the names of types and attributes, so neither Celery nor the application
 has to be imported. An entry that cannot be translated in full is not translated at all. Beat runs an overdue entry once
-when it starts, so ``missed`` is once.
+when it starts, so ``catch_up`` is once.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A command becomes the body of a message, for a consumer that runs it. The text after the first ``%``, cron's standard
 input, is the header ``x-cron-stdin``, and the user of a system's crontab is ``x-cron-user``. ``CRON_TZ`` and
-``RANDOM_DELAY`` (cronie) apply to the lines after them. cron does not repeat what it missed, so ``missed`` is skip.
+``RANDOM_DELAY`` (cronie) apply to the lines after them. cron does not repeat what it missed, so ``catch_up`` is skip.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from delayer.core.marks import LAST_DUE, X_DEATH, LoopWatch
 from delayer.core.message import REPLACE, WINDOW_MS, KeyGroup, KeyMode, Parcel, Target
 from delayer.core.operations import Applied, Cancel, Operation
 from delayer.core.plan import AtOnce, EnterCascade, Park, Plan, Policy, Refuse, Retry, Soon, TooLate, decide
+from delayer.core.publisher import Isolated
 from delayer.format.envelope import Endpoints, Envelope, InvalidEnvelope, into_broker, into_cascade, read_envelope
 from delayer.format.headers import ROOM
 from delayer.format.reading import message_id
@@ -454,7 +455,6 @@ def _next_publication(delivery: Delivery, envelope: Envelope, now_ms: int, names
     if seconds:
         rest_ms = (envelope.next_ms - now_ms) % 1000
         return Publication(delivery, into_cascade(parcel, id, seconds, names, held=held, rest_ms=rest_ms))
-    isolated = held is not None and held.hold.isolated
-    target = parcel.target
-    outgoing = Outgoing(target.exchange, target.routing_key, released, parcel.body, id, isolated)
+    form = Isolated if held is not None and held.hold.isolated else Outgoing
+    outgoing = form(*parcel.target, released, parcel.body, id)
     return Publication(delivery, outgoing, parcel, earlier=held)

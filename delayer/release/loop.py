@@ -23,7 +23,7 @@ from delayer.core.faultpoint import reach
 from delayer.core.heartbeat import Heartbeat
 from delayer.core.hold import Hold, Outcome, too_late, unfit
 from delayer.core.message import Due
-from delayer.core.publisher import Publisher
+from delayer.core.publisher import Isolated, Publisher
 from delayer.core.rate_limit import TokenBucket
 from delayer.format.release import released_properties
 from delayer.held import report_held
@@ -267,4 +267,5 @@ def prepare_outgoing(row: Due, max_properties: int) -> Outgoing | Hold:
         return unfit(
             f"the exchange or the routing key is too long: expected at most {SHORT_STRING} bytes, found {longest}"
         )
-    return Outgoing(exchange, routing_key, properties, body, token, row.hold is not None and row.hold.isolated)
+    form = Isolated if row.hold is not None and row.hold.isolated else Outgoing
+    return form(exchange, routing_key, properties, body, token)

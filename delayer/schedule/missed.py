@@ -6,7 +6,7 @@ released, held, cancelled or expired.
 An occurrence still unsent a minute after it was due with all of its jitter is *late*. A restart or a failover takes
 less, so it does not make occurrences late, and neither does the jitter of the one before, for which it waits. The
 waiting occurrence outlives a stop of every daemon, so it is always the first of the late ones.
-The field ``catch_up`` (option ``--missed``) sets how many late ones are sent:
+The field ``catch_up`` (option ``--catch-up``) sets how many late ones are sent:
 
 - ``SKIP``: none. The waiting one expires.
 - ``ONCE``: the waiting one.

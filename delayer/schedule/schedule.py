@@ -115,7 +115,7 @@ def _of_limits(schedule: Schedule) -> Iterator[str]:
     if not 0 <= schedule.jitter_ms <= most:
         yield f"jitter: expected 0 to {most} ms, less than an interval and at most a day, found {schedule.jitter_ms} ms"
     if not SKIP <= schedule.catch_up <= MOST_CAUGHT_UP:
-        yield f"missed: expected skip, once, or all up to a number of 1 to {MOST_CAUGHT_UP}, found {schedule.catch_up}"
+        yield f"catch_up: expected skip, once, all, or a number of at most {MOST_CAUGHT_UP}, found {schedule.catch_up}"
     if schedule.max_occurrences is not None and schedule.max_occurrences < 1:
         yield f"max: expected at least one occurrence, found {schedule.max_occurrences}"
 

@@ -188,19 +188,31 @@ async def borrow(pool: asyncpg.Pool) -> AsyncIterator[Connection]:
 
 @asynccontextmanager
 async def transaction(connection: Connection) -> AsyncIterator[None]:
-    """The driver's transaction, without waiting for a rollback after a cancellation: see :func:`borrow`."""
-    started = connection.transaction()
-    await started.start()
+    """A transaction, or in an open one a savepoint. It waits for no rollback after a cancellation: see :func:`borrow`.
+    Raises like :func:`commit`."""
+    is_inner = connection.is_in_transaction()
+    await connection.execute("SAVEPOINT inner_one" if is_inner else "BEGIN")
     try:
         yield
     except GIVEN_UP:
         end(connection)
         raise
     except BaseException:
-        await started.rollback()
+        if not connection.is_closed():  # Otherwise this error would hide the one that closed it.
+            await connection.execute("ROLLBACK TO inner_one; RELEASE inner_one" if is_inner else "ROLLBACK")
         raise
+    if is_inner:
+        await connection.execute("RELEASE inner_one")
     else:
-        await started.commit()
+        await commit(connection)
+
+
+async def commit(connection: Connection) -> None:
+    """Commit the open transaction. Raises StoreLost if the server rolls it back instead, because one of its statements
+    failed; and the driver's errors."""
+    status = await connection.execute("COMMIT")
+    if status != "COMMIT":
+        raise StoreLost(f"the store answered COMMIT with {status}")
 
 
 async def retry_conflicts(work: Callable[[], Awaitable[T]], attempts: int = 20) -> T:

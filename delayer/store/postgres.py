@@ -10,8 +10,7 @@ import asyncio
 import os
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Final, NamedTuple, Self, TypeVar
@@ -30,7 +29,7 @@ from delayer.core.units import DAY_MS
 from delayer.format.rows import COLUMNS, COLUMNS_WITH_KEY, HELD_COLUMNS, hold_columns, stored_row
 from delayer.store import pool, requests, schema, servers, statements
 from delayer.store.clock import StoreClock
-from delayer.store.errors import DRIVER_ERRORS, REJECTED, WORTH_REPEATING, describe, to_store_lost, translate_errors
+from delayer.store.errors import DRIVER_ERRORS, REJECTED, describe, to_store_lost, translate_errors
 from delayer.store.identity import StoreIdentity, read_identity
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.locks import LaneLocks
@@ -156,7 +155,7 @@ class PostgresStore:
         if self.identity.has_broker:
             return False
         with translate_errors("note the broker"):
-            async with self._transaction() as connection:
+            async with pool.borrow(self.pool) as connection, pool.transaction(connection):
                 if given := not await connection.fetchval("SELECT has_broker FROM store FOR UPDATE"):
                     await declare()
                     await connection.execute("UPDATE store SET has_broker = true")
@@ -251,7 +250,7 @@ class PostgresStore:
 
         async def attempt() -> T:
             lane.check_owned(doing)
-            async with self._transaction() as connection:
+            async with pool.borrow(self.pool) as connection, pool.transaction(connection):
                 return await work(connection)
 
         try:
@@ -261,23 +260,6 @@ class PostgresStore:
             raise (Rejected(f"{doing}: {describe(error)}") if rejected else to_store_lost(doing, error)) from error
         reach("park.committed")
         return result
-
-    @asynccontextmanager
-    async def _transaction(self) -> AsyncIterator[Connection]:
-        """A transaction on a pooled connection, which never returns to the pool with the transaction open."""
-        async with pool.borrow(self.pool) as connection:
-            try:
-                await connection.execute("BEGIN")
-                yield connection
-                status = await connection.execute("COMMIT")
-            except (LaneLost, *WORTH_REPEATING, *REJECTED):
-                await connection.execute("ROLLBACK")
-                raise
-            except BaseException:
-                pool.end(connection)
-                raise
-            if status != "COMMIT":
-                raise StoreLost(f"the store answered COMMIT with {status}")
 
     async def maintain(self) -> None:
         """Create partitions ahead of need and drop empty past ones, and keep up with the zone data of this host, unless

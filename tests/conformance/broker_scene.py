@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-from pamqp import body, commands, frame, header, heartbeat
+from pamqp import body, frame, header
 from pamqp.base import Frame
 from pamqp.commands import Basic, Channel, Confirm, Connection, Exchange, Queue
 
@@ -252,4 +252,10 @@ class Scene:
         return getattr(answer, "delivery_tag", 0)
 
 
-__all__ = ["Scene", "commands", "heartbeat"]
+KINDS: Final = ("quorum", "classic")
+SCENES: Final[list[Callable[[Scene], Awaitable[None]]]] = []
+
+
+def scene(play: Callable[[Scene], Awaitable[None]]) -> Callable[[Scene], Awaitable[None]]:
+    SCENES.append(play)
+    return play

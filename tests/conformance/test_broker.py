@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.broker_scene import Scene
-from tests.conformance.broker_scenes import SCENES
+from tests.conformance import broker_dead_letters, broker_scenes  # noqa: F401 - they fill SCENES
+from tests.conformance.broker_scene import SCENES, Scene
 from tests.simulation.broker.threaded import ThreadedBroker
 from tests.support.servers import RabbitMQ
 

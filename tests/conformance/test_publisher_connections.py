@@ -31,6 +31,7 @@ from delayer.core.counters import Counters
 from delayer.core.errors import LaneLost
 from delayer.core.hold import HoldKind, Outcome
 from delayer.core.marks import ID
+from delayer.core.publisher import Isolated
 from delayer.release.loop import LaneRelease
 from tests.conformance.broker_world import Place, World, codes, message, publish_all, relay_to
 from tests.support.fakes import Heartbeat, ScriptedLane, ScriptedLive, due, kind_of
@@ -130,7 +131,7 @@ async def test_isolated_messages_do_not_end_other_connections(place: Place) -> N
             isolation = Isolation(reconnecting, timeout=8.0)
             publisher = AmqpPublisher(reconnecting, isolation=isolation)
             good = [message(f"{round_}-{n}", "q") for n in range(50)]
-            ender = poisonous(f"{round_}-bad")._replace(isolated=True)
+            ender = Isolated(*poisonous(f"{round_}-bad"))
             outcomes = await publisher.publish([*good[:20], ender, *good[20:]])
             assert codes(outcomes) == [*[CONFIRMED] * 20, 541, *[CONFIRMED] * 30]
             assert publisher.batch_limit == MAX_BATCH
@@ -150,7 +151,7 @@ async def test_without_a_second_connection(place: Place) -> None:
         assert codes(await publisher.publish(batch)) == [CONFIRMED, 541, CONFIRMED]
         assert set(await world.hand.drain("q")) == {b"0", b"2"}
         connects = reconnecting.connects
-        [outcome] = await publisher.publish([poisonous(3)._replace(isolated=True)])
+        [outcome] = await publisher.publish([Isolated(*poisonous(3))])
         assert outcome == NOT_TRIED
         assert reconnecting.connects == connects
 

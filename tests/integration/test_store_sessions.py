@@ -8,10 +8,12 @@ gain; EXPLAIN with arguments never shows it.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import asyncpg
+import pytest
 
+from delayer.core.errors import StoreLost
 from delayer.core.units import DAY_MS
 from delayer.store import pool, statements
 from delayer.store.lanes.lane import PostgresLane
@@ -144,3 +146,26 @@ async def test_values_survive_a_round_trip(database: str) -> None:
     async with sql(database) as connection:
         for name, value in VALUES.items():
             assert await connection.fetchval(f"SELECT $1::{name}", value) == value
+
+
+async def test_a_commit_that_the_server_turns_into_a_rollback_fails(database: str) -> None:
+    """Otherwise a batch would be acknowledged that nobody stored."""
+    async with sql(database) as connection:
+        with pytest.raises(StoreLost, match="COMMIT with ROLLBACK"):
+            async with pool.transaction(connection):
+                with suppress(asyncpg.DivisionByZeroError):
+                    await connection.execute("SELECT 1 / 0")
+        assert not connection.is_in_transaction()
+
+
+async def test_an_inner_transaction_is_undone_alone(database: str) -> None:
+    async with sql(database) as connection:
+        async with pool.transaction(connection):
+            await connection.execute("CREATE TABLE kept (n integer)")
+            with suppress(asyncpg.DivisionByZeroError):
+                async with pool.transaction(connection):
+                    await connection.execute("INSERT INTO kept VALUES (1)")
+                    await connection.execute("SELECT 1 / 0")
+            async with pool.transaction(connection):
+                await connection.execute("INSERT INTO kept VALUES (2)")
+        assert await connection.fetchval("SELECT array_agg(n) FROM kept") == [2]

@@ -197,9 +197,7 @@ class PostgresClaimer:
             if self.opened is not claim:  # While we waited, a keepalive of the session failed.
                 raise LaneLost(f"lane {lane.number}: its release was rolled back")
             settlement = await self._write_results(connection, claim, released, held, written_ms)
-            status = await connection.execute("COMMIT")
-            if status != "COMMIT":
-                raise StoreLost(f"settle: the store answered COMMIT with {status}")
+            await pool.commit(connection)
             self.end()
             lane.advanced_at = self._clock.monotonic()
             lane.cursor.expect_retry(settlement.retry_ms)

@@ -106,7 +106,7 @@ MISTAKES = {
     "cron: expected a rhythm": [["schedule", "add", "x", "--to", "e"]],
     "zone: expected with cron only": [["schedule", "add", "x", "--to", "e", "--every", "1s", "--zone", "UTC"]],
     "'--every': expected a duration": [["schedule", "add", "x", "--to", "e", "--every", "5"]],
-    "'--missed': expected skip, once, all": [["schedule", "add", "x", "--missed", "twice"]],
+    "'--catch-up': expected skip, once, all": [["schedule", "add", "x", "--catch-up", "twice"]],
     "'--property': expected properties of": [["schedule", "add", "x", "--property", "message_id=1"]],
     "/nowhere.toml: expected a file that can be read": [["schedule", "apply", "/nowhere.toml"]],
     "--route: expected one": [["--set", 'route=[{"from": "a"}, {"from": "b"}]', "send"]],

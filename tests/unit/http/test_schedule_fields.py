@@ -25,7 +25,7 @@ routing_key = "k"
 headers = { kind = "daily", retries = 3, urgent = true }
 properties = { content_type = "application/json", priority = 5 }
 body = "{}"
-missed = "all"
+catch_up = "all"
 jitter = "5m"
 max = 10
 
@@ -97,7 +97,7 @@ def test_what_is_no_file_of_schedules_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max", -1), ("max", True), ("missed", "never"), ("missed", [1]), ("body_b64", "?"),
+        ("max", -1), ("max", True), ("catch_up", "never"), ("catch_up", [1]), ("body_b64", "?"),
         ("headers", {"a": [1]}), ("first", "soon"),
         ("properties", {"user_id": "x"}), ("properties", {"expiration": "1s"}), ("properties", {"priority": 256}),
         ("properties", {"type": "x" * 256}), ("properties", 1), ("headers", 1),
@@ -111,7 +111,7 @@ def test_wrong_values_are_refused(field: str, value: object) -> None:
 def test_an_edit_changes_what_was_given() -> None:
     before = plain(headers={"a": 1}, properties={"type": "t"}, body="b", routing_key="k", last="2030-01-01", max="3")
     for name, value in {
-        "every": 5_000, "first": 7, "last": None, "to": "other", "routing_key": "q", "body": b"c", "missed": 0,
+        "every": 5_000, "first": 7, "last": None, "to": "other", "routing_key": "q", "body": b"c", "catch_up": 0,
         "jitter": 9, "max": 0,
     }.items():  # fmt: skip
         after = with_fields(before, {name: value})
@@ -136,14 +136,15 @@ def test_an_edit_replaces_all_headers_and_single_properties() -> None:
 
 
 def test_a_file_of_the_same_fields_makes_the_same_schedule() -> None:
-    by_options = plain(headers={"n": 3}, properties={"priority": "5"}, missed="7", body="é")
+    by_options = plain(headers={"n": 3}, properties={"priority": "5"}, catch_up="7", body="é")
     by_file = read(
-        '[schedule.x]\nevery="1m"\nto="out"\nheaders={n=3}\nproperties={priority=5}\nmissed=7\nbody="é"\nrouting_key=""'
+        '[schedule.x]\nevery="1m"\nto="out"\nheaders={n=3}\nproperties={priority=5}\ncatch_up=7\nbody="é"\nrouting_key=""'
     )
     assert not [*differences(by_options, by_file)]
     assert by_options.properties == by_file.properties
     assert texts_of(by_file) == {
-        "every": "1m", "to": "out", "headers": '{"n": 3}', "properties": '{"priority": 5}', "body": "é", "missed": "7",
+        "every": "1m", "to": "out", "headers": '{"n": 3}', "properties": '{"priority": 5}', "body": "é",
+        "catch_up": "7",
     }  # fmt: skip
 
 

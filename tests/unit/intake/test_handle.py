@@ -18,6 +18,7 @@ from delayer.core.hold import NACKED, Hold, HoldKind, Outcome, closed_channel, r
 from delayer.core.marks import LAST_DUE
 from delayer.core.message import BROKER_LEAD_MS, Parcel, Target
 from delayer.core.plan import LATEST_MS
+from delayer.core.publisher import Isolated
 from delayer.format.envelope import Envelope, HoldNote, envelope_properties, read_envelope
 from delayer.format.release import released_properties
 from delayer.intake.dispatch import MAX_ATTEMPTS, Dispatch, Objection, Publication
@@ -373,7 +374,7 @@ async def test_the_notes_of_earlier_attempts_stay() -> None:
     await it.carry(carried(1, NOW, b"gone", HoldNote(before, 2, NOW)))
     sent, again = it.publisher.published
     held = opened(again.properties).held
-    assert sent.isolated
+    assert isinstance(sent, Isolated)
     assert held is not None
     assert (held.hold.kind, held.hold.may_be_delivered, held.hold.isolated) == ("nacked", True, True)
 

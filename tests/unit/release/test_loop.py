@@ -19,6 +19,7 @@ from delayer.core.delay_headers import DelayRequest
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.hold import NACKED, Hold, HoldKind, Limits, Outcome, returned, too_late
 from delayer.core.plan import AtOnce, Mode, Park, Policy, Route, TooLate
+from delayer.core.publisher import Isolated
 from delayer.release.loop import SLICE_SECONDS, LaneRelease, prepare_outgoing
 from tests.support.fakes import NOW, Heartbeat, ScriptedLane, ScriptedLive, ScriptedPublisher, due, until
 from tests.support.planning import decide, request
@@ -128,7 +129,7 @@ async def test_flags_of_an_earlier_hold_stay(late_limits: dict[bytes, int]) -> N
     assert {row.id: (hold.may_be_delivered, hold.isolated) for row, hold in held} == {
         1: (True, True), 2: (False, False), 3: (True, True),
     }  # fmt: skip
-    assert [one.isolated for one in it.publisher.published] == ([] if late_limits else [True])
+    assert [isinstance(one, Isolated) for one in it.publisher.published] == ([] if late_limits else [True])
 
 
 def test_a_row_leaves_under_its_number_and_its_due_instant() -> None:
