@@ -75,10 +75,11 @@ def next_time(schedule: Schedule, after_ms: int) -> int | None:
     return None if at_ms is None or at_ms > last_ms else at_ms
 
 
-def problems(schedule: Schedule, now_ms: int) -> list[str]:
-    """List what is wrong with a new or edited schedule: for each field what was expected, and what was found."""
-    found = [*_of_rhythm(schedule.rhythm), *_of_bounds(schedule)]
-    if not found and next_time(schedule, now_ms) is None:
+def problems(schedule: Schedule, now_ms: int, *, failed: bool = False) -> list[str]:
+    """List what is wrong with a new or edited schedule: for each field what was expected, and what was found.
+    ``failed``: the schedule has failed, so its rhythm may have no times."""
+    found = [*([] if failed else _of_rhythm(schedule.rhythm)), *_of_bounds(schedule)]
+    if not found and not failed and next_time(schedule, now_ms) is None:
         ends = (
             "no such date within fifty years"
             if schedule.last_ms is None
