@@ -7,6 +7,7 @@ from pathlib import Path
 
 from delayer.core.importing import ImportBatch, ImportItem
 from delayer.core.message import Target
+from delayer.core.readable import instant
 from delayer.format.lines import format_schedule_line
 from delayer.schedule.occurrence import occurrence
 from delayer.schedule.record import ScheduleRecord, stop
@@ -60,6 +61,32 @@ async def test_schedules_move_with_the_backlog(delayer: Run, database: str, post
         )
         assert [await check_waiting(admin, name) for name in NAMES] == again, "a schedule that is there stays"
         assert await admin.fetchval("SELECT count(*) FROM message") == 4
+        await conserved(admin)
+
+
+async def test_a_limit_and_a_cutoff_leave_no_schedule_behind(
+    delayer: Run, database: str, postgres: Postgres, tmp_path: Path
+) -> None:
+    file = tmp_path / "backlog.jsonl"
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        await changes.apply(admin, [schedule(), schedule("paused")], who="test")
+        await changes.pause(admin, "paused", who="test")
+        tick = await record(admin)
+        assert tick.waiting_ms is not None
+        cutoff_ms = tick.waiting_ms + 5 * HOUR_MS - 1
+        await store.park(lane, [parcel(cutoff_ms + n) for n in range(-2, 3)], [])
+    delayer("export", str(file))
+    words = (str(file), "--unverified", "--limit", "2", "--cutoff", instant(cutoff_ms, exact=True))
+    seen = json.loads(delayer("import", "jsonl", "preview", *words, "--json").stdout)
+    left = {"due before the cutoff": 2, "beyond the limit": 1}
+    assert (seen["messages"], seen["schedules"], seen["left"]) == (2, 2, left)
+    assert "Chosen: 2 messages and 2 schedules." in delayer("import", "jsonl", "preview", *words).stdout
+    async with other_store(postgres) as other, sql(other) as admin:
+        delayer("import", "jsonl", "run", *words, "--yes", DELAYER_STORE__URL=other)
+        assert (await check_waiting(admin)).waiting_ms == cutoff_ms + 1, "the first time from the cutoff on"
+        assert (await check_waiting(admin, "paused")).state is ScheduleState.PAUSED
+        dues = [due for (due,) in await admin.fetch("SELECT due_at FROM message WHERE key IS NULL ORDER BY 1")]
+        assert dues == [cutoff_ms, cutoff_ms + 1]
         await conserved(admin)
 
 
