@@ -60,7 +60,7 @@ def tell_preview(seen: Preview, as_json: bool) -> None:
     survey = seen.survey
     goals = sorted(survey.goals.items(), key=lambda one: (-one[1].messages, one[0]))
     if as_json:
-        names = ("messages", "first_due_ms", "last_due_ms", "left", "remarks")
+        names = ("messages", "schedules", "first_due_ms", "last_due_ms", "left", "remarks")
         print_json(
             {
                 **{name: getattr(survey, name) for name in names},
@@ -94,7 +94,8 @@ def tell_preview(seen: Preview, as_json: bool) -> None:
 
 def lines_of(seen: Preview) -> list[str]:
     survey = seen.survey
-    said = [f"Chosen: {counted(survey.messages, 'message')}."]
+    schedules = f" and {counted(survey.schedules, 'schedule')}" if survey.schedules else ""
+    said = [f"Chosen: {counted(survey.messages, 'message')}{schedules}."]
     if survey.first_due_ms is not None and survey.last_due_ms is not None:
         said.append(f"The first is due {instant(survey.first_due_ms)}, the last {instant(survey.last_due_ms)}.")
     if seen.reasons:
@@ -160,8 +161,9 @@ Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 _OPTIONS = (
     # Not "2h from now", because a resumed run needs the same parameters as before.
     click.option("--cutoff", "cutoff_ms", callback=fixed_instant, metavar="INSTANT",
-                 help="Only messages that are due then or later; the rest stay in the source."),
-    click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the N that are due soonest."),
+                 help="Only messages that are due then or later; the rest stay in the source. All schedules come."),
+    click.option("--limit", type=click.IntRange(1), metavar="N",
+                 help="Only the N messages that are due soonest. All schedules come."),
     click.option("--rewrite-destination", "rewrites", multiple=True, callback=read_as(read_rewrite),
                  metavar="EXPRESSION",
                  help="Rename destinations, and the addresses that timeouts reply to: 's/@.*//'. May be repeated."),

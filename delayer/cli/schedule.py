@@ -10,15 +10,23 @@ import click
 
 from delayer.cli import schedule_looking
 from delayer.cli.errors import Misused
-from delayer.cli.options import as_json, headers_of, joined, pair, read_as, whoami
+from delayer.cli.options import as_json, joined, pair, whoami
 from delayer.cli.output import print_json, progress, when
 from delayer.cli.schedule_importing import import_
 from delayer.cli.schedule_looking import change, name_argument, state_of
-from delayer.config.errors import Expected
+from delayer.config.texts import typed_header
 from delayer.core.filters import Token
 from delayer.core.readable import readable
 from delayer.http import as_json as for_programs
-from delayer.http.schedule_fields import FIELDS, differences, new_schedule, read_schedules, texts_of, with_fields
+from delayer.http.schedule_fields import (
+    differences,
+    mistakes,
+    new_schedule,
+    read_fields,
+    read_schedules,
+    texts_of,
+    with_fields,
+)
 from delayer.schedule.record import ScheduleRecord
 from delayer.schedule.rhythm import rhythm_in_words
 from delayer.schedule.schedule import Schedule
@@ -57,17 +65,8 @@ for _command in (schedule_looking.list_, schedule_looking.show, schedule_looking
     schedule.add_command(_command)
 
 
-def _properties_of(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
-    try:
-        read: dict[str, Any] = FIELDS["properties"](dict(pair(text, "NAME=VALUE") for text in given))
-    except Expected as wrong:
-        raise click.BadParameter(f"expected {wrong}") from None
-    return read
-
-
 def _field(name: str, metavar: str, text: str) -> Callable[..., Any]:
-    option = f"--{name.replace('_', '-')}"
-    return click.option(option, name, callback=read_as(FIELDS[name]), metavar=metavar, help=text)
+    return click.option(f"--{name.replace('_', '-')}", name, metavar=metavar, help=text)
 
 
 field_options = joined(
@@ -81,11 +80,11 @@ field_options = joined(
     _field("body", "TEXT", "Their body."),
     click.option("--body-file", type=click.File("rb"), help="Their body from a file; - is stdin."),
     click.option(
-        "--header", "headers", multiple=True, callback=headers_of, metavar="NAME[:TYPE]=VALUE",
+        "--header", "headers", multiple=True, metavar="NAME[:TYPE]=VALUE",
         help="A header, as in `delayer send`. May be repeated.",
     ),
     click.option(
-        "--property", "properties", multiple=True, callback=_properties_of, metavar="NAME=VALUE",
+        "--property", "properties", multiple=True, metavar="NAME=VALUE",
         help="A property such as content_type or priority; none if VALUE is empty. May be repeated.",
     ),
     _field("catch_up", "POLICY", "Late occurrences to send: skip, once, all (1,000), or a number. [default: once]"),
@@ -94,21 +93,28 @@ field_options = joined(
 )  # fmt: skip
 
 
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """The fields that were given. Raises click.UsageError."""
+def _read(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The fields that were given, and what is wrong with the others (read_fields)."""
     file: IO[bytes] | None = options.pop("body_file")
-    given = {name: value for name, value in options.items() if value is not None and value != {}}
-    if file is not None:
-        if "body" in given:
-            raise click.UsageError("give either --body or --body-file, not both")
+    table = {name: value for name, value in options.items() if value not in (None, ())}
+    wrong: dict[str, str] = {}
+    for name, read in (("headers", typed_header), ("properties", partial(pair, expected="NAME=VALUE"))):
+        try:
+            if name in table:
+                table[name] = dict(map(read, table[name]))
+        except (ValueError, click.BadParameter) as error:
+            wrong[name] = str(error)
+            del table[name]
+    given, unread = read_fields(table)
+    if file is not None and "body" in table:
+        unread["body"] = "expected --body or --body-file, found both"
+    elif file is not None:
         given["body"] = file.read()
-    if click.get_current_context().get_parameter_source("last") == click.core.ParameterSource.COMMANDLINE:
-        given["last"] = options["last"]
-    return given
+    return given, unread | wrong
 
 
 @schedule.command(short_help="Add a schedule: its rhythm, and its message.")
-@name_argument
+@click.argument("name")
 @field_options
 @click.option("--paused", is_flag=True, help="Add it without an occurrence, until `resume`.")
 @as_json
@@ -126,7 +132,7 @@ def add(context: click.Context, /, *, name: str, paused: bool, as_json: bool, **
       delayer schedule add report --cron '0 7 * * MON-FRI' --zone Europe/Berlin --to delayer.out --routing-key report
       delayer schedule add month-end --cron '0 18 LW * *' --to '' --routing-key invoices --catch-up all
     """
-    one = new_schedule(name, _given(options))
+    one = new_schedule(name, *_read(options))
     record = change(context, "add", lambda connection: changes.add(connection, one, paused=paused, who=whoami()))
     tell("Added", record, as_json=as_json)
 
@@ -147,7 +153,9 @@ def edit(context: click.Context, /, *, name: str, as_json: bool, **options: Any)
       delayer schedule edit report --cron '30 6 * * MON-FRI'
       delayer schedule edit report --last never --jitter 5m --header kind=daily
     """
-    given = _given(options)
+    given, unread = _read(options)
+    if unread:
+        raise ScheduleRefused(mistakes(unread))
     if not given:
         raise click.UsageError("expected a field to change, such as --cron or --body; found none")
     record = change(

@@ -12,12 +12,12 @@ import click
 from asyncpg import Connection
 
 from delayer.cli.errors import CommandFailed, Misused
-from delayer.cli.options import as_json, ask_store, limit_option, request_of
+from delayer.cli.options import as_json, ask_store, limit_option, read_as, request_of
 from delayer.cli.output import note, print_json, print_table, when
 from delayer.core.filters import Token
 from delayer.core.readable import duration, format_relative_time, instant, readable
 from delayer.http import as_json as for_programs
-from delayer.http.schedule_fields import texts_of
+from delayer.http.schedule_fields import name_of, name_or_none, texts_of
 from delayer.http.shapes import TimeJson
 from delayer.schedule.cron import BadCron
 from delayer.schedule.record import ScheduleRecord
@@ -31,7 +31,8 @@ from delayer.store.schedules import reading
 T = TypeVar("T")
 MOST: Final = 10_000
 """Maximum number of times that `preview` prints."""
-name_argument = click.argument("name", metavar="NAME")
+name_argument = click.argument("name", metavar="NAME", callback=read_as(name_of))
+"""The name of a schedule that there is."""
 
 
 def url_of_schedules(context: click.Context) -> str:
@@ -70,7 +71,7 @@ def state_of(record: ScheduleRecord) -> str:
 
 @click.command("list", short_help="List schedules by name, page by page.")
 @limit_option
-@click.option("--after", default="", metavar="NAME", help="Begin after this name.")
+@click.option("--after", default="", callback=read_as(name_or_none), metavar="NAME", help="Begin after this name.")
 @click.option("--state", type=click.Choice(list(map(str, ScheduleState))), help="Only those in this state.")
 @as_json
 @click.pass_context

@@ -14,7 +14,6 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from delayer.config.errors import Expected, format_found
 from delayer.config.model import Settings
 from delayer.config.values import UNITS_MS, duration_ms, within
-from delayer.core.message import raw
 from delayer.core.readable import instant
 
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
@@ -77,7 +76,11 @@ _TYPES: Final[Mapping[str, Callable[[str], Scalar]]] = {
 
 def check_header(name: str, value: object) -> None:
     """Check that a message can have this header. Raises Expected."""
-    if not 0 < (size := len(raw(name))) <= LONGEST_NAME:
+    try:  # JSON may have half of a surrogate pair, and an argument bytes that are not UTF-8.
+        size, _ = len(name.encode()), value.encode() if isinstance(value, str) else b""
+    except UnicodeEncodeError:
+        raise Expected(f"UTF-8, found something else in {format_found(name)}") from None
+    if not 0 < size <= LONGEST_NAME:
         raise Expected(f"names of 1 to {LONGEST_NAME} bytes, found {size}: {format_found(name)}")
     if not isinstance(value, str | int | float):
         raise Expected(f"a string, a number, true or false for {format_found(name)}")
@@ -99,7 +102,6 @@ def typed_header(text: str) -> tuple[str, Scalar]:
             f"{name}:{kind}:str={value}"
         )
     try:
-        text.encode()  # An argument may have bytes that are not UTF-8.
         typed = _TYPES[kind](value)
     except (ValueError, KeyError):
         raise ValueError(f"{name}: expected a value of type {kind}, found {value!r}") from None

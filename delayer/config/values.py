@@ -26,7 +26,8 @@ def duration_ms(value: object) -> int:
     """Parse a duration like "0s", "250ms", "10s", "5m", "12h" or "3650d" into milliseconds. Raises Expected."""
     wanted = 'a duration in whole numbers such as "250ms", "10s", "5m", "12h" or "30d"'
     if isinstance(value, int | float) and not isinstance(value, bool):
-        raise Expected(f'{wanted} (a bare number has no unit: write "{value:g}s" or "{value:g}ms")')
+        bare = f' (a bare number has no unit: write "{value:g}s" or "{value:g}ms")' if abs(value) < 1e15 else ""
+        raise Expected(f"{wanted}{bare}")
     if isinstance(value, str) and re.fullmatch("[0-9]{1,15}", value):
         raise Expected(f'{wanted} (a bare number has no unit: write "{value}s" or "{value}ms")')
     match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None

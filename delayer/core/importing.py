@@ -73,7 +73,8 @@ class ImportBatch:
 
 @dataclass(frozen=True, slots=True)
 class ImportSelection:
-    """The messages to import: the first ``limit`` of those due from ``cutoff_ms``. ``rewrites`` rename destinations."""
+    """The messages to import: the first ``limit`` of those due from ``cutoff_ms``. Schedules are no messages, so all of
+    them are imported. ``rewrites`` rename destinations."""
 
     cutoff_ms: int | None = None
     limit: int | None = None
@@ -135,12 +136,13 @@ def soonest(one_ms: int | None, other_ms: int | None) -> int | None:
 class Survey:
     """A report of a source's content, made without changing it.
 
-    ``messages``: the number of matching messages. ``unfit``: why some of the examined messages would be held at any
-    destination, with counts. ``left``: why other messages stay, with counts. ``remarks``: notes for operators.
-    ``doubts``: the remarks about possibly missing or repeated messages, which a run also reports. ``brought``: why a
-    run needs ``--again``, or ""."""
+    ``messages``: the number of matching messages. ``schedules``: those of an export, which all come. ``unfit``: why
+    some of the examined messages would be held at any destination, with counts. ``left``: why other messages stay, with
+    counts. ``remarks``: notes for operators. ``doubts``: the remarks about possibly missing or repeated messages, which
+    a run also reports. ``brought``: why a run needs ``--again``, or ""."""
 
     messages: int = 0
+    schedules: int = 0
     first_due_ms: int | None = None
     last_due_ms: int | None = None
     goals: dict[Target, Goal] = field(default_factory=dict)

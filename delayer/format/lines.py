@@ -30,9 +30,12 @@ from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 from delayer.amqp.values import SHORT_STRING
+from delayer.core.delay_headers import quote_value
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
+from delayer.core.plan import LATEST_MS
 from delayer.core.readable import escaped
+from delayer.format.rows import reason_text
 from delayer.schedule.record import ScheduleRecord
 from delayer.schedule.rhythm import Cron, Every, Rhythm
 from delayer.schedule.schedule import ONCE, Schedule, ScheduleState, problems
@@ -179,7 +182,10 @@ def parse_line(text: bytes) -> Line | ScheduleRecord | EndLine:
 def _schedule(record: dict[str, Any]) -> ScheduleRecord:
     _known(record, _SCHEDULE_FIELDS)
     numbers = {name: _integer(record, name) for name in (*_RHYTHM[2:], *_COUNTS) if record.get(name) is not None}
-    texts = {name: _text(record, name) for name in _TEXTS}
+    for name in _COUNTS:
+        if abs(numbers.get(name, 0)) > LATEST_MS:
+            raise NotALine(f"{name}: expected at most {LATEST_MS}, found {quote_value(numbers[name])}")
+    texts = {name: reason_text(_text(record, name)) for name in _TEXTS}
     try:
         id_, state = UUID(texts["id"]), ScheduleState(texts["state"])
     except ValueError as wrong:
@@ -193,7 +199,7 @@ def _schedule(record: dict[str, Any]) -> ScheduleRecord:
         _get(record, "properties", PERSISTENT, _ANY), _get(record, "body", b"", _ANY), numbers.get("last_ms"),
         numbers.get("catch_up", ONCE), numbers.get("jitter_ms", 0), numbers.get("max"),
     )  # fmt: skip
-    if wrong_ones := problems(schedule, 0):
+    if wrong_ones := problems(schedule, 0, failed=state is ScheduleState.FAILED):
         raise NotALine("; ".join(wrong_ones))
     if (state is ScheduleState.ACTIVE) != ("waiting_ms" in numbers):
         raise NotALine(f"waiting_ms: expected with an active schedule, and only then, found the state {state}")

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Annotated, Any, Final, Literal, TypeVar
 from urllib.parse import quote
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import CoreSchema
 from pydantic_core.core_schema import no_info_plain_validator_function
 from starlette.responses import JSONResponse, Response
@@ -22,7 +22,7 @@ from delayer.http.endpoints import Call, Endpoint, Fields
 from delayer.http.pages import Pages
 from delayer.http.problems import HttpProblem, WrongField
 from delayer.http.recent import host_ms
-from delayer.http.schedule_fields import FIELDS, new_schedule, with_fields
+from delayer.http.schedule_fields import FIELDS, name_or_none, new_schedule, with_fields
 from delayer.http.shapes import RunJson, ScheduleJson, SchedulesJson, TimesJson
 from delayer.http.view import ROWS
 from delayer.schedule.cron import BadCron
@@ -123,7 +123,7 @@ class Wanted(Fields):
     """Which schedules."""
 
     state: Literal["active", "paused", "ended", "failed", ""] = ""
-    after: str = ""
+    after: Annotated[str, AfterValidator(name_or_none)] = ""
     """Begin after this name."""
 
 

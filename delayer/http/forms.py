@@ -11,6 +11,7 @@ from urllib.parse import parse_qs
 
 from starlette.requests import ClientDisconnect, Request
 
+from delayer.config.errors import Expected
 from delayer.config.texts import instant_ms, shift_ms, typed_header
 from delayer.config.values import duration_ms
 from delayer.core import readable
@@ -18,6 +19,7 @@ from delayer.core.filters import Filter, Token, read_place, read_token
 from delayer.core.message import raw
 from delayer.format.refusal import RetryEdits
 from delayer.http.problems import HttpProblem
+from delayer.http.schedule_fields import name_or_none
 from delayer.schedule.schedule import ScheduleState
 from delayer.store.admin.actions import NewDue
 
@@ -228,6 +230,14 @@ def schedule_names(form: Mapping[str, Sequence[str]]) -> list[str]:
     if not 0 < len(found) <= MOST_SCHEDULES:
         raise FieldError(f"name: expected 1 to {MOST_SCHEDULES} schedules, found {len(found)}")
     return found
+
+
+def schedule_name(text: str) -> str:
+    """Read the name after which a list of schedules begins. Raises FieldError."""
+    try:
+        return name_or_none(text)
+    except Expected as wrong:
+        raise FieldError(f"after: expected {wrong}, found {text[:40]!r}") from None
 
 
 def schedule_state(text: str) -> ScheduleState | None:

@@ -259,7 +259,7 @@ class Pages:
         forms.reject_unknown(query, ("state", "after", "trail"))
         state, trail = forms.schedule_state(query.get("state", "")), forms.Trail.of(query)
         async with read_connection(self.answers.url, "list schedules") as connection:
-            page = await schedules.find(connection, ROWS, trail.after, state)
+            page = await schedules.find(connection, ROWS, forms.schedule_name(trail.after), state)
         form = forms.Search(Filter(), {} if state is None else {"state": state.value})
         around = _around(request, form, trail, len(page.schedules), page.after or "")
         rows = list(map(as_json.schedule, page.schedules))

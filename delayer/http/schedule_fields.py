@@ -7,9 +7,10 @@ import base64
 import difflib
 import json
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from datetime import date, datetime
+from types import MappingProxyType
 from typing import Any, Final
 from uuid import uuid4
 
@@ -24,20 +25,26 @@ from delayer.core.message import Target, as_text, raw
 from delayer.core.readable import instant
 from delayer.format import reading
 from delayer.schedule.rhythm import Cron, Every, Rhythm
-from delayer.schedule.schedule import MOST_CAUGHT_UP, ONCE, SKIP, Schedule
+from delayer.schedule.schedule import MOST_CAUGHT_UP, NAME, ONCE, SKIP, Schedule, is_name, problems
 from delayer.store.errors import ScheduleRefused
 
 NEVER: Final = "never"
+MOST_DIGITS: Final = 19
 _CATCH_UP: Final = {"skip": SKIP, "once": ONCE, "all": MOST_CAUGHT_UP}
 _SHORT: Final = (
     "content_type", "content_encoding", "correlation_id", "reply_to", "expiration", "type", "app_id",
 )  # fmt: skip
 _PROPERTIES: Final = (*_SHORT, "priority")
+_EITHER: Final = (("cron", "every"), ("body", "body_b64"))
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise Expected("a text")
+    try:
+        raw(value)
+    except UnicodeEncodeError:  # JSON may have half of a surrogate pair.
+        raise Expected("a text in UTF-8") from None
     return value
 
 
@@ -52,10 +59,10 @@ def _last(value: object) -> int | None:
 
 
 def _whole(value: object) -> int:
-    if isinstance(value, str) and value.isdecimal():
+    if isinstance(value, str) and value.isdecimal() and len(value) <= MOST_DIGITS:
         value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise Expected("a whole number")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 10**MOST_DIGITS:
+        raise Expected(f"a whole number of at most {MOST_DIGITS} digits")
     return value
 
 
@@ -103,7 +110,7 @@ def _property(name: str, value: object) -> str | int:
         if (number := _whole(value)) > SHORT_STRING:
             raise Expected("a priority of 0 to 255")
         return number
-    if not isinstance(value, str) or len(raw(value)) > SHORT_STRING:
+    if not isinstance(value, str) or len(raw(_text(value))) > SHORT_STRING:
         raise Expected(f"{name} as a text of at most {SHORT_STRING} bytes")
     if name == "expiration" and not value.isdecimal():
         raise Expected("an expiration in milliseconds")
@@ -118,21 +125,69 @@ FIELDS: Final[Mapping[str, Callable[[object], Any]]] = {
 """The reader of each field. It raises Expected."""
 
 
-def new_schedule(name: str, given: Mapping[str, Any]) -> Schedule:
-    """Compose a schedule of the fields given. Raises ScheduleRefused."""
-    missing = [] if "to" in given else ["to: expected the exchange of its messages, found none"]
-    if not {"cron", "every"} & given.keys():
-        missing.append("cron: expected a rhythm, by cron or every, found neither")
-    if missing:
-        raise ScheduleRefused(missing)
-    return with_fields(Schedule(uuid4(), name, Target(b"", b""), Every(0), encode_headers()), given)
+def name_of(text: str) -> str:
+    """Check that a schedule can have this name. Raises Expected."""
+    if not is_name(text):
+        raise Expected(f"the name of a schedule: {NAME}")
+    return text
+
+
+def name_or_none(text: str) -> str:
+    """The name after which a list begins; "" for its beginning. Raises Expected."""
+    return name_of(text) if text else ""
+
+
+def read_fields(table: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Read each field by FIELDS. Returns the values, and what is wrong with the others, both by name."""
+    given: dict[str, Any] = {}
+    unread: dict[str, str] = {}
+    for name, value in table.items():
+        if name not in FIELDS:
+            near = difflib.get_close_matches(name, FIELDS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(FIELDS)}"
+            unread[name] = f"expected a known field, found this one ({hint})"
+            continue
+        try:
+            given[name] = FIELDS[name](value)
+        except Expected as expected:
+            unread[name] = f"expected {expected}, found {format_found(value)}"
+    return given, unread
+
+
+def mistakes(unread: Mapping[str, str]) -> list[str]:
+    return [f"{name}: {what}" for name, what in unread.items()]
+
+
+def new_schedule(name: str, given: Mapping[str, Any], unread: Mapping[str, str] = MappingProxyType({})) -> Schedule:
+    """Compose a schedule of the fields given. ``unread``: as from :func:`read_fields`. If anything is wrong, raises
+    ScheduleRefused with that, and with all that the rules find in the rest."""
+    wrong, known = mistakes(unread), given.keys() | unread.keys()
+    if "to" not in known:
+        wrong.append("to: expected the exchange of its messages, found none")
+    if not {"cron", "every"} & known:
+        wrong.append("cron: expected a rhythm, by cron or every, found neither")
+    plain = Schedule(uuid4(), name, Target(b"", b""), Cron("@daily"), encode_headers())
+    wrong += _conflicts(known, plain.rhythm)
+    if not wrong:
+        return with_fields(plain, given)
+    unfit = {one.partition(":")[0] for one in wrong}
+    unfit |= {other for one, other in _EITHER if one in unfit}
+    rest = {name: value for name, value in given.items() if name not in unfit}
+    raise ScheduleRefused([*wrong, *problems(with_fields(plain, rest), 0)])
+
+
+def _conflicts(names: Collection[str], rhythm: Rhythm) -> list[str]:
+    """What is wrong with giving these fields together to a schedule of this rhythm."""
+    wrong = [f"{one}: expected {one} or {other}, found both" for one, other in _EITHER if {one, other} <= {*names}]
+    if "zone" in names and "cron" not in names and ("every" in names or isinstance(rhythm, Every)):
+        wrong.append("zone: expected with cron only, because an interval is elapsed time, found it here")
+    return wrong
 
 
 def with_fields(schedule: Schedule, given: Mapping[str, Any]) -> Schedule:
     """``schedule`` with these fields, which were read by FIELDS. Raises ScheduleRefused."""
-    for one, other in (("cron", "every"), ("body", "body_b64")):
-        if one in given and other in given:
-            raise ScheduleRefused([f"{one}: expected {one} or {other}, found both"])
+    if wrong := _conflicts(given, schedule.rhythm):
+        raise ScheduleRefused(wrong)
     target = schedule.target
     if "to" in given:
         target = target._replace(exchange=raw(given["to"]))
@@ -150,8 +205,6 @@ def with_fields(schedule: Schedule, given: Mapping[str, Any]) -> Schedule:
 def _rhythm(before: Rhythm, given: Mapping[str, Any]) -> Rhythm:
     first_ms = given.get("first", before.first_ms)
     if "every" in given or (isinstance(before, Every) and "cron" not in given):
-        if "zone" in given:
-            raise ScheduleRefused(["zone: expected with cron only, because an interval is elapsed time, found it here"])
         period_ms = given.get("every", before.period_ms if isinstance(before, Every) else 0)
         return Every(period_ms, first_ms)
     expression, zone = (before.expression, before.zone) if isinstance(before, Cron) else ("", "UTC")
@@ -175,7 +228,7 @@ def read_schedules(text: bytes) -> list[Schedule]:
     """Read the tables [schedule.NAME] of a TOML file. Raises ScheduleRefused with every mistake."""
     try:
         content = tomllib.loads(text.decode())
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # A number may have too many digits, and an array too many levels.
         raise ScheduleRefused([f"expected TOML, found something else: {error}"]) from None
     wrong = [f"{name}: expected nothing but tables [schedule.NAME], found it" for name in content if name != "schedule"]
     tables = content.get("schedule", {})
@@ -186,32 +239,13 @@ def read_schedules(text: bytes) -> list[Schedule]:
         if not isinstance(table, dict):
             wrong.append(f"schedule.{name}: expected a table, found {format_found(table)}")
             continue
-        given, mistakes = _read_table(table)
-        if not mistakes:
-            try:
-                found.append(new_schedule(name, given))
-            except ScheduleRefused as refused:
-                mistakes = list(refused.problems)
-        wrong += [f"{name}: {mistake}" for mistake in mistakes]
-    if wrong:
-        raise ScheduleRefused(wrong)
-    return found
-
-
-def _read_table(table: Mapping[str, object]) -> tuple[dict[str, Any], list[str]]:
-    given: dict[str, Any] = {}
-    mistakes = []
-    for key, value in table.items():
-        if key not in FIELDS:
-            near = difflib.get_close_matches(key, FIELDS, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(FIELDS)}"
-            mistakes.append(f"{key}: expected a known field, found this one ({hint})")
-            continue
         try:
-            given[key] = FIELDS[key](value)
-        except Expected as expected:
-            mistakes.append(f"{key}: expected {expected}, found {format_found(value)}")
-    return given, mistakes
+            found.append(new_schedule(name, *read_fields(table)))
+        except ScheduleRefused as refused:
+            wrong += [f"{name}: {mistake}" for mistake in refused.problems]
+    if wrong:
+        raise ScheduleRefused([*wrong, *(f"{one.name}: {what}" for one in found for what in problems(one, 0))])
+    return found
 
 
 def texts_of(schedule: Schedule) -> dict[str, str]:

@@ -37,7 +37,7 @@ from delayer.format.lines import EndLine, NotALine
 from delayer.format.rows import checksum
 from delayer.imports.state_machine import ImportImpossible, SourceLost
 from delayer.schedule.occurrence import occurrence
-from delayer.schedule.record import ScheduleRecord
+from delayer.schedule.record import ScheduleRecord, begin
 from delayer.store.admin.importing import ImportStore
 
 
@@ -146,12 +146,15 @@ class FileSource(ABC):
                 survey.leave(found.why)
                 if found.remark and len(survey.doubts) < NAMED:
                     survey.doubt(f"line {number} is unreadable: {found.remark}")
+            elif found is not None and found.schedule is not None:
+                survey.schedules += 1
+                survey.expect(found.parcel.target, 1, found.parcel.due_ms)
             elif found is not None:
                 problem = "" if found.hold is None else found.hold.text
                 survey.add(found.parcel.target, found.parcel.due_ms, problem)
                 if problem and len(survey.remarks) < NAMED:
                     survey.remarks.append(f"line {number}: will be held: {problem}")
-        messages = survey.messages + sum(survey.left.values())
+        messages = survey.messages + survey.schedules + sum(survey.left.values())
         if limit is not None and survey.messages > limit:
             survey.leave(Left.BEYOND_LIMIT, survey.messages - limit)
             survey.messages = limit
@@ -179,19 +182,23 @@ class FileSource(ABC):
             return SkippedRecord(Left.UNREADABLE, str(why))
         if not isinstance(found, ImportItem):
             return found
-        due_ms = found.parcel.due_ms
+        due_ms, is_meant = found.parcel.due_ms, found.schedule is not None or self.meant.includes(found.parcel.due_ms)
         if not 0 <= due_ms <= LATEST_MS:
             return SkippedRecord(Left.UNREADABLE, f"expected a due instant of 0 to {LATEST_MS} ms, found {due_ms}")
-        return found if self.meant.includes(due_ms) else SkippedRecord(Left.BEFORE_CUTOFF)
+        return found if is_meant else SkippedRecord(Left.BEFORE_CUTOFF)
 
     async def stage(self, run: Run) -> int:
-        records = (
-            (found.parcel.due_ms, position, size)
-            for _, position, size, found in self._lines()
-            if isinstance(found, ImportItem)
-        )
-        count = await self.notes.write_items(run, records)
-        return count if self.meant.limit is None else min(count, self.meant.limit)
+        schedules = 0
+
+        def records() -> Iterator[tuple[int, int, int]]:
+            nonlocal schedules
+            for _, position, size, found in self._lines():
+                if isinstance(found, ImportItem):
+                    schedules += found.schedule is not None
+                    yield _turn(found), position, size
+
+        count = await self.notes.write_items(run, records())
+        return count if self.meant.limit is None else min(count, self.meant.limit + schedules)
 
     async def resume(self, run: Run) -> None:
         """See ImportSource. Removes nothing, and skips committed records."""
@@ -210,7 +217,7 @@ class FileSource(ABC):
         size = 0
         for due_ms, position, length in places:
             found = self._read_at(position, length)
-            if not isinstance(found, ImportItem) or found.parcel.due_ms != due_ms:
+            if not isinstance(found, ImportItem) or _turn(found) != due_ms:
                 raise ImportImpossible(f"{self.path}: it changed since it was staged (at byte {position})")
             items.append(found)
             self._after = (due_ms, position)
@@ -262,7 +269,7 @@ class JsonLines(FileSource):
             if isinstance(found, EndLine):
                 return found.messages
             if isinstance(found, ScheduleRecord):
-                return self.meant.redirected(_of_schedule(found, line))
+                return self.meant.redirected(_of_schedule(found, line, self.meant.cutoff_ms))
             parcel = found.parcel
             Properties.parse(parcel.properties)
         except (NotALine, MalformedProperties) as error:
@@ -272,8 +279,17 @@ class JsonLines(FileSource):
         return self.meant.redirected(ImportItem(parcel, hold))
 
 
-def _of_schedule(record: ScheduleRecord, line: bytes) -> ImportItem:
-    """A schedule as an item, which is due with its waiting occurrence; last if none waits."""
+def _turn(item: ImportItem) -> int:
+    """The order of the import: by due instant, but schedules first, because all of them come."""
+    return item.parcel.due_ms if item.schedule is None else 0
+
+
+def _of_schedule(record: ScheduleRecord, line: bytes, cutoff_ms: int | None) -> ImportItem:
+    """A schedule as an item, which is due with its waiting occurrence, if one waits. If that is due before the cutoff,
+    it is left out, and the schedule continues with the first time from the cutoff on."""
+    if cutoff_ms is not None and record.due_ms is not None and record.due_ms < cutoff_ms:
+        record = begin(record, cutoff_ms - 1).record
+        line = lines.format_schedule_line(record)
     parcel = occurrence(record.schedule, record.waiting_ms or 0)
     return ImportItem(parcel if record.waiting_ms is not None else parcel._replace(due_ms=LATEST_MS), None, line)
 

@@ -99,7 +99,7 @@ class Preview:
 
     @property
     def to_hold(self) -> int:
-        return min(sum(self.reasons.values()), self.survey.messages)
+        return min(sum(self.reasons.values()), self.survey.messages + self.survey.schedules)
 
     @property
     def clean(self) -> bool:

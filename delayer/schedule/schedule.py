@@ -13,6 +13,7 @@ from delayer.amqp.properties import parsed
 from delayer.amqp.values import SHORT_STRING
 from delayer.core.delay_headers import DELAY, REQUEST_HEADERS, quote_value
 from delayer.core.message import Target, as_text, is_direct_reply
+from delayer.core.plan import LATEST_MS
 from delayer.core.readable import instant
 from delayer.core.units import DAY_MS
 from delayer.schedule.cron import BadCron, check_cron
@@ -27,6 +28,8 @@ MOST_JITTER_MS: Final = DAY_MS
 SKIP: Final = 0
 ONCE: Final = 1
 MOST_CAUGHT_UP: Final = 1_000
+MOST_OCCURRENCES: Final = (1 << 63) - 1
+NAME: Final = "1 to 100 letters, digits, dots, dashes and underscores, the first a letter or a digit"
 _NAME: Final = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _OURS: Final = REQUEST_HEADERS | {DELAY, SCHEDULE}
 
@@ -64,16 +67,19 @@ class Schedule:
 
 
 def next_time(schedule: Schedule, after_ms: int) -> int | None:
-    """Find the first time of the rhythm later than ``after_ms`` and not later than the schedule's last. Raises BadCron
-    and UnknownZone."""
-    at_ms = next_after(schedule.rhythm, after_ms)
-    return None if at_ms is None or (schedule.last_ms is not None and at_ms > schedule.last_ms) else at_ms
+    """Find the first time of the rhythm later than ``after_ms`` and not later than the schedule's last. None is due
+    later than LATEST_MS, even with its jitter. Raises BadCron and UnknownZone."""
+    at_ms, last_ms = next_after(schedule.rhythm, after_ms), LATEST_MS - schedule.jitter_ms
+    if schedule.last_ms is not None:
+        last_ms = min(last_ms, schedule.last_ms)
+    return None if at_ms is None or at_ms > last_ms else at_ms
 
 
-def problems(schedule: Schedule, now_ms: int) -> list[str]:
-    """List what is wrong with a new or edited schedule: for each field what was expected, and what was found."""
-    found = [*_of_rhythm(schedule.rhythm)]
-    if not found and next_time(schedule, now_ms) is None:
+def problems(schedule: Schedule, now_ms: int, *, failed: bool = False) -> list[str]:
+    """List what is wrong with a new or edited schedule: for each field what was expected, and what was found.
+    ``failed``: the schedule has failed, so its rhythm may have no times."""
+    found = [*([] if failed else _of_rhythm(schedule.rhythm)), *_of_bounds(schedule)]
+    if not found and not failed and next_time(schedule, now_ms) is None:
         ends = (
             "no such date within fifty years"
             if schedule.last_ms is None
@@ -83,12 +89,14 @@ def problems(schedule: Schedule, now_ms: int) -> list[str]:
     return [*_of_name(schedule.name), *found, *_of_limits(schedule), *_of_message(schedule)]
 
 
+def is_name(text: str) -> bool:
+    """Whether a schedule can have this name."""
+    return _NAME.fullmatch(text) is not None
+
+
 def _of_name(name: str) -> Iterator[str]:
-    if not _NAME.fullmatch(name):
-        yield (
-            "name: expected 1 to 100 letters, digits, dots, dashes and underscores, the first a letter or a digit, "
-            f"found {quote_value(name)}"
-        )
+    if not is_name(name):
+        yield f"name: expected {NAME}, found {quote_value(name)}"
 
 
 def _of_rhythm(rhythm: Rhythm) -> Iterator[str]:
@@ -106,6 +114,12 @@ def _of_rhythm(rhythm: Rhythm) -> Iterator[str]:
         yield f"zone: {wrong}"
 
 
+def _of_bounds(schedule: Schedule) -> Iterator[str]:
+    for name, at_ms in (("first", schedule.rhythm.first_ms), ("last", schedule.last_ms or 0)):
+        if not 0 <= at_ms <= LATEST_MS:
+            yield f"{name}: expected an instant of the years 1970 to 9999, found {instant(at_ms)}"
+
+
 def _of_limits(schedule: Schedule) -> Iterator[str]:
     most = MOST_JITTER_MS
     if isinstance(schedule.rhythm, Every):
@@ -115,9 +129,10 @@ def _of_limits(schedule: Schedule) -> Iterator[str]:
     if not 0 <= schedule.jitter_ms <= most:
         yield f"jitter: expected 0 to {most} ms, less than an interval and at most a day, found {schedule.jitter_ms} ms"
     if not SKIP <= schedule.catch_up <= MOST_CAUGHT_UP:
-        yield f"catch_up: expected skip, once, all, or a number of at most {MOST_CAUGHT_UP}, found {schedule.catch_up}"
-    if schedule.max_occurrences is not None and schedule.max_occurrences < 1:
-        yield f"max: expected at least one occurrence, found {schedule.max_occurrences}"
+        yield f"catch_up: expected skip, once, or all up to a number of 1 to {MOST_CAUGHT_UP}, found {schedule.catch_up}"
+    number = schedule.max_occurrences
+    if number is not None and not 1 <= number <= MOST_OCCURRENCES:
+        yield f"max: expected 1 to {MOST_OCCURRENCES} occurrences, found {number}"
 
 
 def _of_message(schedule: Schedule) -> Iterator[str]:

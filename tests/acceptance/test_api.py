@@ -186,6 +186,19 @@ async def test_schedules_over_http(place: OwnVhost, store: str) -> None:
         wrong = await this.ask("POST", "/api/schedules", {**new, "name": "b", "every": "1ms"})
         assert (wrong.status, wrong.json["errors"][0]["where"]) == (422, "every")
         assert (await this.ask("POST", "/api/schedules", {"name": "b"})).status == 422
+        for field, value in (
+            ("max", 1 << 63),
+            ("max", 10**30),
+            ("name", "a\0b"),
+            ("last", "9999-12-31T23:59:59-23:59"),
+        ):
+            wrong = await this.ask("POST", "/api/schedules", {"name": "b", "every": "1h", "to": "out", field: value})
+            assert (wrong.status, wrong.json["errors"][0]["where"]) == (422, field)
+        for path in ("/tick%00", "/%FF", "/tick%00/preview"):
+            assert (await this.ask("GET", f"/api/schedules{path}")).status == 404
+        for path in ("?after=tick%00", "?after=%FF"):
+            assert (await this.ask("GET", f"/api/schedules{path}")).status == 400
+        assert (await this.ask("PATCH", "/api/schedules/tick", {"max": 1 << 63})).status == 422
         assert (await this.ask("POST", "/api/schedules/tick/run")).status == 202
         await this.inbox.got([b"tick"])
         times = await this.ask("GET", "/api/schedules/tick/preview?count=3")

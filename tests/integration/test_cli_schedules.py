@@ -124,6 +124,35 @@ async def test_mistakes_and_missing_names(delayer: Run, database: str) -> None:
         assert (await record(connection)).schedule.last_ms is None
 
 
+async def test_every_mistake_is_named_at_once(delayer: Run) -> None:
+    told = delayer(
+        "schedule", "add", "tick!", "--every", "5", "--first", "soon", "--max", "9" * 19, "--jitter", "2d",
+        "--header", "a", "--property", "priority=900", "--catch-up", "5000", "--body", "x", "--body-file", "-", expect=2,
+    ).stderr  # fmt: skip
+    assert "10 mistakes" in told
+    fields = {line.strip().partition(":")[0] for line in told.splitlines()[1:]}
+    assert fields == {
+        "every", "first", "properties", "headers", "body", "to", "name", "jitter", "catch_up", "max",
+    }  # fmt: skip
+    told = delayer("schedule", "edit", "tick", "--every", "5", "--catch-up", "never", expect=2).stderr
+    assert "2 mistakes" in told
+    beyond = delayer("schedule", "add", *TICK, "--max", str(1 << 63), expect=2).stderr
+    assert "max: expected 1 to 9223372036854775807 occurrences, found 9223372036854775808" in beyond
+    assert delayer("schedule", "list").stdout == "There are no schedules.\n"
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\udcff", "a b", "x" * 101])
+async def test_a_name_that_no_schedule_can_have_is_a_mistake(delayer: Run, name: str, tmp_path: Path) -> None:
+    for command in (["add", name, *TICK[1:]], ["edit", name, "--max", "5"], ["list", "--after", name]):
+        told = delayer("schedule", *command, expect=2).stderr
+        assert "1 to 100 letters, digits, dots, dashes and underscores" in told
+    for verb in ("show", "pause", "resume", "remove", "run", "preview"):
+        assert "1 to 100 letters" in delayer("schedule", verb, name, expect=2).stderr
+    file = tmp_path / "schedules.toml"
+    file.write_text(f'[schedule."{name.encode("unicode_escape").decode().replace(chr(92) + "x", chr(92) + "u00")}"]\n')
+    assert "nothing was changed" in delayer("schedule", "apply", str(file), expect=2).stderr
+
+
 async def test_apply_makes_the_store_equal_to_a_file(delayer: Run, database: str, tmp_path: Path) -> None:
     file = tmp_path / "schedules.toml"
     file.write_text(FILE)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from delayer.core.importing import ImportBatch, ImportItem
 from delayer.core.message import Target
+from delayer.core.readable import instant
 from delayer.format.lines import format_schedule_line
 from delayer.schedule.occurrence import occurrence
-from delayer.schedule.record import ScheduleRecord
+from delayer.schedule.record import ScheduleRecord, stop
 from delayer.schedule.rhythm import Cron
 from delayer.schedule.schedule import ScheduleState
 from delayer.store.admin.importing import ImportStore
-from delayer.store.schedules import changes, reading
+from delayer.store.schedules import changes, reading, table
 from tests.integration.cli import Run
 from tests.integration.test_import_jsonl import other_store
 from tests.support.fakes import WHY
@@ -63,6 +64,48 @@ async def test_schedules_move_with_the_backlog(delayer: Run, database: str, post
         await conserved(admin)
 
 
+async def test_a_limit_and_a_cutoff_leave_no_schedule_behind(
+    delayer: Run, database: str, postgres: Postgres, tmp_path: Path
+) -> None:
+    file = tmp_path / "backlog.jsonl"
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        await changes.apply(admin, [schedule(), schedule("paused")], who="test")
+        await changes.pause(admin, "paused", who="test")
+        tick = await record(admin)
+        assert tick.waiting_ms is not None
+        cutoff_ms = tick.waiting_ms + 5 * HOUR_MS - 1
+        await store.park(lane, [parcel(cutoff_ms + n) for n in range(-2, 3)], [])
+    delayer("export", str(file))
+    words = (str(file), "--unverified", "--limit", "2", "--cutoff", instant(cutoff_ms, exact=True))
+    seen = json.loads(delayer("import", "jsonl", "preview", *words, "--json").stdout)
+    left = {"due before the cutoff": 2, "beyond the limit": 1}
+    assert (seen["messages"], seen["schedules"], seen["left"]) == (2, 2, left)
+    assert "Chosen: 2 messages and 2 schedules." in delayer("import", "jsonl", "preview", *words).stdout
+    async with other_store(postgres) as other, sql(other) as admin:
+        delayer("import", "jsonl", "run", *words, "--yes", DELAYER_STORE__URL=other)
+        assert (await check_waiting(admin)).waiting_ms == cutoff_ms + 1, "the first time from the cutoff on"
+        assert (await check_waiting(admin, "paused")).state is ScheduleState.PAUSED
+        dues = [due for (due,) in await admin.fetch("SELECT due_at FROM message WHERE key IS NULL ORDER BY 1")]
+        assert dues == [cutoff_ms, cutoff_ms + 1]
+        await conserved(admin)
+
+
+async def test_a_schedule_that_failed_moves_with_its_reason(
+    delayer: Run, database: str, postgres: Postgres, tmp_path: Path
+) -> None:
+    file = tmp_path / "backlog.jsonl"
+    async with sql(database) as admin:
+        await changes.add(admin, schedule(), who="test")
+        lost = ScheduleRecord(schedule("lost", rhythm=Cron("0 7 * * *", "Mars/Olympus")))
+        await table.put(admin, [stop(lost, ScheduleState.FAILED, "no zone")])
+        before = await record(admin, "lost")
+    delayer("export", str(file))
+    async with other_store(postgres) as other, sql(other) as admin:
+        delayer("import", "jsonl", "run", str(file), "--unverified", "--yes", DELAYER_STORE__URL=other)
+        assert kept(await check_waiting(admin, "lost")) == kept(before)
+        assert (await check_waiting(admin)).state is ScheduleState.ACTIVE
+
+
 async def test_an_occurrence_without_its_schedule_is_an_ordinary_message(
     delayer: Run, database: str, postgres: Postgres, tmp_path: Path
 ) -> None:
@@ -88,6 +131,10 @@ async def test_a_line_that_is_no_schedule_is_left_out_and_named(delayer: Run, da
         for wrong, says in (
             ({"period_ms": 5}, "every: expected 1s to 36500d, found 5 ms"),
             ({"state": "paused"}, "waiting_ms: expected with an active schedule"),
+            ({"max": 1 << 63}, "max: expected 1 to 9223372036854775807 occurrences, found 9223372036854775808"),
+            ({"made": 1 << 63}, "made: expected at most 253402300799999, found 9223372036854775808"),
+            ({"waiting_ms": -(1 << 63)}, "waiting_ms: expected at most"),
+            ({"state": "failed", "waiting_ms": None, "last_ms": 1 << 60}, "last: expected an instant"),
             ({"state": "asleep"}, "expected the id and the state of a schedule"),
             ({"perod_ms": 5}, "did you mean period_ms?"),
         ):

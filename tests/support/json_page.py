@@ -402,6 +402,8 @@ class ImportDestination(TypedDict):
 @documented
 class ImportPreview(TypedDict):
     messages: int
+    schedules: int
+    """Those of an export, which all come."""
     first_due_ms: int | None
     last_due_ms: int | None
     left: dict[str, int]

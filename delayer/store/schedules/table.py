@@ -11,7 +11,7 @@ from asyncpg import Connection, Record
 from delayer.core.message import Target
 from delayer.schedule.record import ScheduleRecord
 from delayer.schedule.rhythm import Cron, Every, Rhythm
-from delayer.schedule.schedule import Schedule, ScheduleState
+from delayer.schedule.schedule import Schedule, ScheduleState, is_name
 
 _RHYTHM: Final = "cron, zone, period_ms, first_at, last_at, catch_up, jitter_ms, max"
 _DEFINITION: Final = f"name, id, {_RHYTHM}, to_exchange, to_key, properties, body"
@@ -66,7 +66,8 @@ def record_of(row: Record) -> ScheduleRecord:
 
 async def read(connection: Connection, names: Collection[str], *, lock: bool = False) -> dict[str, ScheduleRecord]:
     """The schedules of these names, locked until the transaction ends if ``lock``. Raises the driver's errors."""
-    rows = await connection.fetch(f"{_READ}{' FOR UPDATE' if lock else ''}", list(names))
+    possible = list(filter(is_name, names))  # The database would reject a NUL, or what is not UTF-8.
+    rows = await connection.fetch(f"{_READ}{' FOR UPDATE' if lock else ''}", possible)
     return {record.name: record for record in map(record_of, rows)}
 
 

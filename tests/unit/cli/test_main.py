@@ -105,9 +105,9 @@ MISTAKES = {
     "to: expected the exchange of its messages": [["schedule", "add", "x", "--every", "1s"]],
     "cron: expected a rhythm": [["schedule", "add", "x", "--to", "e"]],
     "zone: expected with cron only": [["schedule", "add", "x", "--to", "e", "--every", "1s", "--zone", "UTC"]],
-    "'--every': expected a duration": [["schedule", "add", "x", "--to", "e", "--every", "5"]],
-    "'--catch-up': expected skip, once, all": [["schedule", "add", "x", "--catch-up", "twice"]],
-    "'--property': expected properties of": [["schedule", "add", "x", "--property", "message_id=1"]],
+    "  every: expected a duration": [["schedule", "add", "x", "--to", "e", "--every", "5"]],
+    "  catch_up: expected skip, once, all": [["schedule", "add", "x", "--catch-up", "twice"]],
+    "  properties: expected properties of": [["schedule", "add", "x", "--property", "message_id=1"]],
     "/nowhere.toml: expected a file that can be read": [["schedule", "apply", "/nowhere.toml"]],
     "--route: expected one": [["--set", 'route=[{"from": "a"}, {"from": "b"}]', "send"]],
     "does not accept an instant": [

@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 
 from delayer.amqp.properties import Properties, encode_headers, entry, long_string
 from delayer.core.message import Target
+from delayer.core.plan import LATEST_MS
 from delayer.schedule.occurrence import MESSAGE_ID, due_ms, message_id, occurrence
 from delayer.schedule.rhythm import Cron, Every
-from delayer.schedule.schedule import problems
+from delayer.schedule.schedule import next_time, problems
 from tests.unit.schedule.scene import ms, schedule
 
 NOW = ms("2026-03-28T12:00Z")
 MINUTE = 60_000
+HOUR = 60 * MINUTE
 
 
 def header(name: bytes, value: bytes = b"x") -> bytes:
@@ -36,6 +38,7 @@ def header(name: bytes, value: bytes = b"x") -> bytes:
         {"rhythm": Cron("@daily", "Asia/Kathmandu"), "last_ms": NOW + 86_400_000, "jitter_ms": 86_400_000},
         {"rhythm": Cron("0 0 29 2 MON#5"), "max_occurrences": 1},
         {"target": Target(b"", b"orders")},
+        {"rhythm": Every(HOUR, LATEST_MS), "max_occurrences": (1 << 63) - 1},
         {"catch_up": 0},
         {"catch_up": 1_000},
         {"properties": b"\0\0"},
@@ -70,9 +73,14 @@ def test_a_sound_schedule_has_no_problems(values: dict[str, Any]) -> None:
         ({"jitter_ms": -1}, "jitter: expected 0 to "),
         ({"rhythm": Every(1_000), "jitter_ms": 1_000}, "jitter: expected 0 to 999 ms"),
         ({"rhythm": Cron("@weekly"), "jitter_ms": 86_400_001}, "jitter: "),
-        ({"catch_up": -1}, "catch_up: expected skip, once, all, or a number of at most 1000, found -1"),
+        ({"catch_up": -1}, "catch_up: expected skip, once, or all up to a number of 1 to 1000, found -1"),
         ({"catch_up": 1_001}, "catch_up: "),
-        ({"max_occurrences": 0}, "max: expected at least one occurrence, found 0"),
+        ({"max_occurrences": 0}, "max: expected 1 to 9223372036854775807 occurrences, found 0"),
+        ({"max_occurrences": 1 << 63}, "max: .* found 9223372036854775808"),
+        ({"rhythm": Every(1_000, -1)}, "first: expected an instant of the years 1970 to 9999, found 1969-12-31T23:59"),
+        ({"rhythm": Cron("@daily", first_ms=LATEST_MS + 1)}, "first: .* found 253402300800000 ms"),
+        ({"last_ms": LATEST_MS + 1}, "last: expected an instant of the years 1970 to 9999"),
+        ({"rhythm": Every(HOUR, LATEST_MS), "jitter_ms": 1}, "last: expected a time of the rhythm .* found none"),
         ({"target": Target(b"x" * 256, b"")}, "exchange: expected at most 255 bytes, found 256"),
         ({"target": Target(b"", b"x" * 256)}, "routing_key: "),
         ({"target": Target(b"", b"amq.rabbitmq.reply-to.x")}, "routing_key: expected a queue that stays"),
@@ -85,6 +93,12 @@ def test_a_sound_schedule_has_no_problems(values: dict[str, Any]) -> None:
 def test_each_problem_names_field_and_value(values: dict[str, Any], words: str) -> None:
     (found,) = problems(schedule(**values), NOW)
     assert re.match(words, found), found
+
+
+def test_no_occurrence_is_due_beyond_the_calendar() -> None:
+    one = schedule(rhythm=Every(HOUR, LATEST_MS - HOUR), jitter_ms=1)
+    assert next_time(one, NOW) == LATEST_MS - HOUR
+    assert next_time(one, LATEST_MS - HOUR) is None
 
 
 def test_all_problems_are_listed() -> None:
