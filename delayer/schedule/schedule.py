@@ -9,10 +9,10 @@ from enum import StrEnum
 from typing import Final
 from uuid import UUID
 
-from delayer.amqp.properties import parsed
+from delayer.amqp.properties import decoded, parsed
 from delayer.amqp.values import SHORT_STRING
 from delayer.core.delay_headers import DELAY, REQUEST_HEADERS, quote_value
-from delayer.core.message import Target, as_text, is_direct_reply
+from delayer.core.message import COPY_HEADERS, Target, as_text, closes_channel, is_direct_reply
 from delayer.core.readable import instant
 from delayer.core.units import DAY_MS
 from delayer.schedule.cron import BadCron, check_cron
@@ -133,6 +133,9 @@ def _of_message(schedule: Schedule) -> Iterator[str]:
     if properties is None:
         yield f"properties: expected those of an AMQP message, found {len(schedule.properties)} bytes of something else"
         return
+    copies = decoded(properties, COPY_HEADERS)
+    if wrong := closes_channel(properties.short("reply_to"), properties.short("expiration"), copies):
+        yield wrong
     if "message_id" in properties.places:
         yield "message_id: expected none, because each occurrence gets its own, found one; put it into another header"
     if ours := _OURS.intersection(properties.names()):

@@ -99,7 +99,7 @@ def test_what_is_no_file_of_schedules_is_refused(text: str) -> None:
     [
         ("max", -1), ("max", True), ("missed", "never"), ("missed", [1]), ("body_b64", "?"),
         ("headers", {"a": [1]}), ("first", "soon"),
-        ("properties", {"user_id": "x"}), ("properties", {"expiration": "1s"}), ("properties", {"priority": 256}),
+        ("properties", {"user_id": "x"}), ("properties", {"priority": 256}),
         ("properties", {"type": "x" * 256}), ("properties", 1), ("headers", 1),
     ],
 )  # fmt: skip

@@ -78,6 +78,12 @@ def test_a_sound_schedule_has_no_problems(values: dict[str, Any]) -> None:
         ({"target": Target(b"", b"amq.rabbitmq.reply-to.x")}, "routing_key: expected a queue that stays"),
         ({"properties": b"\xff"}, "properties: expected those of an AMQP message"),
         ({"properties": b"\0\x80\3abc"}, "message_id: expected none, because each occurrence gets its own"),
+        ({"properties": b"\x02\x00\x15amq.rabbitmq.reply-to"}, "reply_to: expected a queue, found the direct reply"),
+        (
+            {"properties": b"\x01\x00\x021s"},
+            "expiration: expected 0 to 315360000000 milliseconds in digits, found '1s'",
+        ),
+        ({"properties": header(b"CC")}, "CC: expected an array of routing keys, found 'x'"),
         ({"properties": header(b"x-delay")}, "headers: expected none of delayer's own, .* found x-delay; leave"),
         ({"properties": header(b"x-delayer-schedule")}, "headers: "),
     ],
