@@ -25,10 +25,8 @@ from delayer.core.delay_headers import (
     read_utc_ms,
 )
 from delayer.core.marks import MARKS, OWN_PREFIX
-from delayer.core.message import as_bytes
+from delayer.core.message import COPY_HEADERS, as_bytes
 
-COPY_HEADERS: Final = frozenset({b"CC", b"BCC"})
-"""The headers with further routing keys of a message."""
 CONSULTED: Final = REQUEST_HEADERS | MARKS | {DELAY, ETA} | nservicebus.HEADERS | COPY_HEADERS
 """The headers that every plan reads, in addition to those that its route's settings name. Routes with ``retry`` read
 retry_policy.RETRY_HEADERS instead."""

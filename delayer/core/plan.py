@@ -39,7 +39,16 @@ from delayer.core.delay_headers import (
 from delayer.core.delay_sources import CONSULTED, DEFAULT_FORMS, HEADER, header_of, is_lasting, source_of
 from delayer.core.hold import Hold, too_late
 from delayer.core.marks import is_over
-from delayer.core.message import OCCURRENCE, REPLACE, KeyMode, Target, as_bytes, is_direct_reply, is_occurrence
+from delayer.core.message import (
+    OCCURRENCE,
+    REPLACE,
+    KeyMode,
+    Target,
+    as_bytes,
+    closes_channel,
+    is_direct_reply,
+    is_occurrence,
+)
 from delayer.core.operations import Cancel
 from delayer.core.retry_policy import FailedAttempt, NoFailure, RetryPolicy, failure, wait_ms
 
@@ -125,6 +134,8 @@ class Policy:
     has_store: bool = True
     no_keys: str = ""
     publishing: bool = True
+    unrouted: str = "correct the publisher, or give all daemons of this queue the same routes"
+    """What to do about a message whose exchange has no route."""
     own_queues: frozenset[bytes] = frozenset()
     own_exchanges: frozenset[bytes] = frozenset()
 
@@ -214,8 +225,12 @@ def _decide(request: DelayRequest, route: Route | None, policy: Policy, now_ms: 
     headers = request.headers
     if route is None:
         expected = ", ".join(map(_name, sorted(policy.routes)))
-        step = "correct the publisher, or give all daemons of this queue the same routes"
-        raise Unacceptable(f"no route for exchange {_name(request.exchange)}: expected one of {expected}; {step}")
+        raise Unacceptable(
+            f"no route for exchange {_name(request.exchange)}: expected one of {expected}; {policy.unrouted}"
+        )
+    properties = request.properties
+    if wrong := closes_channel(properties.short("reply_to"), properties.short("expiration"), headers):
+        raise Unacceptable(wrong)
     if route.retry is not None:
         return _retried(request, route, route.retry, policy, now_ms=now_ms, now_lower_ms=now_lower_ms)
     if CANCEL in headers:

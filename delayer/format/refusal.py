@@ -12,7 +12,6 @@ if the two name different exchanges.
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
@@ -21,12 +20,12 @@ from typing import Any, Final, NamedTuple
 from pamqp.encode import field_table
 
 from delayer.amqp.errors import MalformedProperties, MalformedTable
-from delayer.amqp.properties import Field, Properties, byte_array, changed, encode_headers, entry, long_string, splice
+from delayer.amqp.properties import Properties, byte_array, changed, encode_headers, entry, long_string, splice
 from delayer.amqp.values import Delivery, Outgoing, Timestamp
 from delayer.core.delay_headers import DELAY, DELIVER_AT, LONGEST_TIMER_MS, OPT_DELAY, OPT_TIME
 from delayer.core.filters import own_name
 from delayer.core.marks import ID, LAST_DUE, RECEIVED_AT, X_DEATH
-from delayer.core.message import as_bytes, as_text, raw
+from delayer.core.message import COPY_HEADERS, as_bytes, as_text, closes_channel, raw
 from delayer.format.headers import (
     ADDED_TO_REFUSED,
     DELIVERY_TIME,
@@ -38,9 +37,11 @@ from delayer.format.headers import (
     USER_ID,
     header_text,
 )
+from delayer.format.release import why_unpublishable
 
 _LONGEST_ID: Final = 64
 """Bytes of an id that a retry keeps, because a publisher may have written it."""
+_HARMFUL: Final[tuple[str, ...]] = ("user_id", "expiration")
 _GAINED: Final = ADDED_TO_REFUSED | {EXPIRATION}
 
 
@@ -51,10 +52,10 @@ def refused_properties(
 
     ``expiration``, ``user_id`` and an ``x-opt-delivery-time`` other than text become headers of ours. The first would
     delete the message from the refused queue, the second would make the broker close the channel. The third would delay
-    the message, or as a decimal close the connection. If the header table is malformed, or the result exceeds the
-    frame's limit, one header carries the original properties. If they do not fit in a header, the message keeps them
-    without the note, these three and ``x-death``, and the token is empty. If they do not fit even then, the message has
-    only the note.
+    the message, or as a decimal close the connection. If the header table is malformed, if ``reply_to`` or the copies
+    would close the channel, or if the result exceeds the frame's limit, one header carries the original properties. If
+    they do not fit in a header, the message keeps them without the note, what would do harm and ``x-death``, and the
+    token is empty. If they do not fit even then, the message has only the note.
     """
     notes = (
         entry(ID, long_string(id))
@@ -64,12 +65,13 @@ def refused_properties(
     )
     fallback = b""
     try:
-        kept = _with_notes(parsed or Properties.parse(delivery.properties), notes)
-        if len(kept) <= max_properties:
+        found = parsed or Properties.parse(delivery.properties)
+        kept, remove, drop = _with_notes(found, notes), ADDED_TO_REFUSED | {ID, X_DEATH, OPT_TIME}, _HARMFUL
+        if why_unpublishable(Properties.parse(kept)):
+            remove, drop = remove | COPY_HEADERS, (*drop, "reply_to")
+        elif len(kept) <= max_properties:
             return kept, id
-        fallback = splice(
-            delivery.properties, remove=ADDED_TO_REFUSED | {ID, X_DEATH, OPT_TIME}, drop=("user_id", "expiration")
-        )
+        fallback = splice(found, remove=remove, drop=drop)
     except (MalformedProperties, MalformedTable):
         pass
     wrapped = encode_headers(notes + entry(PROPERTIES, byte_array(delivery.properties)))
@@ -88,7 +90,7 @@ def _with_notes(properties: Properties, notes: bytes) -> bytes:
     if delivery_time is not None and not isinstance(delivery_time.value, str):  # The broker ignores text.
         notes += entry(DELIVERY_TIME, delivery_time.type_and_value)
         remove |= {OPT_TIME}
-    return splice(properties, remove=remove, append=notes, drop=("user_id", "expiration"))
+    return splice(properties, remove=remove, append=notes, drop=_HARMFUL)
 
 
 class EntryPoints(NamedTuple):
@@ -116,7 +118,7 @@ class Refusal(NamedTuple):
     routing_key: bytes | None
     message_id: str
     mangled: bool
-    """Whether its original properties are malformed or too long, so that the daemon would refuse it again."""
+    """Whether one header carries its original properties, so that the daemon would refuse it again."""
 
 
 def read_refusal(delivery: Delivery, entries: EntryPoints) -> Refusal:
@@ -182,7 +184,7 @@ def build_retry(delivery: Delivery, entries: EntryPoints, max_properties: int, e
     """Build the edited message that returns to where it came from. Returns the reason if it cannot."""
     refusal = read_refusal(delivery, entries)
     if refusal.mangled:
-        return "its original properties are malformed or too long: it would be refused again"
+        return "its original properties are malformed, too long or unpublishable: it would be refused again"
     if refusal.exchange is None or refusal.routing_key is None:
         return "its origin is unknown, or its headers contradict each other"
     can_return = entries.can_route(refusal.exchange, refusal.routing_key)
@@ -201,18 +203,22 @@ def build_retry(delivery: Delivery, entries: EntryPoints, max_properties: int, e
         append += entry(OPT_TIME, delivery_time.type_and_value)
     append += b"".join(edits.headers.values())
     raw = splice(properties, remove=remove | edits.headers.keys(), append=append, drop=("user_id",))
-    if (time := Properties.parse(raw).get(OPT_TIME)) is not None and (why := _why_unsendable(time)):
-        return why
     expiration = _removed_expiration(properties) if was_refused and "expiration" not in properties.places else None
     if expiration is not None:
         raw = changed(Properties.parse(raw), {"expiration": bytes((len(expiration),)) + expiration})
+    if why := _why_unsendable(Properties.parse(raw)):
+        return why
     if len(raw) > max_properties:
         return f"its properties are too long: expected at most {max_properties} bytes, found {len(raw)}"
     return Outgoing(refusal.exchange, refusal.routing_key, raw, delivery.body, token)
 
 
-def _why_unsendable(delivery_time: Field) -> str:
-    """Return why a message cannot leave with this ``x-opt-delivery-time``, or ""."""
+def _why_unsendable(properties: Properties) -> str:
+    """Return why a message cannot leave with these properties, or ""."""
+    if wrong := why_unpublishable(properties):
+        return f"the broker would close the channel: {wrong}"
+    if (delivery_time := properties.get(OPT_TIME)) is None:
+        return ""
     try:
         when = delivery_time.value
     except MalformedTable as broken:
@@ -225,10 +231,10 @@ def _why_unsendable(delivery_time: Field) -> str:
 
 
 def _removed_expiration(properties: Properties) -> bytes | None:
-    """Return the expiration that the refusal removed: the last header of that name. An invalid value was never an
-    expiration, because the broker closes the channel for one."""
+    """Return the expiration that the refusal removed: the last header of that name. None if it is invalid, because the
+    broker closes the channel for one."""
     values = [one.content for one in properties.headers_items() if one.name == EXPIRATION]
-    return values[-1] if values and re.fullmatch(rb"[0-9]{1,10}", values[-1]) and int(values[-1]) < 1 << 32 else None
+    return values[-1] if values and not closes_channel(None, values[-1], {}) else None
 
 
 def _read_death(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str, bytes | None, bytes | None] | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from struct import Struct
 from typing import Final
 
-from delayer.amqp.errors import MalformedTable
+from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import (
     Cut,
     Properties,
     changed,
+    decoded,
     edited,
     elements,
     entry,
@@ -22,8 +23,8 @@ from delayer.amqp.properties import (
     value_at,
 )
 from delayer.core.delay_headers import DELAY, REQUEST_HEADERS, UnreadableDelay, read_delay_ms
-from delayer.core.delay_sources import COPY_HEADERS
 from delayer.core.marks import ID, LAST_DUE, X_DEATH
+from delayer.core.message import COPY_HEADERS, closes_channel
 from delayer.core.retry_policy import FAILED_IN, RETRIES, FailedAttempt
 from delayer.format.headers import ADDED_TO_REFUSED, COUNTED, DEATHS, REFUSED, ROOM, USER_ID, header_text
 
@@ -89,8 +90,11 @@ _DEATH: Final = b"-death-"
 
 
 def released_properties(properties: Properties, id: bytes, due_ms: int) -> bytes:
-    """Edit the properties of a message as it leaves for its destination. Raises MalformedTable. ``x-delay`` becomes
-    negative, which is the delay plugin's mark for a delay that is over."""
+    """Edit the properties of a message as it leaves for its destination. ``x-delay`` becomes negative, which is the
+    delay plugin's mark for a delay that is over. Raises MalformedTable, and MalformedProperties if the broker would
+    close the channel over them: decide() has not seen a message that was imported or taken over."""
+    if wrong := why_unpublishable(properties):
+        raise MalformedProperties(wrong)
     append = b"".join((_ID_HEAD, _U32.pack(len(id)), id, _DUE_HEAD, _I64.pack(due_ms)))
     wanted = _CUT
     if "user_id" in properties.places:
@@ -114,6 +118,15 @@ def released_properties(properties: Properties, id: bytes, due_ms: int) -> bytes
         elif name in wanted or name.startswith(DEATHS):
             cuts.append((type_at - 1 - len(name), stop, b""))
     return edited(properties, cuts, append)
+
+
+def why_unpublishable(properties: Properties) -> str:
+    """Say why the broker closes the channel over a publish with these properties; "" if it does not."""
+    places, copied = properties.places, b"CC" in properties.raw
+    if not (copied or "reply_to" in places or "expiration" in places):
+        return ""
+    copies = decoded(properties, COPY_HEADERS) if copied else {}
+    return closes_channel(properties.short("reply_to"), properties.short("expiration"), copies)
 
 
 def _turned(raw: bytes, type_at: int, stop: int) -> bytes:

@@ -50,8 +50,6 @@ PATH: Final = "/api/messages"
 MOST_LINES: Final = 1_000
 MOST_BYTES: Final = 4 << 20
 """Of one request."""
-LONGEST_EXPIRATION: Final = (1 << 32) - 1
-"""The broker closes the channel over a longer one."""
 LONGEST_KEY: Final = 255
 """Maximum characters of an Idempotency-Key."""
 _NAMESPACE: Final = uuid.UUID("5b2b4c0e-4a4a-4f0e-9d0b-6f3f2b3a9c11")
@@ -91,8 +89,6 @@ def _headers(given: object) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise Expected("an object of headers")
     for name, value in given.items():
-        if name in ("CC", "BCC"):  # Each is an array in AMQP, and the broker closes the channel over anything else.
-            raise Expected(f"no {name}, because JSON headers are no arrays; send each copy as a message")
         check_header(name, value)
     return given
 
@@ -111,12 +107,6 @@ def _base64(value: str) -> bytes:
         return base64.b64decode(value, validate=True)
     except ValueError:
         raise Expected("base64") from None
-
-
-def _digits(value: str) -> str:
-    if not (value.isascii() and value.isdecimal() and len(value) <= 10 and int(value) <= LONGEST_EXPIRATION):
-        raise Expected(f"an expiration of at most {LONGEST_EXPIRATION} milliseconds, as digits in a string")
-    return value
 
 
 DelayField = Annotated[int, BeforeValidator(_delay), WithJsonSchema(_DURATION)]
@@ -161,7 +151,7 @@ class NewMessage(Fields):
     type: Name | None = None
     app_id: Name | None = None
     priority: Annotated[int, Field(strict=True, ge=0, le=255)] | None = None
-    expiration: Annotated[StrictStr, AfterValidator(_digits)] | None = None
+    expiration: Name | None = None
     """AMQP's own time to live in milliseconds, at the destination."""
 
     @model_validator(mode="after")

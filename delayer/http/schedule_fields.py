@@ -112,8 +112,6 @@ def _property(name: str, value: object) -> str | int:
         return number
     if not isinstance(value, str) or len(raw(_text(value))) > SHORT_STRING:
         raise Expected(f"{name} as a text of at most {SHORT_STRING} bytes")
-    if name == "expiration" and not value.isdecimal():
-        raise Expected("an expiration in milliseconds")
     return value
 
 

@@ -20,7 +20,7 @@ from delayer.broker.management_api import Management
 from delayer.core import hold as core_hold
 from delayer.core.importing import ImportItem, given
 from delayer.core.marks import X_DEATH
-from delayer.core.message import Parcel, Target
+from delayer.core.message import LONGEST_EXPIRATION_MS, Parcel, Target
 from delayer.imports.brokers import address_of, translate_broker_errors
 from delayer.imports.queues import Queues, Reader
 from delayer.imports.state_machine import BadSource, ImportImpossible
@@ -77,8 +77,7 @@ class HoldQueue:
         said = [] if self.ttl_ms is None else [self.ttl_ms]
         expiration = None if properties is None else properties.short("expiration")
         if expiration is not None and expiration.isdigit():
-            # Ten years: RabbitMQ's own limit for a TTL.
-            said.append(min(int(expiration), 315_360_000_000))
+            said.append(min(int(expiration), LONGEST_EXPIRATION_MS))
         return min(said, default=None)
 
     def _due_ms(self, properties: Properties | None, wait_ms: int, now_ms: int) -> int:

@@ -23,11 +23,11 @@ from delayer.amqp.values import Delivery, Outgoing
 from delayer.core.cascade import MAX_SECONDS
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import DELAY, DelayRequest, is_mark, whole_seconds_until
-from delayer.core.delay_sources import CONSULTED, COPY_HEADERS, routing_keys_of
+from delayer.core.delay_sources import CONSULTED, routing_keys_of
 from delayer.core.faultpoint import reach
 from delayer.core.hold import too_late
 from delayer.core.marks import LAST_DUE, X_DEATH, LoopWatch
-from delayer.core.message import REPLACE, WINDOW_MS, KeyGroup, KeyMode, Parcel, Target
+from delayer.core.message import COPY_HEADERS, REPLACE, WINDOW_MS, KeyGroup, KeyMode, Parcel, Target
 from delayer.core.operations import Applied, Cancel, Operation
 from delayer.core.plan import AtOnce, EnterCascade, Park, Plan, Policy, Refuse, Retry, Soon, TooLate, decide
 from delayer.core.publisher import Isolated
@@ -115,7 +115,9 @@ def read_request(delivery: Delivery, properties: Properties, consulted: frozense
     copies: frozenset[bytes] = frozenset()
     for name, type_at, stop in properties.entries(consulted):
         if name in COPY_HEADERS:
-            copies |= routing_keys_of(value_at(raw, type_at, stop))
+            value = value_at(raw, type_at, stop)
+            copies |= routing_keys_of(value)
+            headers.setdefault(name, value)
         elif name not in headers or (name == DELAY and is_mark(headers[name])):
             headers[name] = value_at(raw, type_at, stop)
     # The chance spreads retries. Failed messages without an id can be equal byte for byte, but their tags differ.

@@ -9,10 +9,10 @@ from enum import StrEnum
 from typing import Final
 from uuid import UUID
 
-from delayer.amqp.properties import parsed
+from delayer.amqp.properties import decoded, parsed
 from delayer.amqp.values import SHORT_STRING
 from delayer.core.delay_headers import DELAY, REQUEST_HEADERS, quote_value
-from delayer.core.message import Target, as_text, is_direct_reply
+from delayer.core.message import COPY_HEADERS, Target, as_text, closes_channel, is_direct_reply
 from delayer.core.plan import LATEST_MS
 from delayer.core.readable import instant
 from delayer.core.units import DAY_MS
@@ -129,7 +129,7 @@ def _of_limits(schedule: Schedule) -> Iterator[str]:
     if not 0 <= schedule.jitter_ms <= most:
         yield f"jitter: expected 0 to {most} ms, less than an interval and at most a day, found {schedule.jitter_ms} ms"
     if not SKIP <= schedule.catch_up <= MOST_CAUGHT_UP:
-        yield f"catch_up: expected skip, once, or all up to a number of 1 to {MOST_CAUGHT_UP}, found {schedule.catch_up}"
+        yield f"catch_up: expected skip, once, all, or a number of at most {MOST_CAUGHT_UP}, found {schedule.catch_up}"
     number = schedule.max_occurrences
     if number is not None and not 1 <= number <= MOST_OCCURRENCES:
         yield f"max: expected 1 to {MOST_OCCURRENCES} occurrences, found {number}"
@@ -148,6 +148,9 @@ def _of_message(schedule: Schedule) -> Iterator[str]:
     if properties is None:
         yield f"properties: expected those of an AMQP message, found {len(schedule.properties)} bytes of something else"
         return
+    copies = decoded(properties, COPY_HEADERS)
+    if wrong := closes_channel(properties.short("reply_to"), properties.short("expiration"), copies):
+        yield wrong
     if "message_id" in properties.places:
         yield "message_id: expected none, because each occurrence gets its own, found one; put it into another header"
     if ours := _OURS.intersection(properties.names()):

@@ -112,6 +112,7 @@ PUBLISHER: Mapping[str, Hostile] = {
     "another user's id": turned_away(props=Props(headers=(SECOND,), user_id=b"somebody")),
     "expiration that is no number": turned_away(props=Props(headers=(SECOND,), expiration=b"soon")),
     "expiration below zero": turned_away(props=Props(headers=(SECOND,), expiration=b"-1")),
+    "expiration beyond ten years": turned_away(props=Props(headers=(SECOND,), expiration=b"315360000001")),
     "expiration shorter than the delay": delivered(
         props=Props(headers=(SIX_SECONDS,), expiration=b"5000", delivery_mode=2)
     ),

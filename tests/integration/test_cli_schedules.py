@@ -127,7 +127,8 @@ async def test_mistakes_and_missing_names(delayer: Run, database: str) -> None:
 async def test_every_mistake_is_named_at_once(delayer: Run) -> None:
     told = delayer(
         "schedule", "add", "tick!", "--every", "5", "--first", "soon", "--max", "9" * 19, "--jitter", "2d",
-        "--header", "a", "--property", "priority=900", "--catch-up", "5000", "--body", "x", "--body-file", "-", expect=2,
+        "--header", "a", "--property", "priority=900", "--catch-up", "5000", "--body", "x", "--body-file", "-",
+        expect=2,
     ).stderr  # fmt: skip
     assert "10 mistakes" in told
     fields = {line.strip().partition(":")[0] for line in told.splitlines()[1:]}

@@ -17,6 +17,7 @@ class PlainProperties:
     timestamp: int | None = None
     message_id: bytes | None = None
     reply_to: bytes | None = None
+    expiration: bytes | None = None
     correlation_id: bytes | None = None
 
     def short(self, name: str) -> bytes | None:

@@ -8,7 +8,7 @@ from typing import Final
 
 from tests.support.raw import Header, Value
 
-HEADERS, DELIVERY_MODE, EXPIRATION, USER_ID = 2, 3, 7, 11
+HEADERS, DELIVERY_MODE, REPLY_TO, EXPIRATION, USER_ID = 2, 3, 6, 7, 11
 _COUNT: Final = 14
 _FIXED: Final = {3: 1, 4: 1, 9: 8}
 """The widths of delivery mode, priority and timestamp. Headers have a long length, the rest a short one."""

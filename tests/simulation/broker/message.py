@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from tests.simulation.broker.fields import (
     DELIVERY_MODE,
     EXPIRATION,
     HEADERS,
+    REPLY_TO,
     USER_ID,
     Malformed,
     entries,
@@ -27,6 +29,7 @@ from tests.simulation.broker.wire import Code, Refusal
 from tests.support.raw import Header, Value, array, number, text
 
 LARGEST: Final = 128 << 20
+LONGEST_TTL_MS: Final = 315_360_000_000
 
 
 @dataclass(eq=False, slots=True)
@@ -66,6 +69,8 @@ def receive(exchange: bytes, key: bytes, properties: bytes, body: bytes, user: s
         raise Refusal(Code.PRECONDITION_FAILED, reason)
     if mode not in (None, b"\1", b"\2"):
         raise Refusal(Code.PRECONDITION_FAILED, f"invalid message: {{delivery_mode_unknown,{mode[0]}}}")
+    if fields[REPLY_TO] == b"amq.rabbitmq.reply-to":
+        raise Refusal(Code.PRECONDITION_FAILED, "fast reply consumer does not exist")
     keys = (key, *_copies(headers))
     if any(name == b"BCC" for name, _ in headers):
         fields[HEADERS] = table(one for one in headers if one[0] != b"BCC")
@@ -107,12 +112,19 @@ def _ttl_ms(expiration: bytes | None) -> int | None:
     """Raises Refusal."""
     if expiration is None:
         return None
+    number = re.match(rb"[+-]?[0-9]+", expiration)
+    if number is None:
+        reason = "no_integer"
+    elif rest := expiration[number.end() :].decode("utf-8", "replace"):
+        reason = f'{{leftover_string,"{rest}"}}'
+    elif (ttl_ms := int(number[0])) < 0:
+        reason = f"{{value_negative,{ttl_ms}}}"
+    elif ttl_ms > LONGEST_TTL_MS:
+        reason = f"{{value_too_large,{ttl_ms}}}"
+    else:
+        return ttl_ms
     shown = expiration.decode("utf-8", "replace")
-    if expiration.startswith(b"-") and expiration[1:].isdigit():
-        raise Refusal(Code.PRECONDITION_FAILED, f"invalid expiration '{shown}': {{value_negative,{shown}}}")
-    if not expiration.isdigit():
-        raise Refusal(Code.PRECONDITION_FAILED, f"invalid expiration '{shown}': no_integer")
-    return int(expiration)
+    raise Refusal(Code.PRECONDITION_FAILED, f"invalid expiration '{shown}': {reason}")
 
 
 def counted(properties: bytes, deliveries: int) -> bytes:

@@ -99,6 +99,7 @@ _values = dict.fromkeys(FLAGS, _short) | {
     "headers": tables.map(lambda many: sized(b"".join(many))),
     "delivery_mode": st.binary(min_size=1, max_size=1),
     "priority": st.binary(min_size=1, max_size=1),
+    "expiration": _short | st.integers(0, 9_999).map(lambda ms: b"\4%04d" % ms),
     "timestamp": st.binary(min_size=8, max_size=8),
 }
 

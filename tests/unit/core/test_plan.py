@@ -226,6 +226,12 @@ def test_in_store_mode(asked: DelayRequest, plan: object) -> None:
         (ask(b"mail.in", says={"x-delay-routing-key": "amq.rabbitmq.reply-to.a"}), NATIVE, "leads to a direct reply"),
         (ask(b"mail.in", copies=frozenset({b"amq.rabbitmq.reply-to.a"})), STORE, "-to.a') leads to a direct reply"),
         (ask(b"mail.in", b"amq.rabbitmq.reply-to"), STORE, "leads to a direct reply"),
+        # Properties over which the broker would close the channel.
+        (ask(reply_to=b"amq.rabbitmq.reply-to"), STORE, "reply_to: expected a queue, found the direct reply 'amq."),
+        (ask(expiration=b"soon"), NATIVE, "expiration: expected 0 to 315360000000 milliseconds in digits, found"),
+        (ask(says={"x-delay-cancel": "k"}, expiration=b"soon"), STORE, "expiration: expected"),
+        (says(CC="a"), STORE, "CC: expected an array of routing keys, found 'a'"),
+        (ask(says={"x-delay": 5, "BCC": None}), STORE, "BCC: expected an array of routing keys, found None"),
         # Keys and cancels.
         (says(x_delay_key=""), STORE, "x-delay-key: expected a key, found an empty string"),
         (says(x_delay_key=5), STORE, "x-delay-key: expected a string"),

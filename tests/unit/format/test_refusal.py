@@ -8,6 +8,7 @@ import pytest
 
 from delayer.amqp.properties import Properties
 from delayer.amqp.values import Delivery, Outgoing
+from delayer.core.message import DIRECT_REPLY
 from delayer.format.refusal import NO_EDITS, EntryPoints, RetryEdits, build_retry, read_refusal, refused_properties
 from tests.support.raw import Header, Props, Value, array, content, decimal, nested, number, table, text
 
@@ -22,6 +23,7 @@ ENTRIES = EntryPoints(b"delays", frozenset({b"delayer.in", b"other.in"}))
         Props(headers=((b"x-delay", number("l", 5)), (b"who", text("me")))),
         Props(headers=(), expiration=b"60000", message_id=b"m", timestamp=5, type=b"t", app_id=b"a"),
         Props(expiration=b"1", cluster_id=b"c"),
+        Props(expiration=b"315360000000"),
         Props(headers=((b"x-opt-delivery-time", number("l", 1_800_000_000_000)),)),
         Props(headers=((b"x-opt-delivery-time", text("1800000000000")),)),
         Props(headers=((b"timestamp_in_ms", number("l", 1_700_000_000_000)),)),
@@ -114,6 +116,8 @@ def test_a_retry_without_an_exchange_goes_to_the_intake_queue() -> None:
         (standing(*says("delayer.in"), (b"x-death", array(died("delays", "other.in")))), "its origin is unknown"),
         (standing(*says("delayer.in"), (b"x-delayer-delivery-time", nested(70))), "x-opt-delivery-time cannot be read"),
         (standing(*says("delayer.in"), (b"large", text("v" * LIMIT))), "are too long"),
+        (standing(*says("delayer.in"), (b"CC", text("k"))), "close the channel: CC: expected an array"),
+        (standing(*says("delayer.in"), reply_to=DIRECT_REPLY), "close the channel: reply_to: expected a queue"),
     ],
 )
 def test_forged_headers_stop_a_retry(stands: Delivery, why: str) -> None:

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from delayer.amqp.properties import Properties, byte_array, encode_headers, entry, long_string
 from delayer.amqp.values import Delivery
 from delayer.core.marks import ID
+from delayer.core.message import DIRECT_REPLY
 from delayer.format.headers import EXCHANGE, ROUTING_KEY
 from delayer.format.refusal import refused_properties
-from tests.unit.amqp.tables import sized, text, with_headers
+from delayer.format.release import why_unpublishable
+from tests.unit.amqp.tables import properties, sized, text, with_headers, with_short
 
 MAX = 131_052
 
@@ -72,7 +74,22 @@ def test_a_table_that_fills_the_frame_keeps_its_bytes() -> None:
     assert refused(full, len(full)) == (raw, b"")  # but expiration and user id go
 
 
-@given(st.binary(max_size=400), st.integers(0, 1000), st.text(max_size=700))
+@pytest.mark.parametrize(
+    "raw",
+    [
+        with_headers(text("a"), text("CC")),
+        with_headers(entry(b"BCC", b"V")),
+        with_short(with_short(with_headers(text("a")), "reply_to", DIRECT_REPLY), "user_id", b"guest"),
+    ],
+)
+def test_properties_that_would_close_the_channel_are_kept_in_a_header(raw: bytes) -> None:
+    wrapped = encode_headers(GAINED + entry(b"x-delayer-properties", byte_array(raw)))
+    assert refused(raw) == (wrapped, b"id")
+    kept, token = refused(raw, len(wrapped) - 1)
+    assert (why_unpublishable(Properties.parse(kept)), token) == ("", b"")
+
+
+@given(properties() | st.binary(max_size=400), st.integers(0, 1000), st.text(max_size=700))
 def test_anything_can_be_refused(raw: bytes, room: int, reason: str) -> None:
     limit = max(len(raw), 900) + room
     found, token = refused_properties(delivered(raw), reason, b"id", limit)
@@ -80,6 +97,7 @@ def test_anything_can_be_refused(raw: bytes, room: int, reason: str) -> None:
     parsed = Properties.parse(found)
     assert parsed.short("expiration") is None
     assert parsed.short("user_id") is None
+    assert not why_unpublishable(parsed)
     if token:
         field = parsed.get(ID)
         assert field is not None

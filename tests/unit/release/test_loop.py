@@ -104,16 +104,17 @@ async def test_an_unfit_message_is_held_and_the_others_leave() -> None:
         due(3, properties=broken),
         due(4, properties=long_),
         due(5, key=b"q" * 256),
-        due(6, key=b"q" * 255),
+        due(6, properties=b"\x01\x00\x04soon"),
+        due(7, key=b"q" * 255),
     ]
     it = Scene(ScriptedLane(claims=[rows]))
     await run_dry(it)
     [(released, held)] = it.lane.settled
-    assert released == [rows[5]]
-    assert [row for row, _ in held] == rows[:5]
+    assert released == [rows[6]]
+    assert [row for row, _ in held] == rows[:6]
     assert {hold.kind for _, hold in held} == {HoldKind.UNFIT}
     says = ["checksum", "malformed properties", "malformed properties", "properties are too long"]
-    for (_, hold), said in zip(held, [*says, "routing key is too long"], strict=True):
+    for (_, hold), said in zip(held, [*says, "routing key is too long", "properties: expiration: "], strict=True):
         assert said in hold.text
 
 
