@@ -15,7 +15,7 @@ from delayer.core.hold import NACKED, returned
 from delayer.http import api_messages, forms
 from delayer.http.recent import host_ms
 from tests.support.web import Answer, Web, tokens_file
-from tests.unit.http.test_server import TOKEN, Inside, opened, served
+from tests.unit.http.inside import TOKEN, Inside, opened, served
 
 ROUTES = [{"from": "delayer.in", "to": "delayer.out"}, {"from": "strict.in", "to": "o", "require_delay": True}]
 AUTH = {"Authorization": f"Bearer {TOKEN}"}
