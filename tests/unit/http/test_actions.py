@@ -64,7 +64,13 @@ async def test_a_retry_of_refused_messages_fixes_headers(form: dict[str, Any], m
 
 @pytest.mark.parametrize(
     ("said", "who"),
-    [("nightly-job", "nightly-job"), ("x" * 200, "x" * 80), ("a\tb\x1b[2J", "ab[2J"), (" ", "a program")],
+    [
+        ("nightly-job", "nightly-job"),
+        ("x" * 200, "x" * 80),
+        ("a\tb\x1b[2J", "ab2J"),
+        (" ", "a program"),
+        ("ada (token ops, page, 10.0.0.1)", "ada token ops, page, 10.0.0.1"),
+    ],
 )
 async def test_a_program_names_its_user(said: str, who: str) -> None:
     inside = Inside()
@@ -79,7 +85,7 @@ async def test_a_session_is_a_protected_cookie() -> None:
     async with served(inside) as web:
         assert (await web.post("/login", {"who": "ada", "token": "wrong"})).status == 403
         assert (await web.post("/login", {"who": "", "token": TOKEN})).status == 400
-        answer = await web.post("/login", {"who": "ada", "token": TOKEN})
+        answer = await web.post("/login", {"who": "ada (token root, page）", "token": TOKEN})
         assert answer.status == 303
         assert TOKEN not in str(answer)
         cookie = answer.headers["set-cookie"]
@@ -99,7 +105,7 @@ async def test_a_session_is_a_protected_cookie() -> None:
             assert "Dropped: 1 of 1" not in (await web.get(f"/{path}")).text, "for another client"
             assert "Dropped: 1 of 1" in (await web.get(f"/{path}", **session)).text
             assert "Dropped: 1 of 1" not in (await web.get(f"/{path}", **session)).text, "once"
-        who = "ada (token ops, page, 127.0.0.1)"
+        who = "ada token root, page (token ops, page, 127.0.0.1)"
         assert inside.done == [("refused drop", frozenset({"id-1"}), who), ("strays drop", frozenset({"s-1"}), who)]
         await web.post("/logout", {}, **session)
         assert (await web.post("/actions/refused", {"verb": "drop", "id": "id-1"}, **session)).status == 403
