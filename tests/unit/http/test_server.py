@@ -11,12 +11,14 @@ import pytest
 
 from delayer.cli import status
 from delayer.config.model import Settings
-from delayer.http import server
+from delayer.http import server, view
 from delayer.http.access import HEADERS
 from delayer.http.view import Depths
 from delayer.set_aside.messages import Result
+from delayer.store.admin.stats import InboxCount, StoreOverview
 from tests.support.web import Web, tokens_file
 from tests.unit.http.inside import EVIL, REFUSED, STRAY, TOKEN, Inside, served
+from tests.unit.http.states import overview
 
 
 @pytest.mark.parametrize(
@@ -88,6 +90,21 @@ async def test_a_program_with_the_token_lists_what_is_set_aside() -> None:
         assert (filtered.status, "reason: expected one of no fields" in filtered.json["detail"]) == (400, True)
         held = await web.get("/api/held", **allowed)
         assert (held.status, "No store" in held.json["detail"]) == (404, True)
+
+
+async def test_the_page_shows_what_waits_in_the_sql_inbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [InboxCount(), InboxCount(5, 90_000)]
+
+    async def look(*_: object) -> StoreOverview:
+        return overview(inbox=seen[0])
+
+    monkeypatch.setattr(view.stats, "overview", look)
+    for says in ("", "SQL inbox:</strong> 5 not moved yet; the oldest was sent 90 s ago."):
+        async with served(Inside(store={"url": "postgresql://127.0.0.1:1/x"})) as web:
+            page = (await web.get("/parts/overview")).text
+        assert "Waiting in the store" in page
+        assert says in page if says else "SQL inbox" not in page, page
+        del seen[0]
 
 
 async def test_the_menu_counts_without_reading_a_queue() -> None:
