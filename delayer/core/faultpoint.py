@@ -17,6 +17,7 @@ _BY_WORK = """
     publish.begun publish.written
     park.copied park.committed
     inbox.deleted
+    request.published
     release.claimed release.published release.committed
     schedule.copied schedule.committed
     compact.locked compact.written compact.verified compact.deleted compact.committed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from delayer.amqp.errors import BrokerLost
 from delayer.amqp.values import Delivery, Outgoing
@@ -11,9 +12,10 @@ from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import BrokerRefused, QueueMissing, TopologyMismatch
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of
+from delayer.core.errors import StoreLost
 from delayer.core.hold import Outcome
 from delayer.core.message import as_text, raw
-from delayer.core.plan import Plan
+from delayer.core.plan import Plan, Refuse
 from delayer.daemon.wiring import Daemon
 from delayer.format.refusal import RetryEdits
 from delayer.http.recent import Recent, host_ms
@@ -72,7 +74,13 @@ class DaemonInside:
     def plan(self, message: Outgoing) -> Plan:
         live, (exchange, key, properties, body, *_) = self._daemon.live, message
         delivery = Delivery(0, False, exchange, key, properties, body)
-        return classify(delivery, live.policy(), live.now_upper_ms(), live.names().max_properties)[2]
+        policy, now_ms, most = live.policy(), live.now_upper_ms(), live.names().max_properties
+        plan = classify(delivery, policy, now_ms, most)[2]
+        if isinstance(plan, Refuse) and not policy.has_store and live.settings.store_url is not None:
+            with_store = classify(delivery, replace(policy, has_store=True), now_ms, most)[2]
+            if not isinstance(with_store, Refuse):
+                raise StoreLost("keys and cancels need the store, which is out of reach", "run `delayer check`")
+        return plan
 
     async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
         return await self._publisher.publish(batch)

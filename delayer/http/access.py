@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Final, NamedTuple
+from unicodedata import category
 from urllib.parse import urlsplit
 
 import structlog
@@ -23,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
+from delayer.config.errors import format_found
 from delayer.config.texts import is_loopback
 from delayer.config.tokens import NamedToken, Role, TokenFile, digest_of, parse_tokens
 from delayer.http.problems import HttpProblem, by_program, problem_response
@@ -96,13 +98,17 @@ class Client(NamedTuple):
     token: str
 
 
-def _program(request: Request, token: NamedToken) -> Client:
-    """Describe a program: the name it gives, its token, and its address.
+def name_of(said: str) -> str:
+    """The name that a client gives itself, for a log and a table. Without invisible characters, and without brackets,
+    so that it cannot imitate the token and the address that follow it."""
+    shown = (one for one in said if one.isprintable() and category(one) not in ("Ps", "Pe"))
+    return "".join(shown).strip()[:80]
 
-    The client controls the header's bytes, which go into a log and a table, so invisible characters are dropped.
-    """
+
+def _program(request: Request, token: NamedToken) -> Client:
+    """Describe a program: the name it gives, its token, and its address."""
     host = "" if request.client is None else f", {request.client.host}"
-    said = "".join(one for one in request.headers.get(WHO, "") if one.isprintable()).strip()[:80]
+    said = name_of(request.headers.get(WHO, ""))
     return Client(f"{said or 'a program'} (token {token.name}, http{host})", token.role, token.name)
 
 
@@ -234,7 +240,10 @@ class Sessions:
             return HttpProblem(403, f"{detail} Expected a token of the role {needed}, found {found}.", next_step=step)
         if not self.can_open:
             step = "name a file with tokens in [http] tokens_file (docs/http.md)"
-        found = "one that is not in [http] tokens_file" if "authorization" in request.headers else "none"
+        scheme = request.headers.get("authorization", "").partition(" ")[0]
+        found = "one that is not in [http] tokens_file" if scheme else "none"
+        if scheme and scheme.lower() != "bearer":
+            found = f"Authorization of the scheme {format_found(scheme)}"
         headers = {"WWW-Authenticate": "Bearer"}
         detail = f"{detail} Expected a token of the role {needed}, found {found}."
         return HttpProblem(401, detail, next_step=step, headers=headers)
@@ -269,7 +278,7 @@ class RequestGuard(BaseHTTPMiddleware):
             finally:
                 self._running -= 1
         elif by_program(request):
-            answer = problem_response(refusal)
+            answer = problem_response(request, refusal)
         else:
             answer = PlainTextResponse(f"{refusal.detail}\n", refusal.status_code)
         # Browsers cache only styles and scripts, for five minutes.

@@ -62,6 +62,7 @@ _DURATION: Final[dict[str, Any]] = {
 _INSTANT: Final[dict[str, Any]] = {
     "anyOf": [{"type": "integer", "minimum": 0, "maximum": LATEST_MS}, {"type": "string", "format": "date-time"}]
 }
+_BASE64: Final[dict[str, Any]] = {"type": "string", "contentEncoding": "base64"}
 _HEADERS: Final[dict[str, Any]] = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
 
 
@@ -102,9 +103,9 @@ def _finite(value: object) -> object:
     return value
 
 
-def _base64(value: str) -> bytes:
+def _base64(value: object) -> bytes:
     try:
-        return base64.b64decode(value, validate=True)
+        return base64.b64decode(value if isinstance(value, str) else "?", validate=True)
     except ValueError:
         raise Expected("base64") from None
 
@@ -140,7 +141,7 @@ class NewMessage(Fields):
     """The body as text, in UTF-8."""
     body_json: Annotated[Any, AfterValidator(_finite)] = None
     """The body as JSON; content_type is then application/json, unless given."""
-    body_b64: Annotated[StrictStr, Field(json_schema_extra={"contentEncoding": "base64"})] | None = None
+    body_b64: Annotated[bytes, BeforeValidator(_base64), WithJsonSchema(_BASE64)] | None = None
     """The body as bytes, in base64."""
     message_id: Name | None = None
     """Default: a random UUID; with an Idempotency-Key, a UUID made of that."""
@@ -161,8 +162,6 @@ class NewMessage(Fields):
             found += ["body_json"] if "body_json" in names and self.has_json and self.body_json is None else []
             if len(found) > 1:
                 raise Expected(f"one of {', '.join(names)}, found {' and '.join(found)}")
-        if self.body_b64 is not None:
-            _base64(self.body_b64)
         return self
 
     @property
@@ -173,7 +172,7 @@ class NewMessage(Fields):
     def content(self) -> bytes:
         if self.has_json:
             return json.dumps(self.body_json, ensure_ascii=False, separators=(",", ":")).encode()
-        return _base64(self.body_b64) if self.body_b64 is not None else (self.body or "").encode()
+        return self.body_b64 if self.body_b64 is not None else (self.body or "").encode()
 
     @property
     def properties(self) -> dict[str, str | int]:

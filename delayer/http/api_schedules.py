@@ -25,7 +25,7 @@ from delayer.http.recent import host_ms
 from delayer.http.schedule_fields import FIELDS, name_or_none, new_schedule, with_fields
 from delayer.http.shapes import RunJson, ScheduleJson, SchedulesJson, TimesJson
 from delayer.http.view import ROWS
-from delayer.schedule.cron import BadCron
+from delayer.schedule.cron import LONGEST, BadCron
 from delayer.schedule.record import ScheduleRecord
 from delayer.schedule.schedule import Schedule
 from delayer.schedule.wall import UnknownZone
@@ -69,7 +69,7 @@ class FieldReader:
 class ScheduleFields(Fields):
     """The fields of a schedule, as `delayer schedule add` and its file have them."""
 
-    cron: Annotated[Any, FieldReader("cron", _TEXT)] = None
+    cron: Annotated[Any, FieldReader("cron", {**_TEXT, "maxLength": LONGEST})] = None
     """A cron expression of five or six fields; or every."""
     every: Annotated[Any, FieldReader("every", _DURATION)] = None
     """An interval, such as 15m."""
@@ -200,7 +200,11 @@ class SchedulesApi:
         stays paused."""
 
         async def put(connection: Any) -> ScheduleRecord | None:
-            await changes.apply(connection, [new_schedule(call.name, call.body.given)], who=call.who)
+            new = new_schedule(call.name, call.body.given)
+            try:
+                await changes.apply(connection, [new], who=call.who)
+            except ScheduleRefused as refused:
+                raise ScheduleRefused([one.removeprefix(f"{new.name}: ") for one in refused.problems]) from None
             return await reading.get(connection, call.name)
 
         record = await self._change("apply", put)

@@ -4,6 +4,8 @@ document."""
 from __future__ import annotations
 
 import asyncio
+import re
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from delayer.config.errors import format_found
 from delayer.config.tokens import Role
 from delayer.http import forms
 from delayer.http.access import Client
@@ -27,10 +30,16 @@ LINES: Final = "application/x-ndjson"
 PATCHES: Final = (JSON, "application/merge-patch+json")
 MOST_BODIES: Final = 8
 """Bodies of more than SMALL bytes that are in memory at once."""
+OF_ONE: Final = MOST_BODIES // 2
+"""The share of one token, so that a client whose bodies come in slowly does not keep out the others."""
 SMALL: Final = 64 * 1024
 ALWAYS: Final = (400, 401, 403, 406, 411, 413, 421, 500, 503)
 """Problems that every endpoint may answer."""
 OF_BODIES: Final = (408, 415, 422)
+
+
+_OF_PYDANTIC: Final = re.compile(r"^(Input|String) should (be|have) |(?<=a )valid |, unable to .*$")
+"""What pydantic says around the expected value."""
 
 
 class Fields(BaseModel):
@@ -100,6 +109,7 @@ class Api:
     def __init__(self, endpoints: Sequence[Endpoint], pages: Pages) -> None:
         self._pages = pages
         self._large = asyncio.Semaphore(MOST_BODIES)
+        self._large_of = defaultdict[str, asyncio.Semaphore](partial(asyncio.Semaphore, OF_ONE))  # by the token's name
         by_path = groupby(sorted(endpoints, key=attrgetter("path")), attrgetter("path"))
         # Starlette's own choice among methods would name only those of the first route in Allow.
         self.paths = {path: {one.method: one for one in group} for path, group in by_path}
@@ -131,7 +141,7 @@ class Api:
             raise HttpProblem(415, f"Content-Type: expected {' or '.join(endpoint.media_types)}, found {found}.")
         if int(request.headers.get("content-length", "0")) <= SMALL:
             return await self._with_body(endpoint, kind, Call(request, client, query))
-        async with self._large:
+        async with self._large_of[client.token if client else ""], self._large:
             return await self._with_body(endpoint, kind, Call(request, client, query))
 
     async def _with_body(self, endpoint: Endpoint, kind: str, call: Call) -> Response:
@@ -184,13 +194,21 @@ def read_json(model: type[Fields], text: bytes, where: str = "") -> Any:
 def mistakes(error: ValidationError, model: type[BaseModel], where: str = "") -> list[WrongField]:
     """List the mistakes, at most 20."""
     found: list[WrongField] = []
-    for one in error.errors(include_url=False, include_input=False)[:20]:
-        cause = one.get("ctx", {}).get("error")
+    for one in error.errors(include_url=False)[:20]:
         place = ".".join(str(part)[:80] for part in one["loc"])
-        expected = str(cause) if isinstance(cause, ValueError) else one["msg"]
         if one["type"] == "extra_forbidden":
             expected = f"one of {', '.join(model.model_fields) or 'no fields'}, found this one"
-        found.append({"where": " ".join(filter(None, (where, place))) or "body", "expected": expected})
+        elif one["type"] == "json_invalid":
+            expected = f"JSON, found {one['ctx']['error']}"
+        elif one["type"] == "missing":
+            expected = "a value, found none"
+        else:
+            cause = one.get("ctx", {}).get("error")
+            text = _OF_PYDANTIC.sub("", one["msg"]).replace("a integer", "a whole number")
+            expected = str(cause) if isinstance(cause, ValueError) else text
+            if place and ", found" not in expected and not isinstance(one["input"], dict):
+                expected += f", found {format_found(one['input'])}"
+        found.append({"where": " ".join(filter(None, (where, place))) or "the whole body", "expected": expected})
     return found
 
 

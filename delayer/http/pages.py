@@ -20,7 +20,7 @@ from delayer.core.message import raw
 from delayer.core.readable import delayed_rows
 from delayer.format import reading
 from delayer.http import as_json, forms, recent, render
-from delayer.http.access import Sessions, cookie_name
+from delayer.http.access import Sessions, cookie_name, name_of
 from delayer.http.forms import FieldError, parse_form
 from delayer.http.health import Answers
 from delayer.http.problems import HttpProblem, by_program, problem_response
@@ -107,7 +107,7 @@ class Pages:
                 status, text = 500, "A bug. The daemon's log has it."
             error = HttpProblem(status, text, next_step=advice)
         if by_program(request):
-            return problem_response(error)
+            return problem_response(request, error)
         status, text = error.status_code, error.detail
         heading, back = _FAILURES.get(status, text), getattr(request.state, "back", "/")
         return await self.html(request, "done.html", status, heading=heading, lines=[text], back=back)
@@ -292,7 +292,7 @@ class Pages:
         except FieldError as wrong:
             return await self.html(request, "login.html", 400, wrong=str(wrong), who="")
         who, token = (form.get(name, [""])[0].strip() for name in ("who", "token"))
-        who = who[:80]
+        who = name_of(who)
         if not who:
             return await self.html(request, "login.html", 400, wrong="Say who you are.", who=who)
         host = request.client.host if request.client else "?"

@@ -15,6 +15,14 @@ from delayer.http.shapes import SentLineJson, documented
 
 MEDIA_TYPE: Final = "application/problem+json"
 RETRY_SECONDS: Final = "5"
+_NEXT: Final[Mapping[int, str]] = {
+    403: "send it from this daemon's page, or from a program",
+    421: "send a loopback name as Host, or give [http] listen another address",
+    500: "report it, with what the daemon logged",
+    503: "send the request again after Retry-After seconds",
+}
+"""The next step, by status."""
+DOCUMENT: Final = "/api/openapi.json has every path with its methods, fields and errors"
 
 
 @documented
@@ -37,7 +45,7 @@ class ProblemShape(TypedDict):
     status: int
     detail: str
     """What is wrong, and with what."""
-    next: NotRequired[str]
+    next: str
     """The next step."""
     errors: NotRequired[list[WrongField]]
     """Every mistake of the request."""
@@ -72,15 +80,22 @@ def by_program(request: Request) -> bool:
     return path.startswith("/api/") or path == "/api" or (changes and told)
 
 
-def problem_response(error: HTTPException) -> Response:
-    headers = dict(error.headers or {})
-    if error.status_code in (429, 503):
+def problem_response(request: Request, error: HTTPException) -> Response:
+    headers, status, path = dict(error.headers or {}), error.status_code, request.url.path
+    detail, step = error.detail, _NEXT.get(status, DOCUMENT if path.startswith("/api") else "read docs/http.md")
+    if status == 503:
         headers.setdefault("Retry-After", RETRY_SECONDS)
+    if not isinstance(error, HttpProblem) and status == 405:
+        allowed = ", ".join(sorted(headers["Allow"].split(", ")))
+        detail = f"{path[:200]}: expected the method {allowed}, found {request.method}."
+    elif detail == HTTPStatus(404).phrase:
+        detail = f"{path[:200]}: expected a path of the API, found none there."
     content = {
         "type": "about:blank",
-        "title": HTTPStatus(error.status_code).phrase,
-        "status": error.status_code,
-        "detail": error.detail,
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": detail,
+        "next": step,
         **getattr(error, "more", {}),
     }
-    return JSONResponse(content, error.status_code, headers, MEDIA_TYPE)
+    return JSONResponse(content, status, headers, MEDIA_TYPE)

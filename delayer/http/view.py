@@ -88,7 +88,8 @@ class DaemonPort(Protocol):
         """Cheap."""
 
     def plan(self, message: Outgoing) -> Plan:
-        """What the daemon would do with a message that is published like this. Cheap."""
+        """What the daemon would do with a message that is published like this. Cheap. Raises StoreLost if it would
+        refuse the message only because the store is out of reach."""
 
     async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
         """Publish, and wait for every confirm. Raises BrokerLost."""

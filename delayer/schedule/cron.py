@@ -39,6 +39,10 @@ _TERM = re.compile(r"([A-Z]{3}|[0-9]{1,2})-([A-Z]{3}|[0-9]{1,2})(?:/([0-9]{1,2})
 _LAST = re.compile("([A-Z]{3})L")
 
 
+LONGEST: Final = 200
+"""Maximum characters of an expression."""
+
+
 class BadCron(ValueError):
     """A text is not a cron expression, or describes no date. The text names the expected and the found value."""
 
@@ -137,6 +141,8 @@ def _next(fields: str, after: datetime) -> datetime | None:
 
 @lru_cache(maxsize=4096)
 def _read(expression: str) -> _Times:
+    if len(expression) > LONGEST:
+        raise BadCron(f"expected at most {LONGEST} characters, found {len(expression)}")
     fields = MACROS.get(expression.strip().lower(), expression).upper().split()
     if len(fields) not in (5, 6) or not expression.isprintable():
         raise BadCron(

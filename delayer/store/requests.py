@@ -9,6 +9,7 @@ from typing import Final
 
 from asyncpg import Connection
 
+from delayer.core.faultpoint import reach
 from delayer.store import pool
 from delayer.store.admin.actions import change_connection
 
@@ -50,6 +51,7 @@ async def attempt(url: str, key: bytes, content: bytes) -> AsyncIterator[Attempt
             raise OtherRequest
         made = Attempt(None if row is None else row["answer"])
         yield made
+        reach("request.published")
         if made.answer is not None:
             await connection.execute(_WRITE, key, content, made.answer)
 

@@ -27,7 +27,9 @@ from delayer.store import requests
 from tests.acceptance.own_vhost import OwnVhost
 from tests.support.daemon import DaemonProcess
 from tests.support.place import eventually
+from tests.support.proxy import Proxy
 from tests.support.raw import Inbox, text
+from tests.support.servers import Postgres
 from tests.support.store import sql
 from tests.support.web import Answer, Web, tokens_file
 
@@ -49,6 +51,10 @@ class Shop:
         content = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return await self.web.ask(method, path, content, {**ALLOWED, **kind, **named})
+
+    async def send_keyed(self, body: str, **more: Any) -> Answer:
+        message = {"exchange": "in", "routing_key": "inbox", "body": body, "delay": 0, "key": "order", **more}
+        return await self.ask("POST", "/api/messages", message)
 
     async def send(self, body: str, delay: int | str = 0, key: str = "", **more: Any) -> Answer:
         once = {"Idempotency-Key": key} if key else {}
@@ -177,6 +183,27 @@ async def test_without_a_store_the_api_says_what_needs_one(place: OwnVhost) -> N
         assert (keyed.status, "needs a store" in keyed.json["detail"]) == (400, True)
 
 
+async def test_a_key_waits_for_a_store_that_is_away(place: OwnVhost, store: str, postgres: Postgres) -> None:
+    """The daemon in native mode would refuse the message now, and would not once the store is back."""
+    async with Proxy(postgres.port) as proxy:
+        database = store.rpartition("/")[2]
+        async with shop(place, "native", postgres.url(database, port=proxy.port)) as this:
+            assert (await this.send_keyed("1")).status == 202
+            await this.inbox.got([b"1"])
+            await proxy.refuse()
+            await this.daemon.event("store unreachable")
+            away = await this.send_keyed("2")
+            assert (away.status, away.headers["retry-after"]) == (503, "5"), away.text
+            assert "need the store" in away.json["detail"] and away.json["next"]
+            wrong = await this.send_keyed("3", headers={"x-delay-key-mode": "lost"})
+            assert wrong.status == 422, "it would be refused with the store too"
+            assert (await this.send("4")).status == 202
+            await this.inbox.got([b"4"])
+            await proxy.accept()
+            await eventually(lambda: this.send_keyed("2"), lambda answer: answer.status == 202)
+            await this.inbox.got([b"2"])
+
+
 async def test_schedules_over_http(place: OwnVhost, store: str) -> None:
     async with shop(place, "store", store) as this:
         new = {"name": "tick", "every": "1h", "to": "out", "routing_key": "inbox", "body": "tick"}
@@ -185,6 +212,12 @@ async def test_schedules_over_http(place: OwnVhost, store: str) -> None:
         assert (await this.ask("POST", "/api/schedules", new)).status == 409
         wrong = await this.ask("POST", "/api/schedules", {**new, "name": "b", "every": "1ms"})
         assert (wrong.status, wrong.json["errors"][0]["where"]) == (422, "every")
+        for zone, name in (("Europe/Nowhere", "tick"), ("Europe/Nowhere", "zone")):
+            cron = {"cron": "0 7 * * MON", "zone": zone, "to": "out"}
+            wrong = await this.ask("PUT", f"/api/schedules/{name}", cron)
+            assert (wrong.status, [one["where"] for one in wrong.json["errors"]]) == (422, ["zone"]), wrong.text
+        wrong = await this.ask("PUT", "/api/schedules/long", {"cron": "1," * 50_000, "to": "out"})
+        assert (wrong.status, "at most 200 characters" in wrong.json["detail"]) == (422, True), wrong.text[:300]
         assert (await this.ask("POST", "/api/schedules", {"name": "b"})).status == 422
         for field, value in (
             ("max", 1 << 63),

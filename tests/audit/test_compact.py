@@ -17,6 +17,7 @@ from delayer.store.rows.partitions import name_of
 from delayer.store.segments import catalog, restore
 from delayer.store.segments.compact import LARGEST
 from tests.audit.compacting import COUNT, FEW, ROWS, bring_back, everything, filled, lawful, pack, run_delayer
+from tests.support.json_shapes import check
 from tests.support.place import compact_all
 from tests.support.store import blocked, owned, parcel, sql
 
@@ -138,7 +139,7 @@ async def test_the_commands(database: str, tmp_path: Path, monkeypatch: pytest.M
         assert 0 < planned["packed_bytes"] < planned["saved_bytes"] < planned["log_bytes"]
         code, told, wrong = await run_delayer(database, "compact", "--master", "local[2]", "--json")
         assert code == 0, wrong
-        done = json.loads(told)
+        done = check("compact", told)
         assert done["messages"] == FEW
         assert abs(planned["packed_bytes"] - done["packed_bytes"]) < done["packed_bytes"] / 5
         assert done["disk_bytes"]["after"] < done["disk_bytes"]["before"]

@@ -106,6 +106,12 @@ class Kept:
         said = [one for one in self.process.events if one.get("event") in ("starting", "mode switched")]
         return str(said[-1].get("now") or said[-1].get("mode")) if said else ""
 
+    @property
+    def address(self) -> str:
+        """Where it serves HTTP; empty before it does."""
+        served = (one for one in self.process.events[:BEGINNING] if one.get("event") == "http served")
+        return next((one["addresses"][0] for one in served), "")
+
     async def ready(self) -> None:
         await self.process.event("ready", timeout=STARTUP)
 

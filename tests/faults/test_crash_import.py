@@ -23,6 +23,7 @@ from delayer.format import lines
 from delayer.format.lines import Line
 from delayer.imports import files
 from tests.integration.test_import_sql import NOON, Source, mariadb, source_of
+from tests.support.json_shapes import check
 from tests.support.logged import logging_as_it_was
 from tests.support.rows import conserved
 from tests.support.servers import Postgres
@@ -161,7 +162,8 @@ async def test_abort_instead(store: str, tmp_path: Path, fault: str, committed: 
     write(path)
     arguments = (str(path), "--unverified", "--yes", "--json")
     await killed(store, "import", "jsonl", "run", *arguments, fault=fault)
-    done = await report(store, "import", "jsonl", "abort", *arguments)
+    _, out, _ = await delayer(store, "import", "jsonl", "abort", *arguments)
+    done = check("import … abort", out)
     assert (done["phase"], done["parked"]) == ("aborted", committed)
     assert len(await parked(store)) == committed
     async with sql(store) as admin:

@@ -11,12 +11,12 @@ from typing import Any
 
 import click
 import pytest
-from pydantic import TypeAdapter
 
 from delayer.cli.main import cli
 from tests.integration.cli import Run
 from tests.support.daemon import PROGRAM
-from tests.support.json_page import COMMANDS, PAGE, page
+from tests.support.json_page import PAGE, page
+from tests.support.json_shapes import COMMANDS, check
 
 
 def with_json(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[str]:
@@ -44,13 +44,6 @@ def test_the_page_is_as_the_shapes_are() -> None:
 
 def test_the_page_has_every_command_with_json() -> None:
     assert {documented_as(command) for command in with_json(cli)} == set(COMMANDS)
-
-
-def check(command: str, output: str, which: int = 0) -> Any:
-    shape = COMMANDS[command][which]
-    found = json.loads(output)
-    TypeAdapter(shape).validate_python(found, strict=True, extra="forbid")
-    return found
 
 
 FILE = """[schedule.tick]
@@ -118,12 +111,12 @@ def test_real_outputs_are_as_the_page_says(delayer: Run, vhost: str, database: s
     alone("restore", "--all", "--dry-run", which=1)
     alone("restore", "--all")
     alone("compact", "--dry-run", which=1)
-    assert set(COMMANDS) - seen == {"import … abort"}
+    assert set(COMMANDS) - seen == {"import … abort"}, "which tests/faults/test_crash_import.py runs"
 
 
 @pytest.mark.parametrize("name", ["refused", "strays"])
 def test_messages_that_are_set_aside(name: str) -> None:
-    from tests.unit.http.test_server import REFUSED, STRAY
+    from tests.unit.http.inside import REFUSED, STRAY
 
     one = {"refused": REFUSED, "strays": STRAY}[name].as_dict()
     check(f"{name} list", json.dumps({"depth": 1, "delayed": 0, "hidden": "", "messages": [one]}))

@@ -57,12 +57,15 @@ class SqlLetters(Letters):
     def headers(self, number: int) -> dict[str, Any]:
         return SHAPES[number % len(SHAPES)]
 
+    def entries(self, headers: dict[str, Any]) -> list[tuple[bytes, bytes]]:
+        """The headers as AMQP has them. jsonb orders the names by length first."""
+        names = sorted(headers, key=lambda name: (len(name.encode()), name.encode()))
+        return [(name.encode(), encoded(headers[name])) for name in names]
+
     def letter(self, number: int, form: Form, due_ms: int, delay_ms: int) -> Letter:
         body = super().letter(number, form, due_ms, delay_ms).body
         assert body.startswith(NUMBER.pack(number))
-        # jsonb orders the names by length first.
-        names = sorted(self.headers(number), key=lambda name: (len(name.encode()), name.encode()))
-        kept = [(name.encode(), encoded(self.headers(number)[name])) for name in names]
+        kept = self.entries(self.headers(number))
         said = [*kept, (b"x-deliver-at", long(due_ms))]
         flags, before, after = 0x3080, b"", b"\x02"  # headers, delivery mode, message id
         if number % 2:

@@ -11,7 +11,7 @@ import pytest
 from delayer.cli import check, status
 from delayer.cli.check import CheckReport
 from delayer.config.model import Settings
-from tests.unit.http.test_server import Inside, served
+from tests.unit.http.inside import Inside, served
 
 
 def settings(listen: str) -> Settings:

@@ -12,10 +12,10 @@ from openapi_spec_validator import validate
 from delayer.amqp.properties import Properties, decoded
 from delayer.amqp.values import Outgoing
 from delayer.core.hold import NACKED, returned
-from delayer.http import api_messages, forms
+from delayer.http import api_messages, endpoints, forms
 from delayer.http.recent import host_ms
 from tests.support.web import Answer, Web, tokens_file
-from tests.unit.http.test_server import TOKEN, Inside, opened, served
+from tests.unit.http.inside import TOKEN, Inside, opened, served
 
 ROUTES = [{"from": "delayer.in", "to": "delayer.out"}, {"from": "strict.in", "to": "o", "require_delay": True}]
 AUTH = {"Authorization": f"Bearer {TOKEN}"}
@@ -92,10 +92,10 @@ async def test_forms_of_delays_and_bodies(new: dict[str, Any], headers: dict[byt
 
 
 WRONG: dict[str, tuple[int, str]] = {
-    "": (400, "Invalid JSON"),
-    "{": (400, "Invalid JSON"),
-    '{"body": "\\ud800"}': (400, "Invalid JSON"),
-    "[" * 10_000: (400, "Invalid JSON"),
+    "": (400, "the whole body: expected JSON, found EOF"),
+    "{": (400, "expected JSON, found EOF"),
+    '{"body": "\\ud800"}': (400, "expected JSON, found unexpected end of hex escape"),
+    "[" * 10_000: (400, "expected JSON, found recursion limit exceeded"),
     "[]": (422, "an object"),
     '{"dealy": 1}': (422, "dealy: expected one of exchange, routing_key, delay"),
     '{"delay": "soon"}': (422, 'delay: expected a duration in whole numbers such as "250ms"'),
@@ -108,8 +108,10 @@ WRONG: dict[str, tuple[int, str]] = {
     '{"body": "a", "body_json": null}': (422, "found body and body_json"),
     '{"body_json": NaN}': (422, "body_json: expected a finite number"),
     '{"body_json": [1e999]}': (422, "body_json: expected a finite number"),
-    '{"body_b64": "a"}': (422, "expected base64"),
-    '{"body": 1}': (422, "valid string"),
+    '{"body_b64": "a"}': (422, 'body_b64: expected base64, found "a"'),
+    '{"body": 1}': (422, "body: expected a string, found 1"),
+    '{"key_mode": "x"}': (422, "key_mode: expected 'replace', 'keep' or 'debounce', found \"x\""),
+    '{"key": ""}': (422, 'key: expected at least 1 character, found ""'),
     '{"headers": {"a": null}}': (422, "headers: expected a string, a number"),
     '{"headers": {"a": [1]}}': (422, "headers: expected a string, a number"),
     '{"headers": {"a": 1e300}}': (422, "headers: expected a finite float"),
@@ -120,7 +122,8 @@ WRONG: dict[str, tuple[int, str]] = {
     '{"exchange": "delayer.out"}': (422, 'exchange: expected no route comes from exchange "delayer.out"'),
     '{"exchange": "strict.in"}': (422, "does not refuse, found: "),
     '{"key": "k", "delay": 1}': (422, "does not refuse, found: "),
-    '{"priority": 256}': (422, "priority"),
+    '{"priority": 256}': (422, "priority: expected less than or equal to 255, found 256"),
+    '{"priority": "a"}': (422, 'priority: expected a whole number, found "a"'),
     '{"expiration": "1s"}': (422, "does not refuse, found: expiration: expected 0 to 315360000000 milliseconds"),
     '{"expiration": "1s", "headers": {"x-delay-cancel": "k"}}': (422, "does not refuse, found: expiration: expected"),
     '{"headers": {"CC": "a"}}': (422, "does not refuse, found: CC: expected an array"),
@@ -137,6 +140,7 @@ async def test_a_wrong_message_is_a_problem_and_is_not_sent(text: str) -> None:
         answer = await web.ask("POST", "/api/messages", text.encode(), JSON)
     assert (answer.status, answer.headers["content-type"]) == (status, "application/problem+json"), answer.text
     assert says in answer.json["detail"] and answer.json["errors"], answer.text
+    assert "nput should" not in answer.text and answer.json["next"], answer.text
     assert inside.sent == []
 
 
@@ -201,6 +205,7 @@ async def test_a_role_allows_no_more(role: str, method: str, path: str, status: 
     [
         ("POST", "/api/messages", {"Authorization": "Bearer x"}, 401),
         ("POST", "/api/messages", {"Authorization": ""}, 401),
+        ("POST", "/api/messages", {"Authorization": "Basic b3BzOng="}, 401),
         ("POST", "/api/messages", {"Content-Type": "text/plain"}, 415),
         ("POST", "/api/messages", {"Content-Type": ""}, 415),
         ("POST", "/api/messages", {"Accept": "text/html"}, 406), ("PUT", "/api/messages", {}, 405),
@@ -225,10 +230,51 @@ async def test_every_error_is_a_problem(method: str, path: str, headers: dict[st
     if status == 400 and headers.get("Content-Length"):
         return  # h11 answers itself.
     assert answer.headers["content-type"] == "application/problem+json"
-    assert answer.json["status"] == status and answer.json["title"] and answer.json["detail"]
+    assert answer.json["status"] == status and answer.json["title"] and answer.json["detail"] and answer.json["next"]
     assert ("www-authenticate" in answer.headers) == (status == 401)
     assert ("allow" in answer.headers) == (status == 405)
     assert inside.sent == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "detail"),
+    [
+        ("PUT", "/api/messages", AUTH, "/api/messages: expected the method DELETE, GET, HEAD, PATCH, POST, found PUT."),
+        ("GET", "/api/nothing", AUTH, "/api/nothing: expected a path of the API, found none there."),
+        ("GET", "/api", AUTH, "/api: expected a path of the API, found none there."),
+        ("GET", "/api/messages", {"Authorization": "Basic b3BzOng="},
+         'GET /api/messages needs a token. Expected a token of the role read, found Authorization of '
+         'the scheme "Basic".'),
+        ("GET", "/api/messages", {"Authorization": "bearer x"},
+         "GET /api/messages needs a token. Expected a token of the role read, found one that is "
+         "not in [http] tokens_file."),
+        ("GET", "/api/schedules/a/preview?count=0", AUTH,
+         'Query: count: expected greater than or equal to 1, found "0".'),
+    ],
+)  # fmt: skip
+async def test_an_error_says_what_is_there_instead(
+    method: str, path: str, headers: dict[str, str], detail: str
+) -> None:
+    async with served(daemon()) as web:
+        answer = await web.ask(method, path, None, headers)
+    assert answer.json["detail"] == detail
+    assert ("/api/openapi.json" in answer.json["next"]) == (headers is AUTH)
+
+
+async def test_slow_bodies_of_one_token_do_not_keep_out_the_others() -> None:
+    inside = daemon()
+    tokens = {"tokens_file": tokens_file(TOKEN, f"slow publish {TOKEN}-2")}
+    inside.settings = inside.settings.model_copy(update={"http": inside.settings.http.model_copy(update=tokens)})
+    large = json.dumps({"body": "x" * endpoints.SMALL}).encode()
+    head = f"POST /api/messages HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}-2\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(large)}\r\n\r\n{{"
+    async with served(inside) as web:
+        slow = [await opened(web, head.encode()) for _ in range(2 * endpoints.MOST_BODIES)]
+        for _ in range(3):
+            async with asyncio.timeout(5):
+                assert (await web.ask("POST", "/api/messages", large, JSON)).status == 202
+        for _, writer in slow:
+            writer.close()
 
 
 async def test_a_body_that_does_not_come_in_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

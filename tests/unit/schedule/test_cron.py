@@ -99,6 +99,7 @@ def test_the_calendar_ends() -> None:
         ("0 0 31 FEB,4,jun *", "day-of-month: expected a day that month FEB,4,JUN has, found '31'"),
         ("0 0 30 2 */2", "this date never comes"),
         ("0 0 * *\n *\x07", "expected five fields"),
+        ("0 7 * * " + ",".join("1" * 100_000), "expected at most 200 characters, found 200007"),
     ],
 )
 def test_errors_name_the_field_and_the_value(expression: str, words: str) -> None:

@@ -1,0 +1,131 @@
+"""Clients of the HTTP server that are odd, slow, or too many."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from delayer.http import server
+from delayer.http.access import AT_ONCE
+from delayer.set_aside.messages import Result
+from tests.unit.http.inside import Inside, opened, served
+
+
+@pytest.mark.parametrize("metrics_only", [False, True])
+@pytest.mark.parametrize("path", ["/health/live", "/health/ready"])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        "GET {} HTTP/1.0\r\n",
+        "OPTIONS {} HTTP/1.0\r\n",
+        "HEAD {} HTTP/1.0\r\n",
+        "HEAD {} HTTP/1.1\r\nHost: 10.1.2.3:9419\r\n",
+        "OPTIONS {} HTTP/1.1\r\nHost: lb.example\r\nOrigin: https://evil.example\r\n",
+        "GET {}?from=lb HTTP/1.1\r\nHost:\r\nSec-Fetch-Site: cross-site\r\n",
+        "GET {} HTTP/1.1\r\nHost: [broken\r\nTransfer-Encoding: chunked\r\n",
+    ],
+)
+async def test_a_health_check_of_any_form_is_answered(ask: str, path: str, metrics_only: bool) -> None:
+    async with served(Inside(), metrics_only=metrics_only) as web:
+        end = "\r\n0\r\n\r\n" if "chunked" in ask else "\r\n"
+        reader, writer = await opened(web, (ask.format(path) + "Connection: close\r\n" + end).encode())
+        async with asyncio.timeout(10):
+            head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+        writer.close()
+        assert head.startswith(b"HTTP/1.1 200"), head
+        assert (b"reasons" in body) == (not ask.startswith("HEAD"))
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics", "/api/live", "/static/htmx.min.js", "/health/live/x", "/health"])
+async def test_everything_else_keeps_its_check_of_the_host(path: str) -> None:
+    async with served(Inside()) as web:
+        for ask in ("GET {} HTTP/1.0\r\n\r\n", "GET {} HTTP/1.0\r\nHost: lb.example\r\n\r\n"):
+            reader, writer = await opened(web, ask.format(path).encode())
+            async with asyncio.timeout(10):
+                assert (await reader.read(-1)).startswith(b"HTTP/1.1 421")
+            writer.close()
+
+
+async def test_a_quiet_connection_ends_after_its_answer() -> None:
+    async with served(Inside()) as web:
+        reader, writer = await opened(web, b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        async with asyncio.timeout(10):
+            assert (await reader.read(-1)).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_slow_queries_run_one_after_another() -> None:
+    inside = Inside()
+    began, go, at_once = asyncio.Event(), asyncio.Event(), []
+
+    async def look(_name: str, limit: int) -> Result:
+        at_once.append(1)
+        began.set()
+        await go.wait()
+        return Result(0)
+
+    inside.look_aside = look  # type: ignore[method-assign]
+
+    async def status(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
+        answer = await reader.read(-1)
+        writer.close()
+        return int(answer.split()[1])
+
+    ask = b"GET /refused HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    async with served(inside) as web:
+        asking = [await opened(web, ask) for _ in range(AT_ONCE - 2)]
+        await began.wait()
+        assert (await web.get("/health/live")).status == 200
+        more = [asyncio.create_task(status(*await opened(web, ask))) for _ in range(20)]
+        done, _ = await asyncio.wait(more, return_when=asyncio.FIRST_COMPLETED)
+        assert {task.result() for task in done} == {503}, "more at once than the limit"
+        assert len(at_once) == 1
+        go.set()
+        assert {await status(*one) for one in asking} == {200}
+        await asyncio.wait(more)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"",
+        b"GET /health/live HTTP/1.1\r\nHost: localh",
+        b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea",
+    ],
+    ids=range(3),
+)
+async def test_a_slow_client_loses_its_connection(monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.3)
+    async with served(Inside()) as web:
+        reader, writer = await opened(web, start)
+
+        async def drip() -> None:
+            while True:
+                writer.write(b"o")
+                await asyncio.sleep(0.05)
+
+        dripping = asyncio.create_task(drip()) if start else None
+        with suppress(ConnectionResetError):
+            async with asyncio.timeout(4):
+                await reader.read(-1)
+        if dripping is not None:
+            dripping.cancel()
+        writer.close()
+        assert (await web.get("/health/live")).status == 200
+
+
+async def test_a_client_that_reads_no_answer_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "READ_SECONDS", 0.3)
+    ask = b"GET /static/uPlot.iife.min.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    async with served(Inside()) as web:
+        _, writer = await opened(web)
+        writer.transport.pause_reading()
+        with pytest.raises(ConnectionError):
+            async with asyncio.timeout(20):
+                while True:
+                    writer.write(ask * 20)
+                    await writer.drain()
+                    await asyncio.sleep(0.01)
+        assert (await web.get("/health/live")).status == 200
