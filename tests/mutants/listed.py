@@ -39,8 +39,12 @@ MUTANTS: Sequence[Mutant] = (
         "delayer/store/schedules/occurrences.py",
         "tests/integration/test_schedules.py",
         ("expired-for-all-policies", "and is_expired(record.schedule, record.waiting_ms, now_ms)", ""),
-        ("occurrence-of-any-id", "if one.id == record.waiting_id:", "if one.id != record.waiting_id:"),
         ("rejected-occurrence-fails-all", "if len(planned) > 1:", "if not planned:"),
+    ),
+    *of(
+        "delayer/store/schedules/table.py",
+        "tests/integration/test_schedules.py",
+        ("occurrence-of-any-id", "AND waiting_id = ANY($2)", "AND (waiting_id = ANY($2) OR true)"),
     ),
     *of(
         "delayer/store/sql/lock_run.sql",
@@ -60,8 +64,13 @@ MUTANTS: Sequence[Mutant] = (
     *of(
         "delayer/store/schedules/zones.py",
         "tests/integration/test_schedules_zones.py",
-        ("older-zone-data-are-forgotten", "WHERE zone_version > $1", "WHERE zone_version < $1"),
         ("zone-data-do-not-catch-up", "min(version, self.loaded or version)", "version"),
+        ("older-daemons-are-not-asked", "and await _is_older_one_alive(connection, version)", ""),
+    ),
+    *of(
+        "delayer/store/schedules/changes.py",
+        "tests/integration/test_schedules_zones.py",
+        ("older-zone-data-are-forgotten", "WHERE zone_version > $1", "WHERE zone_version < $1"),
     ),
     *of(
         "delayer/store/rows/partitions.py",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import asyncpg
 import pytest
@@ -20,7 +20,7 @@ from delayer.store.rows.partitions import AGAIN_SECONDS, LOCKED_SECONDS, Days
 )
 async def test_missing_days_after_a_failed_attempt(error: Exception, at_once: list[int], pause: float) -> None:
     """A failure of one day does not stop the other days; a failure of all days does."""
-    connection = Mock(**{"transaction.side_effect": error, "is_closed.return_value": False})
+    connection = Mock(execute=AsyncMock(side_effect=error), **{"is_closed.return_value": False})
     days, wanted = Days(()), [4, 5, 6]
     assert days.missing(wanted, 4, 0.0) == wanted
     await days.ensure(connection, [4], 4, 0.0, 60.0)
