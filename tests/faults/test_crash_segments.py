@@ -130,7 +130,7 @@ async def test_another_daemon_restores_the_segment_of_a_hung_one(vhost: str, sto
             other = await stack.enter_async_context(place.daemon())
             restored = await other.event("segment restored")
             assert restored["messages"] == PACKED
-            await ledger.all_back(timeout=20.0)
+            await ledger.all_back()
             hung.signal(signal.SIGCONT)
             await hung.event("restoring interrupted")
             await place.ended(ledger)

@@ -142,6 +142,6 @@ async def test_a_claim_that_waits_for_a_lock_delays_only_earlier_parks(database:
             await eventually(lambda: any(lane.behind for lane in daemon.backlog._ownership._lanes))
             for body in (b"one", b"two", b"three"):
                 await daemon.backlog.apply([parcel(daemon.now_upper_ms(), body)])
-            await eventually(lambda: len(daemon.publisher.published) == 3, timeout=10)
+            await eventually(lambda: len(daemon.publisher.published) == 3)
             assert {one.body for _, one in daemon.publisher.published} == {b"one", b"two", b"three"}
         await eventually(lambda: len(daemon.publisher.published) == 4)
