@@ -28,8 +28,7 @@ run: servers ## private servers and the daemon, up until Ctrl-C; prints how to s
 	@$(PYTHON_OF_VENV) -m tests.support.up
 
 .PHONY: test
-test: ready lint ## check, then the tests, against real servers of their own; under ten minutes (PYTEST_ARGS=… to choose)
-	@$(PYTHON_OF_VENV) -m pytest $(PYTEST_SPREAD) $(PYTEST_ARGS)
+test: lint test-only ## check, then the tests, against real servers of their own; under ten minutes (PYTEST_ARGS=… to choose)
 
 .PHONY: test-slow
 test-slow: ready ## the slow tests: Spark, every import, and whole daemons killed again and again
@@ -100,13 +99,15 @@ clean: ## delete .venv and everything built here
 
 # ---- steps of the above
 
-.PHONY: dev servers ready lint
+.PHONY: dev servers ready lint test-only
 dev:
 	@.ci/setup dev
 servers:
 	@.ci/setup dev servers
 ready:
 	@.ci/setup dev servers mariadb
+test-only: ready
+	@$(PYTHON_OF_VENV) -m pytest $(PYTEST_SPREAD) $(PYTEST_ARGS)
 lint: dev
 	@$(PYTHON_OF_VENV) -m ruff check --quiet .
 	@$(PYTHON_OF_VENV) -m ruff format --check --quiet .

@@ -81,7 +81,7 @@ async def test_messages_that_end_connections_are_held_and_do_not_stop_the_rest(
                 await raw.publish(
                     Message("in", b"inbox", cancel, b""), Message("in", b"inbox", delayed, b"later %d" % n)
                 )
-            await inbox.got([b"later %d" % n for n in range(10)], timeout=30)
+            await inbox.got([b"later %d" % n for n in range(10)])
             assert all(inbox.counts[b"later %d" % n] == 1 for n in range(10))
         assert await daemon.stop() == 0, daemon.tail()
         assert 1 <= lost <= len(BAD)

@@ -13,6 +13,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from delayer.store.inbox import POLL_SECONDS
 from tests.acceptance.own_vhost import OwnVhost, delayed
 from tests.support.daemon import DaemonProcess
 from tests.support.place import eventually
@@ -93,7 +94,7 @@ async def test_a_message_due_at_once_leaves_within_moments_of_the_commit(
                 began = time.monotonic()
             await inbox.got([body])
             took.append(time.monotonic() - began)
-    assert statistics.median(took) < 0.1, sorted(took)
+    assert statistics.median(took) < POLL_SECONDS / 2, sorted(took)
 
 
 async def test_a_transaction_that_commits_late_is_not_passed_over(place: OwnVhost, store: str) -> None:
@@ -116,9 +117,7 @@ async def test_a_transaction_that_commits_late_is_not_passed_over(place: OwnVhos
             await inbox.got([b"quick %d" % number])
             number += 1
         await transaction.commit()
-        began = time.monotonic()
         await inbox.got([b"slow"])
-        assert time.monotonic() - began < 1
         await send(app, "last", None)
         await inbox.got([b"last"])
     assert b"never" not in inbox.counts

@@ -96,10 +96,11 @@ PACKED = 20
 
 def restore(fault: str, rows: int, packed: int, stopped: Copies = ONCE) -> Row:
     """``rows`` and ``packed``: how many of the messages wait, and are in the segment, when the daemon is dead.
-    ``stopped``: the copies if the daemon resumes after its store died."""
+    ``stopped``: the copies if the daemon resumes after its store died. The delay is long, because on a busy machine the
+    daemon that parks the messages takes seconds to stop, and must not release them before."""
     copies = {DAEMON: ONCE, POSTGRES: stopped, STORE_CUT: stopped}
     after = {"delays": 0, "store": rows, "segments": packed, "out": 0}
-    return Row("store", fault, copies, after, same_id=True, delay_ms=5_000, messages=PACKED, prepared="compacted")
+    return Row("store", fault, copies, after, same_id=True, delay_ms=15_000, messages=PACKED, prepared="compacted")
 
 
 # In addition to these tables: the process dies in the middle of restoring a segment. Nothing of it was published before

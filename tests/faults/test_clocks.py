@@ -61,9 +61,9 @@ async def test_with_a_store_the_hosts_clock_does_not_matter(
         await ledger.until(lambda: ledger.total() > 250)
         clock.set(ahead_ms)
         await ledger.publish(500, longest_ms=1_500)
-        await place.ended(ledger, timeout=60)
+        await place.ended(ledger)
         late_ms = [one[0].at_ms - one[0].due_ms for one in ledger.arrivals.values()]
-    assert max(late_ms) < 5_000
+    assert max(late_ms) < 30_000, "a lane sleeps for up to a minute"
 
 
 async def test_without_a_store_setting_the_clock_does_not_make_messages_early(vhost: str, tmp_path: Path) -> None:
@@ -75,14 +75,14 @@ async def test_without_a_store_setting_the_clock_does_not_make_messages_early(vh
         await ledger.publish(300, delay_ms=6_000)
         await eventually(lambda: in_the_cascade(place), lambda count: count == 300)
         clock.set(HOUR_MS)
-        await ledger.all_back(timeout=60)
+        await ledger.all_back()
         ledger.verdict().assert_kept()
         clock.set(0)
         await ledger.publish(300, delay_ms=6_000)
         await eventually(lambda: in_the_cascade(place), lambda count: count == 300)
         clock.set(-HOUR_MS)
-        await eventually(place.standing, lambda standing: "delayer.delay-level-11" in standing, timeout=60)
-        await eventually(place.standing, lambda standing: sum(standing.values()) == 300, timeout=60)
+        await eventually(place.standing, lambda standing: "delayer.delay-level-11" in standing)
+        await eventually(place.standing, lambda standing: sum(standing.values()) == 300)
         assert ledger.total() == 300
         assert await daemon.stop() == 0
 
@@ -108,7 +108,7 @@ async def test_messages_wait_for_a_store_clock_set_back_at_a_failover(
                 " AND datname = current_database()"
             )
             await ledger.publish(300, longest_ms=1_000, absolute=False)
-            await ledger.all_back(timeout=30)
+            await ledger.all_back()
             assert await daemon.stop() == 0
             verdict = await place.settle_accounts(ledger)
             arrivals = [one[0] for one in ledger.arrivals.values()]

@@ -120,7 +120,7 @@ async def test_another_daemon_restores_the_segment_of_a_hung_one(vhost: str, sto
     async with place.ledger(SEED + 1) as ledger:
         async with place.daemon(STORE__LANES="1") as daemon:  # one lane, one segment
             await daemon.ready()
-            await ledger.publish(PACKED, delay_ms=3_000, absolute=True)
+            await ledger.publish(PACKED, delay_ms=15_000, absolute=True)  # It must be stopped by then.
             await eventually(place.rows, lambda rows: rows == PACKED)
             assert await daemon.stop() == 0, daemon.tail()
         assert await place.compact() == 1
@@ -130,7 +130,7 @@ async def test_another_daemon_restores_the_segment_of_a_hung_one(vhost: str, sto
             other = await stack.enter_async_context(place.daemon())
             restored = await other.event("segment restored")
             assert restored["messages"] == PACKED
-            await ledger.all_back(timeout=20.0)
+            await ledger.all_back()
             hung.signal(signal.SIGCONT)
             await hung.event("restoring interrupted")
             await place.ended(ledger)

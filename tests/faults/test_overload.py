@@ -94,7 +94,7 @@ async def test_a_blocked_broker_stops_releasing_not_parking(postgres: Postgres, 
             await ledger.publish(500, delay_ms=delay_ms)
         await asyncio.to_thread(rabbitmq.ctl, "set_vm_memory_high_watermark", "0.0000001")
         daemon = await stack.enter_async_context(place.working())
-        await eventually(place.rows, lambda rows: rows == 5_000, timeout=30)
+        await eventually(place.rows, lambda rows: rows == 5_000)
         assert ledger.total() == 100, "released while the broker takes nothing"
         assert "memory" in (await daemon.event("broker blocked"))["reason"]
         await asyncio.to_thread(rabbitmq.ctl, "set_vm_memory_high_watermark", "0.4")

