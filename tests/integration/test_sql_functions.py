@@ -52,6 +52,9 @@ async def test_a_literal_is_a_text_and_other_bodies_keep_their_bytes(database: s
             ("'k', '{\"a\":1}'::jsonb", b'{"a": 1}', "application/json"),
             ("'k', jsonb_build_object('a', 1), content_type => 'text/json'", b'{"a": 1}', "text/json"),
             ("'k', 'x'::varchar", b"x", TEXT),
+            ("'k', '{\"a\":1}'::json", b'{"a":1}', "application/json"),
+            ("'k', json_build_object('a', 1)", b'{"a" : 1}', "application/json"),
+            ("'k', row_to_json((SELECT x FROM (VALUES (5)) AS x (n)))", b'{"n":5}', "application/json"),
         ):
             row = await sent(connection, f"SELECT delayer_send({call})")
             assert (row["body"], row["properties"].get("content_type")) == (body, content_type), call
@@ -108,7 +111,7 @@ NULL, WRONG = "22004", "22023"
     ("call", "state", "text"),
     [
         ("NULL, 'x'", NULL, "routing_key: expected text, found null"),
-        ("'k', NULL", NULL, "body: expected bytea, text or jsonb, found null"),
+        ("'k', NULL", NULL, "body: expected bytea, text or json, found null"),
         ("'k', NULL::jsonb", NULL, "body: expected"),
         ("'k', 'x', exchange => NULL", NULL, "exchange: expected"),
         ("'k', 'x', headers => NULL", NULL, "headers: expected"),
@@ -116,6 +119,12 @@ NULL, WRONG = "22004", "22023"
         ("'k', 'x', delay => '-1 ms'", WRONG, "delay: expected zero or more, found -00:00:00.001"),
         ("'k', 'x', due => 'infinity'", WRONG, "due: expected an instant before the year 10000, found infinity"),
         ("'k', 'x', delay => '8000 years'", WRONG, "due: expected an instant before the year 10000"),
+        ("'k', 'x', delay => '300000 years'", WRONG, "delay: expected at most 10000 years, found 300000 years"),
+        ("'k', 'x', delay => '-300000 years'", WRONG, "delay: expected zero or more, found -300000 years"),
+        ("'k', 'x', expiration => '10 years'", WRONG, "expiration: expected at most 3650 days, found 10 years"),
+        ("'k', 'x', reply_to => 'amq.rabbitmq.reply-to'", WRONG, "reply_to: expected a queue, found the direct reply"),
+        ("'k', 'x', headers => '{\"CC\": \"a\"}'", WRONG, "headers: expected arrays of routing keys in CC and BCC"),
+        ("'k', 'x', headers => '{\"BCC\": null}'", WRONG, "headers: expected arrays of routing keys in CC and BCC"),
         ("repeat('k', 256), 'x'", WRONG, "routing_key: expected at most 255 bytes, found 256"),
         ("'k', 'x', exchange => repeat('ü', 128)", WRONG, "exchange: expected at most 255 bytes, found 256"),
         ("'k', repeat('x', 16777217)", WRONG, "body: expected at most 16777216 bytes, found 16777217"),
@@ -208,7 +217,7 @@ def schema(request: pytest.FixtureRequest, postgres: Postgres) -> Iterator[tuple
 async def let_send(connection: asyncpg.Connection, schema: str) -> None:
     await connection.execute(f'GRANT USAGE ON SCHEMA "{schema}" TO {ROLE}')
     granted = [statement for (statement,) in await connection.fetch(grants(schema))]
-    assert len(granted) == 4
+    assert len(granted) == 5
     for statement in granted:
         await connection.execute(statement)
 
