@@ -16,6 +16,8 @@ import pytest
 from delayer.store import upgrades
 from tests.integration.rights import PAGE
 from tests.support.postgres import Postgres
+from tests.support.postgres_kinds import pgbouncer
+from tests.support.processes import StartFailed
 
 TEXT = "text/plain; charset=utf-8"
 
@@ -179,6 +181,51 @@ async def test_what_is_urgent_notifies_once_at_the_commit(database: str) -> None
         await connection.execute("SELECT delayer_send('k', 'x', '1 hour')")
         await listener.execute("SELECT pg_sleep(0.2)")
         assert heard == ["x"]
+
+
+async def test_a_prepared_transaction_can_send_what_is_not_urgent() -> None:
+    """Postgres prepares no transaction with a notification."""
+    server = Postgres(settings={"max_prepared_transactions": "5"})
+    try:
+        name = await asyncio.to_thread(lambda: server.start().add_store())
+        async with plain(server.url(name)) as connection:
+            for call in ("delayer_send('k', 'x')", "delayer_send('k', 'x', '4 s')", "delayer_cancel('k')"):
+                await connection.execute(f"BEGIN; SELECT {call}")
+                with pytest.raises(asyncpg.PostgresError, match="NOTIFY"):
+                    await connection.execute("PREPARE TRANSACTION 'two'")
+            await connection.execute("BEGIN; SELECT delayer_send('k', 'x', '1 minute'); PREPARE TRANSACTION 'two'")
+            await connection.execute("COMMIT PREPARED 'two'")
+            assert await connection.fetchval("SELECT count(*) FROM delayer_inbox") == 1
+    finally:
+        await asyncio.to_thread(server.close)
+
+
+async def test_pgbouncer_in_transaction_mode(postgres: Postgres, database: str) -> None:
+    """More clients than connections of the server share these, transaction by transaction."""
+    name = database.rpartition("/")[2]
+
+    async def client(url: str, number: int) -> None:
+        connection = await asyncpg.connect(url, statement_cache_size=0)
+        try:
+            for turn in range(4):
+                transaction = connection.transaction()
+                await transaction.start()
+                await connection.execute("SELECT delayer_send('k', $1, '1 hour', key => $1)", f"{number} {turn}")
+                await connection.execute("SELECT delayer_cancel($1)", f"{number} {turn}")
+                await (transaction.commit() if turn % 2 else transaction.rollback())
+        finally:
+            await connection.close()
+
+    try:
+        with pgbouncer(postgres, "transaction") as port:
+            url = postgres.url(name, port=port)
+            await asyncio.gather(*(client(url, number) for number in range(40)))
+    except StartFailed as missing:
+        pytest.skip(str(missing))
+    async with plain(database) as connection:
+        rows = await connection.fetch("SELECT headers ->> 'x-delay-key' AS sent FROM delayer_inbox ORDER BY id")
+        assert {row["sent"] for row in rows} == {None, *(f"{n} {turn}" for n in range(40) for turn in (1, 3))}
+        assert len(rows) == 2 * 40 * 2
 
 
 # ---- rights
