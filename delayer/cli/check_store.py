@@ -54,6 +54,7 @@ async def check_store(report: CheckReport, settings: Settings, url: str) -> Cloc
                 need = await needs.lock_need(connection, settings.store.history_days)
                 connections = await needs.connection_need(connection)
                 rights = await needs.missing_rights(connection, history=settings.store.history_days > 0)
+                open_to_all = await needs.open_functions(connection)
                 zones = await reading.zone_version(connection)
                 daemons = await reading.zone_versions(connection)
                 failed = await reading.find(connection, SHOWN, state=ScheduleState.FAILED)
@@ -81,6 +82,9 @@ async def check_store(report: CheckReport, settings: Settings, url: str) -> Cloc
     for one in rights:
         found = f"{one.role} lacks {one.right} on {one.on}: the daemon cannot park, release, or maintain its tables"
         report.add("rights", "off", found, f"{one.advice} (docs/security.md)")
+    if open_to_all:
+        found = f"every role may call {counted(open_to_all, 'function')} of the SQL inbox, as after `pg_restore -x`"
+        report.add("rights", "off", found, 'revoke it: docs/security.md, "Postgres: applications that send by SQL"')
     _locks(report, need)
     _connections(report, connections)
     _lanes(report, seen)
@@ -114,7 +118,10 @@ def _messages(report: CheckReport, seen: stats.StoreOverview) -> None:
     if seen.held:
         advice = "`delayer held list` has the reasons; the daemon tries them again, except those marked *by hand*"
         report.add("held", "note", f"{seen.held} in the store", advice)
-    if seen.inbox.unread_ms:
+    if seen.inbox is None:
+        found = f"not counted within {stats.INBOX_SECONDS} s"
+        report.add("SQL inbox", "note", found, 'see docs/operations.md, "An SQL inbox that is not read"')
+    elif seen.inbox.unread_ms:
         age = duration(seen.inbox.unread_ms / 1000)
         found = f"{counted(seen.inbox.messages, 'message')} not read yet; the oldest was sent {age} ago"
         report.add("SQL inbox", "off", found, "the owner of the first lane reads it: see its log, or start a daemon")

@@ -279,7 +279,7 @@ async def _store(settings: Settings) -> dict[str, Any] | None:
         "advice": "" if wrong is None else wrong.advice,
         "schema": seen.schema_found,
         **{name: getattr(seen, name) for name in ("waiting", "held", "counters", "next_due_ms", "store_now_ms")},
-        "inbox": seen.inbox._asdict(),
+        "inbox": seen.inbox and seen.inbox._asdict(),
         "lanes": list(map(json_of_lane, seen.lanes)),
         "segments": {
             "count": seen.segments.segments,
@@ -299,7 +299,9 @@ def _print_store(store: dict[str, Any] | None) -> None:
     now_ms = store["store_now_ms"]
     next_due = when(store["next_due_ms"], now_ms)
     click.echo(f"waiting: {store['waiting']}   held: {store['held']}   next due in the store: {next_due}")
-    if store["inbox"]["messages"]:
+    if store["inbox"] is None:
+        click.echo(f"SQL inbox: not counted within {stats.INBOX_SECONDS} s")
+    elif store["inbox"]["messages"]:
         age = duration(store["inbox"]["age_ms"] / 1000)
         click.echo(f"SQL inbox: {store['inbox']['messages']} not moved yet; the oldest was sent {age} ago")
     if store["segments"]["count"]:

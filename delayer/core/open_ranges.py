@@ -7,6 +7,7 @@ at the first id would read the dead rows of all messages before, until a vacuum 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Final
 
@@ -33,6 +34,9 @@ class OpenRanges:
         """The ids before and after each range."""
         return [low for low, _ in self._ranges], [high for _, high in self._ranges]
 
+    def __len__(self) -> int:
+        return len(self._ranges)
+
     @property
     def last(self) -> int:
         """The largest id taken so far; 0 without any."""
@@ -56,6 +60,22 @@ class OpenRanges:
                 left.append((low, id_))
             low = id_
         self._ranges = [*left, *([(low, high)] if low + 1 < high else []), *ranges]
+
+    def merge(self, most: int, kept: Iterable[int]) -> None:
+        """Merge the closest ranges until ``most`` are left, if possible. Ids between merged ranges are open again, so
+        their rows must be gone; the ids ``kept`` stay closed."""
+        rows = sorted(kept)
+        places = [
+            at
+            for at in range(1, len(self._ranges) - 1)
+            if bisect_left(rows, self._ranges[at - 1][1]) == bisect_left(rows, self._ranges[at][0] + 1)
+        ]
+        places.sort(key=lambda at: self._ranges[at][0] - self._ranges[at - 1][1])
+        joined = set(places[: max(0, len(self._ranges) - most)])
+        merged: list[tuple[int, int]] = []
+        for at, (low, high) in enumerate(self._ranges):
+            merged.append((merged.pop()[0] if at in joined else low, high))
+        self._ranges = merged
 
     def close(self, last: int) -> None:
         """Close all ids up to ``last``, because none of them can appear any more."""

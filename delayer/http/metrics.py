@@ -82,8 +82,12 @@ METRICS: Final[Mapping[str, MetricKind]] = {
     "store_schema_current": _gauge("", "0 or 1", "whether the store has the schema that this version needs"),
     "waiting_messages": _gauge("", "messages", "rows that wait in the store; exact"),
     "held_messages": _gauge("", "messages", "held messages; exact"),
-    "inbox_messages": _gauge("", "messages", "messages in the SQL inbox that no daemon has moved yet; at most 100,000"),
-    "inbox_age_seconds": _gauge("", "seconds", "time since the oldest of them was sent; 0 if there are none"),
+    "inbox_messages": _gauge(
+        "", "messages", "messages in the SQL inbox that no daemon has moved yet; at most 100,000; missing if unknown"
+    ),
+    "inbox_unread_seconds": _gauge(
+        "", "seconds", "time since the oldest of them was sent, from 30 s on; 0 while a daemon reads them"
+    ),
     "backlog_messages": _gauge(
         "route due", "messages", "waiting messages, by route and due time; large numbers are estimates"
     ),
@@ -200,8 +204,9 @@ def _of_store(seen: Snapshot[StoreOverview]) -> Iterator[MetricSample]:
         return
     yield "waiting_messages", [], overview.waiting
     yield "held_messages", [], overview.held
-    yield "inbox_messages", [], overview.inbox.messages
-    yield "inbox_age_seconds", [], overview.inbox.age_ms / 1000
+    if overview.inbox is not None:
+        yield "inbox_messages", [], overview.inbox.messages
+        yield "inbox_unread_seconds", [], overview.inbox.unread_ms / 1000
     if overview.next_due_ms is not None:
         yield "next_due_timestamp_seconds", [], overview.next_due_ms / 1000
     overdue_ms = 0 if overview.next_due_ms is None else max(overview.store_now_ms - overview.next_due_ms, 0)

@@ -21,6 +21,10 @@ from delayer.intake.ports import Inbox, IntakeSettings
 NAME: Final = "delayer_inbox"
 """The name of the inbox where queues are named."""
 _FORM: Final = DELIVER_AT.decode()
+_UNROUTED: Final = (
+    "pass one of these as exchange to delayer_send, and give all daemons of this store the same routes; routes with "
+    "retry take no message by SQL"
+)
 
 
 class InboxHandler(IntakeHandler):
@@ -48,5 +52,5 @@ class InboxHandler(IntakeHandler):
                 for source, route in policy.routes.items()
                 if route.retry is None
             }
-            self._seen, self._adapted = policy, replace(policy, routes=routes)
+            self._seen, self._adapted = policy, replace(policy, routes=routes, unrouted=_UNROUTED)
         return self._adapted

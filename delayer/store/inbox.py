@@ -7,7 +7,8 @@ transaction that moves its message into the backlog deletes it, or until its pub
 
 Transactions commit in another order than they draw ids. The reader keeps the ids that may still appear (OpenRanges),
 and closes a range once every transaction that could have drawn an id there is over. Such a transaction had its number
-before the id, so it is over when no older one runs than a number that was drawn after the id was seen.
+before the id, so it is over when no older one runs than a number that was drawn after the id was seen. Rows that were
+inserted by hand, or restored, may have any id, so the reader also looks at all ids now and then.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ POLL_SECONDS: Final = 1.0
 """Seconds between two reads without a notification. Messages that are due later than this do not notify."""
 CLOSE_SECONDS: Final = 1.0
 """Seconds between two attempts to close ranges. Each needs a transaction's number."""
+LOOK_SECONDS: Final = 60.0
+"""Seconds between two reads of all ids, if no row is known. Such a read passes the dead rows of the past."""
+MOST_RANGES: Final = 1_000
+"""With more, every read would be slow. They grow while any program has an old transaction open."""
 BATCH_BYTES: Final = 8 << 20
 _HORIZON: Final = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint, pg_current_xact_id()::text::bigint"
 
@@ -60,7 +65,7 @@ class InboxSubscription:
         self._session: LaneSession | None = None
         self._ranges = OpenRanges()
         self._mark: _Mark | None = None
-        self._mark_at = self._read_at = 0.0
+        self._mark_at = self._read_at = self._look_at = 0.0
         self._tags = count(1)
         self._rows: dict[int, int] = {}  # The id by tag, of each row that is not settled.
         self._settled: list[int] = []  # The ids of rows to delete.
@@ -111,15 +116,28 @@ class InboxSubscription:
                 if limit <= 0 or not self._backlog.owns_first_lane:
                     return []
                 closed = await self._find_closed(connection)
-                rows = await connection.fetch(statements.READ_INBOX, *self._ranges.bounds, limit, BATCH_BYTES)
+                ranges = self._next_ranges()
+                rows = await connection.fetch(statements.READ_INBOX, *ranges.bounds, limit, BATCH_BYTES)
         self.behind = len(rows) == limit or sum(len(row["body"]) for row in rows) >= BATCH_BYTES
         ids = [row["id"] for row in rows]
-        self._ranges.take(ids)
+        if ids:
+            self._ranges = ranges
+            ranges.take(ids)
         if closed is not None and (not self.behind or ids[-1] > closed):
             self._ranges.close(closed)
         batch = [delivery_of_row(next(self._tags), row) for row in rows]
         self._rows.update((delivery.tag, id_) for delivery, id_ in zip(batch, ids, strict=True))
         return batch
+
+    def _next_ranges(self) -> OpenRanges:
+        """Return the ranges to read, now and then all ids. No row is read twice: all others that were read are gone."""
+        now, there = asyncio.get_running_loop().time(), [*self._rows.values(), *self._settled]
+        if not there and now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            return OpenRanges()
+        if len(self._ranges) > MOST_RANGES:
+            self._ranges.merge(MOST_RANGES // 2, there)
+        return self._ranges
 
     async def _find_closed(self, connection: Connection) -> int | None:
         """Return the id up to which the next read finds all rows that will ever be there; None if that is not known, or

@@ -81,7 +81,8 @@ CREATE FUNCTION delayer_send(
 ) RETURNS text LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $function$
 DECLARE
     wrong text[];
-    due_at timestamptz := coalesce(due, clock_timestamp() + delay);
+    due_at timestamptz := coalesce(
+        due, clock_timestamp() + CASE WHEN delay BETWEEN interval '0' AND interval '10000 years' THEN delay END);
     asked jsonb := '{}';
     id text := coalesce(message_id, gen_random_uuid()::text);
     shorts jsonb;
@@ -89,7 +90,7 @@ BEGIN
     wrong := CASE
         WHEN routing_key IS NULL THEN
             ARRAY['routing_key: expected text, found null', 'an empty text is a routing key too']
-        WHEN body IS NULL THEN ARRAY['body: expected bytea, text or jsonb, found null', 'an empty body is ''''']
+        WHEN body IS NULL THEN ARRAY['body: expected bytea, text or json, found null', 'an empty body is ''''']
         WHEN exchange IS NULL THEN
             ARRAY['exchange: expected text, found null', 'leave it out, or name the `from` of a route']
         WHEN headers IS NULL THEN ARRAY['headers: expected an object, found null', 'leave it out, or pass ''{}''']
@@ -97,6 +98,8 @@ BEGIN
             ARRAY['expected delay or due, found both', 'delay counts from this call; due is an instant']
         WHEN delay < interval '0' THEN
             ARRAY[format('delay: expected zero or more, found %s', delay), 'leave delay out to send at once']
+        WHEN delay > interval '10000 years' THEN
+            ARRAY[format('delay: expected at most 10000 years, found %s', delay), 'pass a shorter delay']
         WHEN NOT isfinite(due_at) OR due_at >= timestamptz '10000-01-01 00:00:00+00' THEN
             ARRAY[format('due: expected an instant before the year 10000, found %s', due_at), 'pass an earlier instant']
         WHEN octet_length(exchange) > 255 THEN
@@ -127,6 +130,11 @@ BEGIN
             ARRAY[format('key_ceiling: expected zero or more, found %s', key_ceiling), 'pass a longer interval']
         WHEN expiration < interval '0' THEN
             ARRAY[format('expiration: expected zero or more, found %s', expiration), 'leave it out to use none']
+        WHEN extract(epoch FROM expiration) > 315360000 THEN
+            ARRAY[format('expiration: expected at most 3650 days, found %s', expiration), 'leave it out to use none']
+        WHEN reply_to = 'amq.rabbitmq.reply-to' THEN
+            ARRAY[format('reply_to: expected a queue, found the direct reply %L', reply_to),
+                  'only a consumer on the channel of the publish has that address']
         WHEN priority NOT BETWEEN 0 AND 255 THEN
             ARRAY[format('priority: expected 0 to 255, found %s', priority), 'leave it out to use none']
         WHEN jsonb_typeof(headers) <> 'object' THEN
@@ -139,6 +147,9 @@ BEGIN
             ARRAY['headers: expected no delay next to delay or due, found one', 'state the delay once']
         WHEN key IS NOT NULL AND headers ?| ARRAY['x-delay-key', 'x-delay-key-mode', 'x-delay-key-ceiling'] THEN
             ARRAY['headers: expected no x-delay-key… next to key, found one', 'state the key once']
+        WHEN jsonb_typeof(headers -> 'CC') <> 'array' OR jsonb_typeof(headers -> 'BCC') <> 'array' THEN
+            ARRAY['headers: expected arrays of routing keys in CC and BCC, found something else',
+                  'pass ''{"CC": ["key"]}''']
     END;
     IF wrong IS NULL AND headers <> '{}' THEN
         SELECT ARRAY[format('headers: expected names of 1 to 255 bytes, and numbers within ±1e308, found %L',
@@ -250,7 +261,7 @@ def upgrade() -> None:
         WRITE,
         SEND,
         overload("text", "convert_to(body, 'UTF8')", "text/plain; charset=utf-8"),
-        overload("jsonb", "convert_to(body::text, 'UTF8')", "application/json"),
+        *(overload(one, "convert_to(body::text, 'UTF8')", "application/json") for one in ("json", "jsonb")),
         CANCEL,
     )
     for statement in (TABLE, STORAGE):

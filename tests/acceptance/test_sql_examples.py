@@ -84,4 +84,6 @@ async def test_the_readme_s_example_comes_after_ten_seconds(vhost: str, database
     place = await Place("store", vhost, database).declare()
     async with place.ledger(), place.working():
         await psql(postgres, database, OF_README.replace("10 seconds", "1 second"))
-        await eventually(place.conserved, lambda counters: counters["released"] + counters["held"] == 1)
+        # The laws of conservation hold only in one snapshot, and the daemon works.
+        ended = "SELECT coalesce(sum(n), 0) FROM counter WHERE kind IN ('released', 'held')"
+        await eventually(lambda: place.ask(ended), lambda count: count == 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import statistics
 import time
@@ -177,6 +178,25 @@ async def test_what_a_daemon_cannot_accept_is_refused_and_stops_nobody(place: Ow
     assert set(refused.counts.values()) == {1}
 
 
+async def test_a_route_with_retry_takes_no_message_by_sql(place: OwnVhost, store: str) -> None:
+    """A forged x-death would choose the queue."""
+    retry = {"attempts": 3, "first": "1s", "exhausted": "parking"}
+    routes = [{"from": "in", "to": "out"}, {"from": "failed", "to": "", "retry": retry}]
+    environ = place.environ("store", store) | {"ROUTE": json.dumps(routes)}
+    death = [{"queue": "inbox", "reason": "rejected", "count": 1, "exchange": "out", "routing-keys": ["inbox"]}]
+    async with place.working(environ) as (daemon, raw, inbox), application(store) as app:
+        refused = await raw.inbox("delays.refused")
+        call = "SELECT delayer_send('inbox', 'forged', exchange => 'failed', headers => $1)"
+        await app.execute(call, json.dumps({"x-death": death}))
+        await send(app, "fine", None)
+        await refused.got([b"forged"])
+        await inbox.got([b"fine"])
+        reason = (await daemon.event("message refused"))["reason"]
+        assert await daemon.stop() == 0
+    assert reason.startswith("no route for exchange 'failed': expected one of 'in'; pass one of these as exchange")
+    assert inbox.counts == {b"fine": 1}
+
+
 async def test_a_row_that_the_store_rejects_is_refused_alone(place: OwnVhost, store: str) -> None:
     """A constraint that an operator added stands for any data that the database rejects."""
     bodies = [b"fine %d" % number for number in range(40)]
@@ -328,7 +348,7 @@ async def test_an_inbox_that_nobody_reads_is_seen(place: OwnVhost, store: str) -
             [reason] = answer.json["reasons"]
             assert reason.startswith("the SQL inbox is not read: a message in it was sent ")
             seen = await eventually(web.metrics, lambda seen: seen["delayer_inbox_messages",] == 1)
-            assert seen["delayer_inbox_age_seconds",] >= 60
+            assert seen["delayer_inbox_unread_seconds",] >= 60
             await other.execute("SELECT pg_advisory_unlock_all()")
             await inbox.got([b"x"])
             await eventually(lambda: web.get("/health/ready"), lambda answer: answer.status == 200)

@@ -14,10 +14,12 @@ import pytest
 from delayer.core.errors import StoreLost
 from delayer.store import servers
 from tests.support.flow import flowing
+from tests.support.ledger import Ledger
 from tests.support.place import Place, eventually
 from tests.support.postgres_kinds import SmallDisk, Standby
 from tests.support.proxy import Proxy
 from tests.support.servers import Postgres, RabbitMQ, StartFailed
+from tests.support.sql_ledger import SqlLedger
 from tests.support.verdict import Window
 
 SEED = 9_000
@@ -29,8 +31,10 @@ NO_ROOM_FOR_A_TABLE = r"ERROR:  could not extend file .*: No space left on devic
 NO_ROOM_FOR_THE_WAL = r"PANIC:  could not write to file \"pg_wal/.*: No space left on device"
 
 
-async def test_a_read_only_standby_until_it_is_promoted(rabbitmq: RabbitMQ, vhost: str) -> None:
-    """The address points to the standby while it is read-only: nothing is parked, released or lost."""
+@pytest.mark.parametrize("kind", [Ledger, SqlLedger])
+async def test_a_read_only_standby_until_it_is_promoted(rabbitmq: RabbitMQ, vhost: str, kind: type[Ledger]) -> None:
+    """The address points to the standby while it is read-only: nothing is parked, released or lost. Publishers by SQL
+    meet the same server, and some of their messages are still in the inbox when the primary fails."""
     async with AsyncExitStack() as stack:
         primary = Postgres()
         stack.callback(primary.close)
@@ -41,12 +45,15 @@ async def test_a_read_only_standby_until_it_is_promoted(rabbitmq: RabbitMQ, vhos
         await asyncio.to_thread(standby.start)
         proxy = await stack.enter_async_context(Proxy(primary.port))
         place = await Place("store", vhost, primary.url(name), via_store=primary.url(name, port=proxy.port)).declare()
-        ledger = await stack.enter_async_context(place.ledger(SEED))
+        ledger = await stack.enter_async_context(place.ledger(SEED, kind=kind))
         daemon = await stack.enter_async_context(place.working())
         await ledger.publish(2_000, delay_ms=4_000)
         await eventually(place.rows, lambda rows: rows == 2_000)
         await place.ready(0)
         await proxy.refuse()
+        if isinstance(ledger, SqlLedger):
+            await ledger.publish(300, delay_ms=1_000)
+            assert await place.inbox() == 300
 
         async def follows() -> bool:
             return await asyncio.to_thread(standby.follows)
@@ -55,14 +62,19 @@ async def test_a_read_only_standby_until_it_is_promoted(rabbitmq: RabbitMQ, vhos
         await asyncio.to_thread(primary.kill)
         proxy.lead_to(standby.port)
         await proxy.accept()
-        await ledger.publish(500, delay_ms=500)
+        if isinstance(ledger, SqlLedger):
+            ledger.store = standby.url(name)
+        publishing = asyncio.create_task(ledger.publish(500, delay_ms=500))
         await daemon.event("store unreachable", where=lambda one: "during recovery" in one["reason"])
-        await eventually(lambda: place.depth("delays"), lambda depth: depth == 500)
+        if kind is Ledger:
+            await publishing
+            await eventually(lambda: place.depth("delays"), lambda depth: depth == 500)
         assert ledger.total() == 0
         with pytest.raises(StoreLost, match="expected a primary, found a standby"):  # the error of a new daemon
             await servers.check(standby.url(name))
         await asyncio.to_thread(standby.promote)
         place.store = standby.url(name)
+        await publishing
         await place.ended(ledger, repeats=True)
 
 

@@ -16,6 +16,8 @@ import pytest
 from delayer.store import upgrades
 from tests.integration.rights import PAGE
 from tests.support.postgres import Postgres
+from tests.support.postgres_kinds import pgbouncer
+from tests.support.processes import StartFailed
 
 TEXT = "text/plain; charset=utf-8"
 
@@ -52,6 +54,9 @@ async def test_a_literal_is_a_text_and_other_bodies_keep_their_bytes(database: s
             ("'k', '{\"a\":1}'::jsonb", b'{"a": 1}', "application/json"),
             ("'k', jsonb_build_object('a', 1), content_type => 'text/json'", b'{"a": 1}', "text/json"),
             ("'k', 'x'::varchar", b"x", TEXT),
+            ("'k', '{\"a\":1}'::json", b'{"a":1}', "application/json"),
+            ("'k', json_build_object('a', 1)", b'{"a" : 1}', "application/json"),
+            ("'k', row_to_json((SELECT x FROM (VALUES (5)) AS x (n)))", b'{"n":5}', "application/json"),
         ):
             row = await sent(connection, f"SELECT delayer_send({call})")
             assert (row["body"], row["properties"].get("content_type")) == (body, content_type), call
@@ -108,7 +113,7 @@ NULL, WRONG = "22004", "22023"
     ("call", "state", "text"),
     [
         ("NULL, 'x'", NULL, "routing_key: expected text, found null"),
-        ("'k', NULL", NULL, "body: expected bytea, text or jsonb, found null"),
+        ("'k', NULL", NULL, "body: expected bytea, text or json, found null"),
         ("'k', NULL::jsonb", NULL, "body: expected"),
         ("'k', 'x', exchange => NULL", NULL, "exchange: expected"),
         ("'k', 'x', headers => NULL", NULL, "headers: expected"),
@@ -116,6 +121,12 @@ NULL, WRONG = "22004", "22023"
         ("'k', 'x', delay => '-1 ms'", WRONG, "delay: expected zero or more, found -00:00:00.001"),
         ("'k', 'x', due => 'infinity'", WRONG, "due: expected an instant before the year 10000, found infinity"),
         ("'k', 'x', delay => '8000 years'", WRONG, "due: expected an instant before the year 10000"),
+        ("'k', 'x', delay => '300000 years'", WRONG, "delay: expected at most 10000 years, found 300000 years"),
+        ("'k', 'x', delay => '-300000 years'", WRONG, "delay: expected zero or more, found -300000 years"),
+        ("'k', 'x', expiration => '10 years'", WRONG, "expiration: expected at most 3650 days, found 10 years"),
+        ("'k', 'x', reply_to => 'amq.rabbitmq.reply-to'", WRONG, "reply_to: expected a queue, found the direct reply"),
+        ("'k', 'x', headers => '{\"CC\": \"a\"}'", WRONG, "headers: expected arrays of routing keys in CC and BCC"),
+        ("'k', 'x', headers => '{\"BCC\": null}'", WRONG, "headers: expected arrays of routing keys in CC and BCC"),
         ("repeat('k', 256), 'x'", WRONG, "routing_key: expected at most 255 bytes, found 256"),
         ("'k', 'x', exchange => repeat('ü', 128)", WRONG, "exchange: expected at most 255 bytes, found 256"),
         ("'k', repeat('x', 16777217)", WRONG, "body: expected at most 16777216 bytes, found 16777217"),
@@ -172,6 +183,51 @@ async def test_what_is_urgent_notifies_once_at_the_commit(database: str) -> None
         assert heard == ["x"]
 
 
+async def test_a_prepared_transaction_can_send_what_is_not_urgent() -> None:
+    """Postgres prepares no transaction with a notification."""
+    server = Postgres(settings={"max_prepared_transactions": "5"})
+    try:
+        name = await asyncio.to_thread(lambda: server.start().add_store())
+        async with plain(server.url(name)) as connection:
+            for call in ("delayer_send('k', 'x')", "delayer_send('k', 'x', '4 s')", "delayer_cancel('k')"):
+                await connection.execute(f"BEGIN; SELECT {call}")
+                with pytest.raises(asyncpg.PostgresError, match="NOTIFY"):
+                    await connection.execute("PREPARE TRANSACTION 'two'")
+            await connection.execute("BEGIN; SELECT delayer_send('k', 'x', '1 minute'); PREPARE TRANSACTION 'two'")
+            await connection.execute("COMMIT PREPARED 'two'")
+            assert await connection.fetchval("SELECT count(*) FROM delayer_inbox") == 1
+    finally:
+        await asyncio.to_thread(server.close)
+
+
+async def test_pgbouncer_in_transaction_mode(postgres: Postgres, database: str) -> None:
+    """More clients than connections of the server share these, transaction by transaction."""
+    name = database.rpartition("/")[2]
+
+    async def client(url: str, number: int) -> None:
+        connection = await asyncpg.connect(url, statement_cache_size=0)
+        try:
+            for turn in range(4):
+                transaction = connection.transaction()
+                await transaction.start()
+                await connection.execute("SELECT delayer_send('k', $1, '1 hour', key => $1)", f"{number} {turn}")
+                await connection.execute("SELECT delayer_cancel($1)", f"{number} {turn}")
+                await (transaction.commit() if turn % 2 else transaction.rollback())
+        finally:
+            await connection.close()
+
+    try:
+        with pgbouncer(postgres, "transaction") as port:
+            url = postgres.url(name, port=port)
+            await asyncio.gather(*(client(url, number) for number in range(40)))
+    except StartFailed as missing:
+        pytest.skip(str(missing))
+    async with plain(database) as connection:
+        rows = await connection.fetch("SELECT headers ->> 'x-delay-key' AS sent FROM delayer_inbox ORDER BY id")
+        assert {row["sent"] for row in rows} == {None, *(f"{n} {turn}" for n in range(40) for turn in (1, 3))}
+        assert len(rows) == 2 * 40 * 2
+
+
 # ---- rights
 
 ROLE = "shop"
@@ -208,7 +264,7 @@ def schema(request: pytest.FixtureRequest, postgres: Postgres) -> Iterator[tuple
 async def let_send(connection: asyncpg.Connection, schema: str) -> None:
     await connection.execute(f'GRANT USAGE ON SCHEMA "{schema}" TO {ROLE}')
     granted = [statement for (statement,) in await connection.fetch(grants(schema))]
-    assert len(granted) == 4
+    assert len(granted) == 5
     for statement in granted:
         await connection.execute(statement)
 

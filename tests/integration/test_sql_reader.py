@@ -15,7 +15,8 @@ import pytest
 from delayer.amqp.values import Delivery
 from delayer.core.errors import StoreLost
 from delayer.core.operations import Applied, Operation, fold
-from delayer.store import statements
+from delayer.store import inbox, statements
+from delayer.store.admin import stats
 from delayer.store.inbox import InboxSubscription
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.session import LaneSession
@@ -189,3 +190,79 @@ async def test_a_read_does_not_pass_the_dead_rows_of_the_past(database: str, hel
             return subscription._ranges.has_gaps
 
         await eventually(gaps, lambda there: not there)
+
+
+async def test_many_open_ranges_are_merged(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each transaction that is rolled back leaves one, while any program has an old transaction."""
+    monkeypatch.setattr(inbox, "MOST_RANGES", 20)
+    async with process(database) as first, sql(database) as app, sql(database) as slow, sql(database) as hung:
+        subscription = first.subscribe()
+        await hung.execute("BEGIN; SELECT pg_current_xact_id()")
+        await app.execute("SELECT nextval('delayer_inbox_id_seq')")
+        await send(app, 1)
+        [stuck] = await read(subscription)
+        for number in range(100):
+            if number == 30:
+                await slow.execute("BEGIN")
+                await send(slow, 1, "slow")
+            await app.execute("SELECT nextval('delayer_inbox_id_seq')")
+            await send(app, 1)
+            [delivery] = await read(subscription)
+            subscription.ack(delivery.tag, multiple=False)
+            assert len(subscription._ranges) <= 22
+        await slow.execute("COMMIT")
+        [late] = await read(subscription)
+        assert late.body == b"slow"
+        subscription.ack(stuck.tag, multiple=False)
+        subscription.ack(late.tag, multiple=False)
+        assert not await read(subscription)
+        assert not await unread(app)
+
+
+async def test_rows_with_ids_that_were_passed_are_found(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inserted by hand, or restored from a dump."""
+    monkeypatch.setattr(inbox, "LOOK_SECONDS", 0.2)
+    async with process(database) as first, sql(database) as app:
+        subscription = first.subscribe()
+        await send(app, 20)
+        assert await settle_all(subscription) == 20
+
+        async def closed() -> bool:
+            await send(app, 1)
+            assert await settle_all(subscription) == 1
+            return not subscription._ranges.has_gaps
+
+        await eventually(closed)
+        await app.execute("""INSERT INTO delayer_inbox OVERRIDING SYSTEM VALUE
+            SELECT id, now(), 'in', 'k', '{}', '{}', convert_to(id::text, 'UTF8') FROM unnest(ARRAY[3, 7]) AS id""")
+        found = await eventually(lambda: read(subscription))
+        assert [one.body for one in found] == [b"3", b"7"]
+        assert not await read(subscription), "while rows are there, no id is read twice"
+        subscription.ack(found[-1].tag, multiple=True)
+        await send(app, 2)
+        assert await settle_all(subscription) == 2
+        assert not await unread(app)
+
+
+async def test_an_inbox_is_unread_only_without_a_living_reader(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transaction may be older than any limit when it commits."""
+    monkeypatch.setattr(stats, "_INBOX", stats._INBOX.replace("interval '30.0 s'", "interval '2 s'"))
+
+    async def unread_ms() -> int:
+        found = (await stats.overview(database)).inbox
+        assert found is not None and found.messages == 1
+        return found.unread_ms
+
+    async with process(database) as first, sql(database) as app:
+        await send(app, 1)
+        await app.execute("UPDATE delayer_inbox SET sent_at = sent_at - interval '5 minutes'")
+        assert await app.fetchval("SELECT pg_try_advisory_lock('delayer_inbox'::regclass::oid::int, 0)")
+        assert await unread_ms() >= 300_000, "the lock is not a daemon's"
+        await app.execute("SELECT pg_advisory_unlock_all()")
+        subscription = first.subscribe()
+        assert len(await read(subscription)) == 1
+        assert await unread_ms() == 0
+        assert subscription._session is not None
+        async with subscription._session.turn:  # As if its process was frozen.
+            assert await eventually(unread_ms) >= 300_000
+        assert await eventually(unread_ms, lambda unread: unread == 0) == 0

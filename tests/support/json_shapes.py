@@ -136,6 +136,8 @@ class InboxStatus(TypedDict):
     """Sent by SQL, and not moved by a daemon yet."""
     age_ms: int
     """Since the oldest of them was sent."""
+    read: bool
+    """Whether a daemon reads them."""
 
 
 @documented
@@ -153,7 +155,7 @@ class StoreStatus(TypedDict):
     store_now_ms: NotRequired[int]
     lanes: NotRequired[list[LaneOutput]]
     segments: NotRequired[SegmentsStatus]
-    inbox: NotRequired[InboxStatus]
+    inbox: NotRequired[InboxStatus | None]
 
 
 @documented

@@ -14,7 +14,7 @@ from delayer.core.message import Due
 from delayer.format.rows import read_row
 from delayer.store import pool
 from delayer.store.admin import audit_log
-from delayer.store.admin.stats import count_inbox, counters, waiting_of
+from delayer.store.admin.stats import InboxCount, count_inbox, counters, waiting_of
 from delayer.store.rows.counters import add_counts
 from delayer.store.rows.keys import OF_SCHEDULE, forget
 from delayer.store.rows.places import AT, DELETE_ROWS, WANTED, Place, Places
@@ -67,7 +67,7 @@ async def count(connection: Connection, soon_ms: int, *, keys_too: bool = False)
         keyed = await connection.fetchval(_KEYED, keys_too)
         soon = await connection.fetchval(_SOON, soon_ms, SOON_MOST, keys_too)
         packed = await catalog.count(connection)
-        inbox = await count_inbox(connection)
+    inbox = await count_inbox(connection) or InboxCount()
     whole = packed.messages - packed.broken_messages
     return DrainBacklog(waiting_of(kinds), keyed, soon, kinds["held"], whole, packed.broken_messages, inbox.messages)
 

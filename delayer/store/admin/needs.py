@@ -158,6 +158,19 @@ END
 """
 
 
+_OPEN: Final = """
+SELECT count(*) FROM pg_proc
+WHERE pronamespace = quote_ident(current_schema())::regnamespace
+      AND proname IN ('delayer_send', 'delayer_cancel', 'delayer_write')
+      AND has_function_privilege('public', oid, 'EXECUTE')
+"""
+
+
+async def open_functions(connection: Connection) -> int:
+    """Count the functions of the SQL inbox that every role may call. Raises the driver's errors."""
+    return int(await connection.fetchval(_OPEN))
+
+
 class MissingRight(NamedTuple):
     """A right that ``role`` lacks. ``advice``: the statement that gives it."""
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from asyncpg import Connection
+from asyncpg import Connection, QueryCanceledError
 
 from delayer.core.heartbeat import STUCK_SECONDS
 from delayer.core.units import DAY_MS, HOUR_MS
 from delayer.store import pool, schema, statements
+from delayer.store.lanes.notify import INBOX_READER
 from delayer.store.segments import catalog
 from delayer.store.segments.catalog import OverdueSegments, SegmentTotals
 from delayer.store.session import connect_for
@@ -71,22 +72,31 @@ class LaneOverview:
 
 
 class InboxCount(NamedTuple):
-    """The SQL inbox. ``messages``: at most INBOX_MOST. ``age_ms``: of the oldest of its first messages."""
+    """The SQL inbox. ``messages``: at most INBOX_MOST. ``age_ms``: since the oldest of its first messages was sent, but
+    its transaction may have committed just now. ``read``: whether a daemon reads."""
 
     messages: int = 0
     age_ms: int = 0
+    read: bool = True
 
     @property
     def unread_ms(self) -> int:
-        """How long its messages wait for a daemon that moves them; 0 unless that is too long (STUCK_SECONDS)."""
-        return self.age_ms if self.age_ms > STUCK_SECONDS * 1000 else 0
+        """How long its messages wait for a daemon that reads; 0 unless that is too long (STUCK_SECONDS)."""
+        return self.age_ms if not self.read and self.age_ms > STUCK_SECONDS * 1000 else 0
 
 
 INBOX_MOST: Final = 100_000
+INBOX_SECONDS: Final = 2
+"""How long to count. A count passes all dead rows, which an old transaction of any program may keep in the table."""
+# A daemon that is alive asks something every second. Postgres hides the time from other roles.
 _INBOX: Final = f"""
 SELECT (SELECT count(*) FROM (SELECT FROM delayer_inbox LIMIT {INBOX_MOST}) AS counted),
        coalesce((SELECT extract(epoch FROM clock_timestamp() - min(sent_at)) * 1000
-                 FROM (SELECT sent_at FROM delayer_inbox ORDER BY id LIMIT 100) AS first), 0)::bigint
+                 FROM (SELECT sent_at FROM delayer_inbox ORDER BY id LIMIT 100) AS first), 0)::bigint,
+       EXISTS (SELECT FROM pg_locks AS l JOIN pg_stat_activity AS a USING (pid)
+               WHERE l.locktype = 'advisory' AND l.classid = 'delayer_inbox'::regclass AND l.objid = 0 AND l.granted
+                     AND a.datname = current_database() AND a.application_name = '{INBOX_READER}'
+                     AND a.query_start > clock_timestamp() - interval '{STUCK_SECONDS} s' IS NOT FALSE)
 """
 
 
@@ -100,7 +110,8 @@ class StoreOverview:
     lanes: Sequence[LaneOverview]
     segments: SegmentTotals
     late: OverdueSegments
-    inbox: InboxCount = field(default_factory=InboxCount)
+    inbox: InboxCount | None = field(default_factory=InboxCount)
+    """None if it takes too long to count."""
 
     @property
     def upgrade_pending(self) -> bool:
@@ -137,23 +148,27 @@ def restored_ms(restore_ahead_ms: int) -> int:
 
 async def overview(url: str, restore_ahead_ms: int = DAY_MS) -> StoreOverview:
     """Query the store at ``url``. An outdated schema is part of the answer. Raises StoreLost, BadStoreUrl."""
-    async with (
-        connect_for(url, "delayer status", "status") as connection,
+    async with connect_for(url, "delayer status", "status") as connection:
         # One snapshot, so that the figures agree while daemons work.
-        connection.transaction(isolation="repeatable_read", readonly=True),
-    ):
-        found, now_ms = await schema.current_of(connection), await connection.fetchval("SELECT clock_timestamp()")
-        if found != schema.HEAD:
-            return StoreOverview(found, schema.HEAD, now_ms, (), SegmentTotals(), OverdueSegments())
-        late = await catalog.count_late(connection, now_ms + restored_ms(restore_ahead_ms))
-        packed = await catalog.count(connection)
+        async with connection.transaction(isolation="repeatable_read", readonly=True):
+            found, now_ms = await schema.current_of(connection), await connection.fetchval("SELECT clock_timestamp()")
+            if found != schema.HEAD:
+                return StoreOverview(found, schema.HEAD, now_ms, (), SegmentTotals(), OverdueSegments())
+            late = await catalog.count_late(connection, now_ms + restored_ms(restore_ahead_ms))
+            packed = await catalog.count(connection)
+            lanes = await _lanes(connection, now_ms)
         inbox = await count_inbox(connection)
-        return StoreOverview(found, schema.HEAD, now_ms, await _lanes(connection, now_ms), packed, late, inbox)
+        return StoreOverview(found, schema.HEAD, now_ms, lanes, packed, late, inbox)
 
 
-async def count_inbox(connection: Connection) -> InboxCount:
-    """Count the SQL inbox. Raises the driver's errors."""
-    return InboxCount(*await connection.fetchrow(_INBOX))
+async def count_inbox(connection: Connection) -> InboxCount | None:
+    """Count the SQL inbox; None if that takes too long. Raises the driver's other errors."""
+    try:
+        async with connection.transaction(readonly=True):
+            await connection.execute(f"SET LOCAL statement_timeout = '{INBOX_SECONDS}s'")
+            return InboxCount(*await connection.fetchrow(_INBOX))
+    except QueryCanceledError:
+        return None
 
 
 async def _lanes(connection: Connection, now_ms: int) -> list[LaneOverview]:

@@ -24,7 +24,7 @@ from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, describe, translate_errors
 from delayer.store.lanes.cursor import ReleaseCursor
 from delayer.store.lanes.lane import PostgresLane
-from delayer.store.lanes.notify import INBOX, listen
+from delayer.store.lanes.notify import INBOX, INBOX_READER, listen
 from delayer.store.lanes.session import LaneSession
 from delayer.store.pool import INDEX_ONLY, SameServer
 from delayer.store.rows.partitions import Days
@@ -55,12 +55,12 @@ ADD: Final = (
 )
 # The server's idle timeouts do not apply while it waits for the client in the middle of a statement, between Parse and
 # Bind or in a COPY. A process that freezes there would keep its lanes, its presence and the locks of its parks.
-_END_FROZEN = """
+_END_FROZEN = f"""
 SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
 WHERE datname = current_database() AND usename = current_user AND state = 'active' AND wait_event = 'ClientRead'
   AND query_start < clock_timestamp() - make_interval(secs => CASE
       WHEN application_name LIKE 'delayer lane %' OR application_name LIKE 'delayer presence%'
-          OR application_name = 'delayer inbox' THEN $1::float8
+          OR application_name = '{INBOX_READER}' THEN $1::float8
       WHEN application_name IN ('delayer park', 'delayer act') THEN $2::float8 END)
 """
 _NAME_PRESENCE: Final = "SELECT set_config('application_name', $1, false)"
@@ -199,7 +199,7 @@ class LaneLocks:
         """Acquire the SQL inbox, and call ``wake`` for each notification about it. Returns the session with its lock;
         None if another process has the inbox. Raises StoreLost."""
         sessions: list[LaneSession] = []
-        lock = await self._open_session("delayer inbox", sessions)
+        lock = await self._open_session(INBOX_READER, sessions)
         [session] = sessions
         try:
             with translate_errors("take the SQL inbox"):

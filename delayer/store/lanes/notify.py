@@ -16,6 +16,8 @@ WAITING: Final = "waiting"
 HELD: Final = "held"
 INBOX: Final = "delayer_inbox"
 """The channel on which the functions of the SQL inbox notify."""
+INBOX_READER: Final = "delayer inbox"
+"""The name of the session that reads it, and holds its lock."""
 # In the order of lanes, so that two processes that lower the same lanes cannot deadlock.
 _LOWER = (
     "UPDATE lane AS l SET watermark = told.due"

@@ -42,7 +42,7 @@ def overview(
     lanes: list[LaneOverview] | None = None,
     packed: SegmentTotals | None = None,
     late: OverdueSegments | None = None,
-    inbox: InboxCount = InboxCount(),  # noqa: B008 - a value
+    inbox: InboxCount | None = InboxCount(),  # noqa: B008 - a value
 ) -> StoreOverview:
     """The result of a query to the store."""
     packed, late = packed or SegmentTotals(), late or OverdueSegments()

@@ -57,13 +57,15 @@ AWAY: dict[str, Any] = {"consuming": {"delays": False}}
         (state(unsteady={"delays": "no confirm"}), GOOD, ["queue 'delays': some messages cannot go on: no confirm"]),
         (state(), overview(late=OverdueSegments(1, 5, 9_999)), [PACKED]),
         (state(), overview(late=OverdueSegments(1, 5, 10_001)), []),
-        (state(), overview(inbox=InboxCount(3, 42_000)), [UNREAD]),
-        (state(mode="native"), overview(inbox=InboxCount(3, 42_000)), [UNREAD]),
-        (state(), overview(inbox=InboxCount(3, 29_000)), []),
+        (state(), overview(inbox=InboxCount(3, 42_000, read=False)), [UNREAD]),
+        (state(mode="native"), overview(inbox=InboxCount(3, 42_000, read=False)), [UNREAD]),
+        (state(), overview(inbox=InboxCount(3, 29_000, read=False)), []),
+        (state(), overview(inbox=InboxCount(3, 42_000)), []),
+        (state(), overview(inbox=None), []),
         (state(connections=BLOCKED), GOOD, [f"{STUCK}the broker accepts no publishes (a resource alarm)"]),
         (state(connections=CUT), GOOD, [f"{STUCK}no connection to publish by"]),
     ],
-    ids=range(26),
+    ids=range(28),
 )
 def test_ready(seen: dict[str, Any], store: StoreOverview | None, reasons: list[str]) -> None:
     assert not_ready(seen, "delays", store, "connect: refused") == reasons

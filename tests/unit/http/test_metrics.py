@@ -50,7 +50,7 @@ def sight(**more: Any) -> MetricSources:
     counters.batch("claim", 3)
     packed = catalog.SegmentTotals(segments=4, messages=400, broken=1, broken_messages=100, next_due_ms=None)
     lanes = [lane(1, alive=True, waiting=5, next_due_ms=9_000), lane(2, alive=False, waiting=2, next_due_ms=None)]
-    late, inbox = catalog.OverdueSegments(2, 50, None), InboxCount(5, 1_500)
+    late, inbox = catalog.OverdueSegments(2, 50, None), InboxCount(5, 31_500, read=False)
     store = overview(lanes=lanes, packed=packed, late=late, inbox=inbox)
     counts = {(b"orders.in", 0): 2.0, (b"orders.in", 1): 3.0, (b"mail\xff", len(horizon.OFFSETS)): 4.0}
     whole: dict[str, Any] = {
@@ -111,7 +111,7 @@ def test_every_metric_is_served() -> None:
         (("delayer_stuck_lanes",), 1),
         (("delayer_held_messages",), 6),
         (("delayer_inbox_messages",), 5),
-        (("delayer_inbox_age_seconds",), 1.5),
+        (("delayer_inbox_unread_seconds",), 31.5),
         (("delayer_overdue_seconds",), 1),
         (("delayer_segments", "state=late"), 2),
         (("delayer_segment_messages", "state=broken"), 100),
@@ -242,7 +242,7 @@ SCENES = [
     fires({'delayer_ready{job="delayer", instance="a"}': "1x20"}, "DelayerNotReady", "20m", expected=False),
     fires({'delayer_held_messages{job="delayer"}': "0x5 3x30"}, "DelayerMessagesHeld", "30m", expected=True),
     fires({'delayer_overdue_seconds{job="delayer"}': "0x5 90x30"}, "DelayerOverdue", "20m", expected=True),
-    fires({'delayer_inbox_age_seconds{job="delayer"}': "0x5 90x30"}, "DelayerInboxUnread", "20m", expected=True),
+    fires({'delayer_inbox_unread_seconds{job="delayer"}': "0x5 90x30"}, "DelayerInboxUnread", "20m", expected=True),
     fires({'delayer_refused_total{job="delayer", route="a"}': "0x5 4x30"},
           "DelayerMessagesRefused", "8m", expected=True),
     # A series that starts at its first message never shows an increase. The message is in the refused queue.
