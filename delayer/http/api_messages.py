@@ -349,7 +349,7 @@ class MessagesApi:
         done: SentJson | SentLinesJson | None = None
         part: HttpProblem | None = None
         try:
-            async with self.changes, requests.attempt(self.pages.answers.url, scope, content) as attempt:
+            async with self.changes, self.pages.answers.requests.attempt(scope, content) as attempt:
                 before = json.loads(attempt.before) if attempt.before else {}
                 if "sent" in before and not before.get("failed"):
                     return _answer_of(before)
