@@ -58,16 +58,16 @@ def _headers(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class Draft(Table):
-    """A message's fields, by the names of the options. The fields of a line override those of the command. Times are in
-    ms."""
+    """A message's fields, by the names that the API has for them. The fields of a line override those of the command.
+    Times are in ms."""
 
-    route: str | None = None
+    exchange: str | None = None
     routing_key: str = ""
-    delay_key: str | None = None
-    delay_key_mode: str | None = None
-    delay_key_ceiling: DurationMs | None = None
+    key: str | None = None
+    key_mode: str | None = None
+    key_ceiling: DurationMs | None = None
     delay: DurationMs | None = None
-    at: Annotated[int, BeforeValidator(_instant)] | None = None
+    due: Annotated[int, BeforeValidator(_instant)] | None = None
     headers: Annotated[Mapping[str, Any], AfterValidator(_headers)] = Field(default_factory=dict)
     body: bytes = b""
     body_b64: Annotated[bytes, AfterValidator(partial(base64.b64decode, validate=True))] = b""
@@ -80,11 +80,11 @@ class Draft(Table):
         except ValidationError as error:
             raise Misused(_expected(error)) from None
         given = {name: getattr(line, name) for name in line.model_fields_set}
-        for one, other in (("delay", "at"), ("body", "body_b64")):
+        for one, other in (("delay", "due"), ("body", "body_b64")):
             if one in given and other in given:
                 raise Misused(f"expected {one} or {other}, found both")
-        if "delay" in given or "at" in given:
-            given = {"delay": None, "at": None, **given}
+        if "delay" in given or "due" in given:
+            given = {"delay": None, "due": None, **given}
         given["headers"] = {**self.headers, **line.headers}
         return self.model_copy(update={"body": line.body_b64, **given} if "body_b64" in given else given)
 
@@ -115,6 +115,11 @@ class Composed(NamedTuple):
         return str(self.properties.message_id)
 
 
+def _option(field: str) -> str:
+    """The option for a field."""
+    return next(one.opts[0] for one in send.params if one.name == field)
+
+
 class Composer:
     """Composes messages for these settings."""
 
@@ -127,7 +132,7 @@ class Composer:
         try:
             made = Composed(*compose(self._settings, draft, now_ms), line=line)
         except Unsendable as wrong:
-            raise Misused(f"--{wrong.field.replace('_', '-')}: {wrong.text}") from None
+            raise Misused(f"{wrong.field if line else _option(wrong.field)}: {wrong.text}") from None
         exchange, key, properties = made.exchange.encode(), made.routing_key.encode(), made.properties.marshal()
         delivery = Delivery(0, False, exchange, key, properties, made.body)
         _, _, plan = classify(delivery, self._policy, now_ms, header_limit(DEFAULT_FRAME_MAX))
@@ -218,13 +223,23 @@ async def _publish(channel: Wire, portion: Sequence[Composed]) -> list[object]:
 
 
 @click.command(short_help="Publish messages that ask for a delay.")
-@click.option("--route", metavar="EXCHANGE", help="The `from` of its route. [default: delayer.in, or the only one]")
+@click.option(
+    "--route", "exchange", metavar="EXCHANGE", help="The `from` of its route. [default: delayer.in, or the only one]"
+)
 @click.option("--routing-key", default="", metavar="KEY", help="Its routing key at the destination.")
-@click.option("--delay-key", metavar="KEY", help="Its x-delay-key: it replaces a waiting message with this key.")
-@click.option("--delay-key-mode", metavar="MODE", help="replace (the default), keep or debounce: see docs/headers.md.")
-@click.option("--delay-key-ceiling", callback=duration, metavar="DURATION", help="The ceiling of debounce, such as 5m.")
+@click.option("--delay-key", "key", metavar="KEY", help="Its x-delay-key: it replaces a waiting message with this key.")
+@click.option(
+    "--delay-key-mode", "key_mode", metavar="MODE", help="replace (the default), keep or debounce: see docs/headers.md."
+)
+@click.option(
+    "--delay-key-ceiling",
+    "key_ceiling",
+    callback=duration,
+    metavar="DURATION",
+    help="The ceiling of debounce, such as 5m.",
+)
 @click.option("--delay", callback=duration, metavar="DURATION", help="Such as 250ms, 10s, 5m, 12h, 30d.")
-@click.option("--at", callback=fixed_instant, metavar="INSTANT", help="RFC 3339, such as 2031-01-31T08:00:00Z.")
+@click.option("--at", "due", callback=fixed_instant, metavar="INSTANT", help="RFC 3339, such as 2031-01-31T08:00:00Z.")
 @click.option(
     "--header",
     "headers",
@@ -247,9 +262,9 @@ def send(
     A message goes to the route's exchange, with a header that says the delay, like the message of any publisher. A
     message that the daemon would refuse is not sent, and the exit code is 2.
 
-    With --file each line is a message: an object with the fields route, routing_key, delay_key, delay_key_mode,
-    delay_key_ceiling, delay, at, headers, body (or body_b64) and message_id, like the options. The options supply what
-    a line leaves out. Lines are checked and sent in portions of up to 1,000. The first portion with a wrong line ends
+    With --file each line is a message: an object with the fields exchange (of a route), routing_key, key, key_mode,
+    key_ceiling, delay, due, headers, body (or body_b64) and message_id, named as in the API. The options supply what a
+    line leaves out. Lines are checked and sent in portions of up to 1,000. The first portion with a wrong line ends
     the command, before any of it is sent.
 
     \b
@@ -257,9 +272,9 @@ def send(
       delayer send --route delayer.in --routing-key orders.reminder --delay 10s --body 'hello'
       delayer send --routing-key report --at 2031-01-31T08:00:00Z --header retries:int=3
       tar c . | delayer send --routing-key backup --delay 12h --body-file -
-      echo '{"routing_key": "report", "at": "2031-01-31T08:00:00Z", "body": "x"}' | delayer send --file -
+      echo '{"routing_key": "report", "due": "2031-01-31T08:00:00Z", "body": "x"}' | delayer send --file -
     """
-    if fields["delay"] is not None and fields["at"] is not None:
+    if fields["delay"] is not None and fields["due"] is not None:
         raise click.UsageError("give either --delay or --at, not both")
     if text is not None and body_file is not None:
         raise click.UsageError("give either --body or --body-file, not both")

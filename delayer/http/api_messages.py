@@ -183,20 +183,16 @@ class NewMessage(Fields):
 class _Draft(NamedTuple):
     """Satisfies compose.MessageFields."""
 
-    route: str | None
+    exchange: str | None
     routing_key: str
-    delay_key: str | None
-    delay_key_mode: str | None
-    delay_key_ceiling: int | None
+    key: str | None
+    key_mode: str | None
+    key_ceiling: int | None
     delay: int | None
-    at: int | None
+    due: int | None
     headers: Mapping[str, Any]
     message_id: str | None
     body: bytes
-
-
-_NAMES: Final = {"route": "exchange", "delay_key": "key", "at": "due", "header": "headers"}
-"""Fields of a draft that a message has by another name."""
 
 
 class OneMessage(Fields):
@@ -349,7 +345,7 @@ class MessagesApi:
         done: SentJson | SentLinesJson | None = None
         part: HttpProblem | None = None
         try:
-            async with self.changes, requests.attempt(self.pages.answers.url, scope, content) as attempt:
+            async with self.changes, self.pages.answers.requests.attempt(scope, content) as attempt:
                 before = json.loads(attempt.before) if attempt.before else {}
                 if "sent" in before and not before.get("failed"):
                     return _answer_of(before)
@@ -417,7 +413,7 @@ class MessagesApi:
         try:
             made = compose(inside.settings, draft, now_ms, new.properties)
         except Unsendable as wrong:
-            raise _wrong(where + _NAMES.get(wrong.field, wrong.field), wrong.text.removeprefix("expected ")) from None
+            raise _wrong(where + wrong.field, wrong.text.removeprefix("expected ")) from None
         outgoing = _outgoing(made)
         plan = inside.plan(outgoing)
         if isinstance(plan, Refuse):

@@ -37,19 +37,19 @@ class MessageFields(Protocol):
     """A message's fields. Times are in milliseconds. ``properties``: by their AMQP names."""
 
     @property
-    def route(self) -> str | None: ...
+    def exchange(self) -> str | None: ...
     @property
     def routing_key(self) -> str: ...
     @property
-    def delay_key(self) -> str | None: ...
+    def key(self) -> str | None: ...
     @property
-    def delay_key_mode(self) -> str | None: ...
+    def key_mode(self) -> str | None: ...
     @property
-    def delay_key_ceiling(self) -> int | None: ...
+    def key_ceiling(self) -> int | None: ...
     @property
     def delay(self) -> int | None: ...
     @property
-    def at(self) -> int | None: ...
+    def due(self) -> int | None: ...
     @property
     def headers(self) -> Mapping[str, Any]: ...
     @property
@@ -71,18 +71,18 @@ def compose(
     settings: Settings, draft: MessageFields, now_ms: int, properties: Mapping[str, str | int] | None = None
 ) -> Publishable:
     """Compose a message for these settings. Raises Unsendable."""
-    route, key = _route(settings, draft.route), draft.routing_key
+    route, key = _route(settings, draft.exchange), draft.routing_key
     headers = dict(draft.headers)
-    for name in ("delay_key", "delay_key_mode", "delay_key_ceiling"):
+    for name in ("key", "key_mode", "key_ceiling"):
         if (given := getattr(draft, name)) is not None:
-            headers[f"x-{name.replace('_', '-')}"] = given
+            headers[f"x-delay-{name.replace('_', '-')}"] = given
     if not route.from_:
         # Straight to the intake queue, a header has the destination's key.
         if key:
             headers.setdefault("x-delay-routing-key", key)
         key = settings.intake.queue
     message_id = draft.message_id or str(uuid.uuid4())
-    for name, value in (("routing_key", key), ("message_id", message_id), ("delay_key", draft.delay_key or "")):
+    for name, value in (("routing_key", key), ("message_id", message_id), ("key", draft.key or "")):
         _check_short(name, value)
     timestamp = _ask(headers, route, draft, now_ms=now_ms)
     more = {}
@@ -122,22 +122,22 @@ def _route(settings: Settings, name: str | None) -> RouteTable:
     if len(routes) > SHOWN:
         known += f", … ({len(routes):,} in all)"
     if name is None:
-        raise Unsendable("route", f"expected one, because there are several routes: {known}; found none")
-    raise Unsendable("route", f"no route comes from exchange {format_found(name)}; expected one of {known}")
+        raise Unsendable("exchange", f"expected one, because there are several routes: {known}; found none")
+    raise Unsendable("exchange", f"no route comes from exchange {format_found(name)}; expected one of {known}")
 
 
 def _ask(headers: dict[str, Scalar], route: RouteTable, draft: MessageFields, *, now_ms: int) -> int | None:
     """Put the delay into ``headers``, in the first form that the route reads, or return it as a timestamp, in seconds.
     Without a delay, the message's own headers apply. Raises Unsendable if no form is possible."""
-    if draft.delay is None and draft.at is None:
+    if draft.delay is None and draft.due is None:
         return None
-    field = "at" if draft.delay is None else "delay"
+    field = "due" if draft.delay is None else "delay"
     forms = set(route.delay_from)
     relative = next((form for form in _RELATIVE if form in forms), None)
     absolute = next((form for form in _ABSOLUTE if form in forms), None)
     if clash := sorted({header_of(form).decode() or form for form in forms} & set(headers)):
-        raise Unsendable("header", f"{clash[0]} gives the delay too: expected it once, as a field or in a header")
-    due_ms = draft.at if draft.at is not None else now_ms + (draft.delay or 0)
+        raise Unsendable("headers", f"{clash[0]} gives the delay too: expected it once, as a field or in a header")
+    due_ms = draft.due if draft.due is not None else now_ms + (draft.delay or 0)
     if draft.delay is not None and relative is not None:
         headers[relative] = draft.delay
     elif absolute is not None:

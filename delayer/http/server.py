@@ -31,7 +31,7 @@ from delayer.http.api import LARGER, WholeApi
 from delayer.http.forms import FieldError
 from delayer.http.health import Answers
 from delayer.http.pages import Pages
-from delayer.http.view import STORE_ERRORS, DaemonPort
+from delayer.http.view import QUERIES, STORE_ERRORS, DaemonPort
 from delayer.retry import first_set
 
 log = structlog.get_logger(__name__)
@@ -62,11 +62,11 @@ def probes(answers: Answers) -> Starlette:
     return Starlette(routes=_probes(answers), middleware=[guard])
 
 
-def application(answers: Answers, at_once: int = 4) -> Starlette:
-    """Build the paths and their handlers. At most ``at_once`` store queries run concurrently, and as many changes."""
+def application(answers: Answers) -> Starlette:
+    """Build the paths and their handlers."""
     sessions = Sessions(Tokens(lambda: answers.settings.http.tokens_file))
     pages = Pages(answers, sessions)
-    looks, changes = asyncio.Semaphore(at_once), asyncio.Semaphore(at_once)
+    looks, changes = asyncio.Semaphore(QUERIES), asyncio.Semaphore(QUERIES)
     actions = Actions(pages, changes)
 
     def shown(answer: HttpHandler, turns: asyncio.Semaphore | None = None) -> HttpHandler:

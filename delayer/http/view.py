@@ -29,6 +29,7 @@ from delayer.store.admin.census import Census
 from delayer.store.admin.changes import ChangeResult
 from delayer.store.admin.stats import StoreOverview
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
+from delayer.store.requests import Requests
 from delayer.store.schedules import reading as schedules
 from delayer.store.schedules.reading import ScheduleCounts
 from delayer.store.session import read_connection
@@ -108,6 +109,8 @@ class DaemonPort(Protocol):
 
 ROWS: Final = 50
 """Rows of a list."""
+QUERIES: Final = 4
+"""Queries of the store at once, and as many changes."""
 
 STORE_ERRORS: Final = (StoreLost, BadStoreUrl, SchemaOutdated)
 NO_STORE: Final = (
@@ -204,6 +207,7 @@ class View:
         self.depths = Cached[Depths](inside.depths, 15.0, "queues")
         # Requests share one query, because two concurrent reads of a queue would each see half of it.
         names: tuple[SetAsideName, ...] = ("refused", "strays")
+        self.requests = Requests(lambda: self.url, QUERIES)
         self.aside = {name: Cached(partial(inside.look_aside, name, ROWS), 3.0, name, late=inf) for name in names}
 
     @property
@@ -235,6 +239,7 @@ class View:
         return self.settings.store_url is not None
 
     async def close(self) -> None:
+        self.requests.close()
         for part in self._parts:
             await part.close()
 

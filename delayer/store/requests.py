@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from asyncpg import Connection
+from asyncpg import Connection, Pool
 
 from delayer.core.faultpoint import reach
-from delayer.store import pool
-from delayer.store.admin.actions import change_connection
+from delayer.store import pool, schema
+from delayer.store.errors import translate_errors
 
 KEPT: Final = "1 day"
 _LOCK: Final = "SELECT pg_try_advisory_xact_lock('request'::regclass::oid::int, $1)"
@@ -39,21 +40,45 @@ class Attempt:
     answer: str | None = None
 
 
-@asynccontextmanager
-async def attempt(url: str, key: bytes, content: bytes) -> AsyncIterator[Attempt]:
-    """Make one attempt at a request. ``key`` and ``content``: 32 bytes each. Nobody else makes one meanwhile, and a
-    crash ends it. Raises RequestUnderWay, OtherRequest, StoreLost, BadStoreUrl, SchemaOutdated."""
-    async with change_connection(url, "keep an answer") as connection, pool.transaction(connection):
-        if not await connection.fetchval(_LOCK, int.from_bytes(key[:4], "big", signed=True)):
-            raise RequestUnderWay
-        row = await connection.fetchrow(_READ, key)
-        if row is not None and row["content"] != content:
-            raise OtherRequest
-        made = Attempt(None if row is None else row["answer"])
-        yield made
-        reach("request.published")
-        if made.answer is not None:
-            await connection.execute(_WRITE, key, content, made.answer)
+class Requests:
+    """The requests of one HTTP server. ``url``: of the store, as it is now. ``most``: attempts at once, each with a
+    connection of a pool, which opens with the first one."""
+
+    def __init__(self, url: Callable[[], str], most: int) -> None:
+        self._url, self._most = url, most
+        self._server = pool.SameServer()
+        self._opening = asyncio.Lock()
+        self._pool: Pool | None = None
+
+    @asynccontextmanager
+    async def attempt(self, key: bytes, content: bytes) -> AsyncIterator[Attempt]:
+        """Make one attempt at a request. ``key`` and ``content``: 32 bytes each. Nobody else makes one meanwhile, and a
+        crash ends it. Raises RequestUnderWay, OtherRequest, StoreLost, BadStoreUrl, SchemaOutdated."""
+        opened = await self._opened()
+        with translate_errors("keep an answer"):
+            async with pool.borrow(opened) as connection, pool.transaction(connection):
+                await schema.check(connection)
+                if not await connection.fetchval(_LOCK, int.from_bytes(key[:4], "big", signed=True)):
+                    raise RequestUnderWay
+                row = await connection.fetchrow(_READ, key)
+                if row is not None and row["content"] != content:
+                    raise OtherRequest
+                made = Attempt(None if row is None else row["answer"])
+                yield made
+                reach("request.published")
+                if made.answer is not None:
+                    await connection.execute(_WRITE, key, content, made.answer)
+
+    async def _opened(self) -> Pool:
+        async with self._opening:
+            if self._pool is None:
+                settings = {**pool.INDEX_ONLY, "idle_in_transaction_session_timeout": "10s"}
+                self._pool = await pool.open_pool(self._url, "delayer act", self._most, settings, self._server)
+            return self._pool
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.terminate()
 
 
 async def run_upkeep(connection: Connection) -> None:

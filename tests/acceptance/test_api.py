@@ -128,6 +128,10 @@ async def test_a_repeated_request_takes_effect_once(place: OwnVhost, store: str)
         await this.inbox.got([b"once", b"many", b"shop's", b"end"])
         assert {*this.inbox.counts.values()} == {1}
         async with sql(store) as connection:
+            ours = "FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'delayer act'"
+            assert 1 <= await connection.fetchval(f"SELECT count(*) {ours}") <= 4, "requests share a few connections"
+            await connection.execute(f"SELECT pg_terminate_backend(pid) {ours}")
+            await eventually(lambda: this.send("many", key="k-2"), lambda answer: answer.status == 202)
             await connection.execute("UPDATE request SET at = at - interval '2 days'")
             await requests.run_upkeep(connection)
             assert await connection.fetchval("SELECT count(*) FROM request") == 0

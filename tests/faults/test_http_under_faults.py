@@ -22,7 +22,7 @@ FAULTS = [
     (STORE, Fault("daemon killed", 0, 0.5)),
     (NATIVE, Fault("daemon killed", 1, 0.5)),
     (STORE, Fault("daemon dies at", 1, 0.5, "request.published:1")),
-    (NATIVE, Fault("daemon dies at", 0, 0.5, "request.published:2")),
+    (NATIVE, Fault("daemon dies at", 0, 0.5, "request.published:1")),
     (STORE, Fault("daemon told to stop", 1, 0.5)),
     (NATIVE, Fault("daemon told to stop", 0, 0.5)),
     (STORE, Fault("daemon hangs", 0, 6.0)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import closing
 from functools import partial
 
 import asyncpg
@@ -17,7 +18,7 @@ from delayer.core.operations import Cancel, Term, fold
 from delayer.core.segment import Broken, Restored
 from delayer.core.units import DAY_MS
 from delayer.release.ports import Lane
-from delayer.store import requests, upgrades
+from delayer.store import upgrades
 from delayer.store.admin import actions, audit_log
 from delayer.store.admin.actions import NewDue
 from delayer.store.admin.detail import FoundIn
@@ -25,6 +26,7 @@ from delayer.store.admin.needs import MissingRight, missing_rights
 from delayer.store.admin.stats import overview
 from delayer.store.errors import SchemaOutdated
 from delayer.store.lanes.lane import PostgresLane
+from delayer.store.requests import Requests
 from delayer.store.rows import partitions
 from delayer.store.schedules import changes
 from delayer.store.statements import READ_INBOX
@@ -121,10 +123,11 @@ async def work(url: str) -> None:
             await store.locks.add_routes([b"limited"])
     finally:
         await store.close()
-    for before in (None, "sent"):  # The second attempt changes the answer of the first.
-        async with requests.attempt(url, b"k" * 32, b"c" * 32) as attempt:
-            assert attempt.before == before
-            attempt.answer = "sent"
+    with closing(Requests(lambda: url, 1)) as kept:
+        for before in (None, "sent"):  # The second attempt changes the answer of the first.
+            async with kept.attempt(b"k" * 32, b"c" * 32) as attempt:
+                assert attempt.before == before
+                attempt.answer = "sent"
     async with sql(url) as connection:
         assert (await check_waiting(connection)).made == 1
     await overview(url)

@@ -28,8 +28,8 @@ async def test_each_line_is_a_message(ready: Run, vhost: str, tmp_path: Path) ->
         text_of(
             {"routing_key": "a", "delay": "1h", "message_id": "one", "body": "é", "headers": {"n": 3, "t": True}},
             "",
-            {"at": "2031-01-31T08:00:00Z", "body_b64": "AP8=", "delay_key": "k", "headers": {"f": 1.5, "s": "x"}},
-            {"delay_key": "k", "delay_key_mode": "debounce", "delay_key_ceiling": "1m", "headers": {"s": "y"}},
+            {"due": "2031-01-31T08:00:00Z", "body_b64": "AP8=", "key": "k", "headers": {"f": 1.5, "s": "x"}},
+            {"key": "k", "key_mode": "debounce", "key_ceiling": "1m", "headers": {"s": "y"}},
             {},
         )
     )
@@ -57,7 +57,7 @@ async def test_many_lines_from_stdin(ready: Run, vhost: str) -> None:
 async def test_a_wrong_line_stops_its_whole_portion(ready: Run, vhost: str) -> None:
     lines = text_of(*({"message_id": str(n)} for n in range(1_500)), {"message_id": "x" * 256}, {})
     told = ready("send", "--file", "-", stdin=lines, expect=2)
-    assert "line 1501: --message-id: expected at most 255 bytes, found 256" in told.stderr
+    assert "line 1501: message_id: expected at most 255 bytes, found 256" in told.stderr
     assert "Sent: 1,000. Next: correct the error below, and send the lines from 1001 on." in told.stderr
     assert len(await take(vhost, "delays")) == 1_000
     told = ready("send", "--file", "-", stdin=text_of("{}", "nonsense"), expect=2)

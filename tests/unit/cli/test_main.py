@@ -309,7 +309,7 @@ def test_the_delay_is_sent_in_a_form_that_the_route_reads(
     timestamp: int | None,
     due_ms: int,
 ) -> None:
-    assert composed(Draft.model_construct(delay=delay_ms, at=at_ms), **keys) == (headers, timestamp, due_ms)
+    assert composed(Draft.model_construct(delay=delay_ms, due=at_ms), **keys) == (headers, timestamp, due_ms)
 
 
 @pytest.mark.parametrize(
@@ -335,12 +335,12 @@ def test_a_delay_in_the_users_header_is_read_as_the_daemon_reads_it(
 LINES = {
     b"[]": "Input should be an object",
     b"{": "Invalid JSON: EOF while parsing an object",
-    b'{"delya": "1s"}': "expected a field of route, routing_key, delay_key, delay_key_mode, delay_key_ceiling,",
+    b'{"delya": "1s"}': "expected a field of exchange, routing_key, key, key_mode, key_ceiling, delay, due,",
     b'{"delay": "soon"}': "delay: expected a duration",
     b'{"delay": 10}': "delay: expected a duration in whole numbers",
-    b'{"at": 10}': "at: expected an instant",
-    b'{"at": "tomorrow"}': "at: expected an instant",
-    b'{"delay": "1s", "at": "2031-01-31T08:00:00Z"}': "expected delay or at, found both",
+    b'{"due": 10}': "due: expected an instant",
+    b'{"due": "tomorrow"}': "due: expected an instant",
+    b'{"delay": "1s", "due": "2031-01-31T08:00:00Z"}': "expected delay or due, found both",
     b'{"headers": [1]}': "headers: Input should be an object",
     b'{"headers": {"a": null}}': 'headers: expected a string, a number, true or false for "a"',
     b'{"headers": {"a": 9223372036854775808}}': 'headers: expected an integer of 64 bits for "a"',
@@ -349,8 +349,8 @@ LINES = {
     b'{"body": 1}': "body: Input should be a valid bytes",
     b'{"headers": {"%s": 1}}' % (b"n" * 129): "headers: expected names of 1 to 128 bytes",
     b'{"body": "a", "body_b64": "YQ=="}': "expected body or body_b64, found both",
-    b'{"message_id": "%s"}' % (b"m" * 256): "--message-id: expected at most 255 bytes, found 256",
-    b'{"route": "nowhere"}': "no route comes from exchange",
+    b'{"message_id": "%s"}' % (b"m" * 256): "message_id: expected at most 255 bytes, found 256",
+    b'{"exchange": "nowhere"}': "exchange: no route comes from exchange",
     b'{"headers": {"x-delay": "soon"}}': "the daemon would refuse it: x-delay: expected milliseconds",
 }
 

@@ -35,20 +35,20 @@ def test_the_ends_of_each_type_are_sent(value: float) -> None:
 @pytest.mark.parametrize("at", ["1960-01-01T00:00:00Z", "1969-12-31T23:59:59Z", "9999-12-31T23:59:59.5Z"])
 def test_an_instant_that_no_timestamp_holds_is_refused(at: str) -> None:
     with pytest.raises(
-        Misused, match=r'^line 2: --at: route "in" reads timestamps: expected an instant from 1970 to 9999$'
+        Misused, match=r'^line 2: due: route "in" reads timestamps: expected an instant from 1970 to 9999$'
     ):
-        composed(json.dumps({"at": at}), "timestamp")
+        composed(json.dumps({"due": at}), "timestamp")
 
 
 @pytest.mark.parametrize("at", ["1969-12-31T23:59:59.5Z", "1970-01-01T00:00:00Z", "1970-01-01T00:00:00.5Z"])
 def test_an_instant_from_1970_on_can_be_sent_as_a_timestamp(at: str) -> None:
-    _, one = composed(json.dumps({"at": at}), "timestamp")
+    _, one = composed(json.dumps({"due": at}), "timestamp")
     assert one.properties.timestamp == datetime(1970, 1, 1, 0, 0, int(at.endswith("00.5Z")), tzinfo=UTC)
 
 
 @pytest.mark.parametrize("at", ["0001-01-01T00:00:00Z", "1960-01-01T00:00:00Z"])
 def test_a_header_holds_any_instant(at: str) -> None:
-    _, one = composed(json.dumps({"at": at}))
+    _, one = composed(json.dumps({"due": at}))
     assert one.due_ms == 0
     with pytest.raises(Misused, match=r"^line 2: the daemon would refuse it: the delay is too long"):
-        composed(json.dumps({"at": "9999-12-31T23:59:59.5Z"}))
+        composed(json.dumps({"due": "9999-12-31T23:59:59.5Z"}))
