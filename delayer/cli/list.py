@@ -131,7 +131,7 @@ def _print_list(found: FoundPage) -> None:
         (
             one.place.token,
             instant(one.place.due_ms),
-            as_text(one.route),
+            reading.route_text(one.route, one.properties, none=""),
             address(one.to_exchange, one.to_key),
             one.size,
             as_text(reading.message_id(one.properties) or b""),
@@ -193,7 +193,7 @@ def _print(found: FullMessage) -> None:
         ("will happen", detail.predict(found)),
         *([("parked", instant(entry.parked_ms))] if hold is None else []),
         ("came in at", address(entry.exchange, entry.routing_key)),
-        ("route", as_text(entry.route) or '"" (straight to the queue)'),
+        ("route", reading.route_text(entry.route, entry.properties, none='"" (straight to the queue)')),
     ]
     if hold is not None:
         rows.append(("held", f"since {instant(hold.held_ms)}, attempts: {hold.attempts}, reason: {hold.reason}"))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import IO, Any
+from typing import IO, Any, Final
 
 import click
 
 from delayer.cli import schedule_looking
 from delayer.cli.errors import Misused
 from delayer.cli.options import as_json, joined, pair, whoami
-from delayer.cli.output import print_json, progress, when
+from delayer.cli.output import note, print_json, progress, when
 from delayer.cli.schedule_importing import import_
 from delayer.cli.schedule_looking import change, name_argument, state_of
 from delayer.config.texts import typed_header
@@ -29,7 +29,7 @@ from delayer.http.schedule_fields import (
 )
 from delayer.schedule.record import ScheduleRecord
 from delayer.schedule.rhythm import rhythm_in_words
-from delayer.schedule.schedule import Schedule
+from delayer.schedule.schedule import Schedule, ScheduleState
 from delayer.store.errors import ScheduleRefused
 from delayer.store.schedules import changes
 from delayer.store.schedules.changes import ScheduleDifference
@@ -177,7 +177,8 @@ def apply(context: click.Context, *, file: str, dry_run: bool, prune: bool, as_j
 
     The file has a table [schedule.NAME] for each, with the fields that `add` has as options: cron or every, zone,
     first, last, to, routing_key, headers and properties (tables), body or body_b64, catch_up, jitter, max. A field that
-    is left out has its default. A schedule that is paused stays paused. Without --prune, others stay as they are.
+    is left out has its default. A schedule that is paused stays paused, and one that failed or ended is named.
+    Without --prune, others stay as they are.
 
     \b
     Examples:
@@ -271,6 +272,19 @@ def _print(found: ScheduleDifference, *, dry_run: bool) -> None:
         click.echo(f"- {one.name}: {rhythm_in_words(one.rhythm)}")
     counts = f"{len(found.added):,} added, {len(found.changed):,} changed, {len(found.removed):,} removed"
     click.echo(f"{'Would be: ' if dry_run else ''}{counts}; {len(found.same):,} as they were.")
+    for record in _stopped(found):
+        note(readable(f"{record.name} is {state_of(record)}. Next: {_NEXT[record.state].format(record.name)}."))
+
+
+_NEXT: Final = {
+    ScheduleState.FAILED: "correct that; then `delayer schedule resume {}`",
+    ScheduleState.ENDED: "if it shall go on, change its last or its max in the file; else remove it",
+}
+
+
+def _stopped(found: ScheduleDifference) -> list[ScheduleRecord]:
+    """The unchanged schedules that send nothing, and that no operator paused."""
+    return [record for record in found.same if record.state in _NEXT]
 
 
 def _for_programs(found: ScheduleDifference, *, dry_run: bool) -> dict[str, Any]:
@@ -285,4 +299,5 @@ def _for_programs(found: ScheduleDifference, *, dry_run: bool) -> dict[str, Any]
         ],
         "removed": [one.name for one in found.removed],
         "same": [one.name for one in found.same],
+        "stopped": [{"name": one.name, "state": one.state.value, "why": one.why} for one in _stopped(found)],
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, TypeVar
 
 import click
@@ -24,9 +24,11 @@ from delayer.schedule.record import ScheduleRecord
 from delayer.schedule.rhythm import rhythm_in_words
 from delayer.schedule.schedule import ScheduleState
 from delayer.schedule.wall import UnknownZone
+from delayer.store import held_messages
 from delayer.store.admin.actions import change_connection
 from delayer.store.errors import ScheduleUnknown
 from delayer.store.schedules import reading
+from delayer.store.schedules.reading import SchedulePage
 
 T = TypeVar("T")
 MOST: Final = 10_000
@@ -85,22 +87,25 @@ def list_(context: click.Context, *, limit: int, after: str, state: str | None, 
       delayer schedule list --json | jq -r '.schedules[] | [.name, .next_ms] | @tsv'
     """
     wanted = None if state is None else ScheduleState(state)
-    page = ask_store(
-        url_of_schedules(context), "list schedules", lambda connection: reading.find(connection, limit, after, wanted)
-    )
+
+    async def look(connection: Connection) -> tuple[SchedulePage, dict[str, int]]:
+        found = await reading.find(connection, limit, after, wanted)
+        return found, await held_messages.count_by_schedule(connection)
+
+    page, held = ask_store(url_of_schedules(context), "list schedules", look)
     if as_json:
-        print_json({"schedules": list(map(for_programs.schedule, page.schedules)), "after": page.after})
+        print_json({"schedules": [for_programs.schedule(one, held) for one in page.schedules], "after": page.after})
         return
     if not page.schedules:
         click.echo("No schedules match." if state or after else "There are no schedules.")
         return
-    columns = ["name", "state", "rhythm", "next due", "last sent", "late by", "sent", "missed"]
-    print_table(columns, map(_row, page.schedules), right=(6, 7))
+    columns = ["name", "state", "rhythm", "next due", "last sent", "late by", "sent", "missed", "held"]
+    print_table(columns, [_row(one, held) for one in page.schedules], right=(6, 7, 8))
     if page.after is not None:
         note(f"There are more. Next: the same with --after {page.after}.")
 
 
-def _row(record: ScheduleRecord) -> tuple[object, ...]:
+def _row(record: ScheduleRecord, held: Mapping[str, int]) -> tuple[object, ...]:
     return (
         record.name,
         state_of(record),
@@ -110,6 +115,7 @@ def _row(record: ScheduleRecord) -> tuple[object, ...]:
         duration(None if record.late_ms is None else max(0, record.late_ms) / 1000),
         f"{record.made:,}",
         f"{record.missed:,}",
+        f"{held.get(record.name, 0):,}",
     )
 
 
@@ -126,8 +132,9 @@ def show(context: click.Context, *, name: str, as_json: bool) -> None:
       delayer schedule show report --json | jq -r .next_message
     """
     record = look_at(context, name)
+    held = ask_store(url_of_schedules(context), "show a schedule", held_messages.count_by_schedule)
     if as_json:
-        print_json(for_programs.schedule(record))
+        print_json(for_programs.schedule(record, held))
         return
     rows: list[tuple[object, ...]] = [
         ("name", name),
@@ -142,10 +149,16 @@ def show(context: click.Context, *, name: str, as_json: bool) -> None:
         ("last sent", f"{when(record.made_ms)}, late by {late}" if record.made_ms is not None else "-"),
         ("sent", f"{record.made:,}"),
         ("missed", f"{record.missed:,}"),
+        ("held", _held_in_words(name, held.get(name, 0))),
         ("added", instant(record.added_ms)),
         ("changed", instant(record.changed_ms)),
     ]
     print_table(["", ""], [*rows, *texts_of(record.schedule).items()])
+
+
+def _held_in_words(name: str, number: int) -> str:
+    why = f": `delayer held list --header x-delayer-schedule={name}` says why" if number else ""
+    return f"{number:,}{why}"
 
 
 @click.command(short_help="Print the next times of a schedule.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from delayer.amqp.errors import MalformedProperties, MalformedTable
@@ -13,6 +14,7 @@ from delayer.amqp.values import Timestamp
 from delayer.core.filters import Filter
 from delayer.core.message import as_text, raw
 from delayer.core.readable import instant
+from delayer.schedule.schedule import SCHEDULE
 
 TYPES: Final = {
     "b": "int8", "B": "uint8", "s": "int16", "u": "uint16", "I": "int32", "i": "uint32", "l": "int64", "L": "int64",
@@ -95,6 +97,22 @@ def plain(value: Any) -> Any:  # noqa: PLR0911 - one return for each type
 def address(exchange: bytes, routing_key: bytes) -> str:
     """Format a destination: the exchange and the key, or the queue."""
     return f"{as_text(exchange)} / {as_text(routing_key)}" if exchange else f"queue {as_text(routing_key)}"
+
+
+def route_text(route: bytes, properties: bytes, none: str = "(straight to the queue)") -> str:
+    """Format a message's route. Without one, name the schedule that made the message, if any, or return ``none``."""
+    name = "" if route else schedule_of(properties)
+    return as_text(route) or (f"(schedule {name})" if name else none)
+
+
+def schedule_of(properties: bytes) -> str:
+    """The name of the schedule that made a message; "" if none did, or if the properties are malformed."""
+    if SCHEDULE not in properties:
+        return ""
+    with suppress(MalformedProperties, MalformedTable):
+        if (header := Properties.parse(properties).get(SCHEDULE)) is not None:
+            return str(plain(header.value))
+    return ""
 
 
 def preview(body: bytes, limit: int = PREVIEW) -> str:

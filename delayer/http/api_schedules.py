@@ -29,6 +29,7 @@ from delayer.schedule.cron import LONGEST, BadCron
 from delayer.schedule.record import ScheduleRecord
 from delayer.schedule.schedule import Schedule
 from delayer.schedule.wall import UnknownZone
+from delayer.store import held_messages
 from delayer.store.admin.actions import change_connection
 from delayer.store.errors import ScheduleRefused, ScheduleUnknown
 from delayer.store.schedules import changes, reading
@@ -161,13 +162,16 @@ class SchedulesApi:
         state = forms.schedule_state(call.query.state)
         async with self.looks, read_connection(self.pages.answers.url, "list schedules") as connection:
             page = await reading.find(connection, ROWS, call.query.after, state)
+            held = await held_messages.count_by_schedule(connection)
         more = {"state": call.query.state, "after": page.after}
         onward = "" if page.after is None else f"{PATH}?{render.query({}, **more)}"
-        return {"schedules": list(map(as_json.schedule, page.schedules)), "next": onward}
+        return {"schedules": [as_json.schedule(one, held) for one in page.schedules], "next": onward}
 
     async def show_schedule(self, call: Call) -> ScheduleJson:
         """Show a schedule."""
-        return as_json.schedule(await self._found(call.name))
+        record = await self._found(call.name)
+        async with self.looks, read_connection(self.pages.answers.url, "show a schedule") as connection:
+            return as_json.schedule(record, await held_messages.count_by_schedule(connection))
 
     async def preview_schedule(self, call: Call) -> TimesJson:
         """Compute the next times of a schedule. Jitter is not included."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import cast
@@ -87,8 +88,8 @@ def message(found: FullMessage) -> MessageJson:
     }
 
 
-def schedule(record: ScheduleRecord) -> ScheduleJson:
-    """Convert a schedule, with the beginning of its body."""
+def schedule(record: ScheduleRecord, held: Mapping[str, int] | None = None) -> ScheduleJson:
+    """Convert a schedule, with the beginning of its body. ``held``: how many messages of each schedule are held."""
     one, rhythm = record.schedule, record.schedule.rhythm
     said = reading.decode_properties(one.properties)
     return {
@@ -110,6 +111,7 @@ def schedule(record: ScheduleRecord) -> ScheduleJson:
         "next_message": None if record.waiting_id is None else str(Token(record.waiting_id, record.due_ms)),
         "sent": record.made,
         "missed": record.missed,
+        "held": None if held is None else held.get(one.name, 0),
         "sent_ms": record.made_ms,
         "late_ms": record.late_ms,
         "settled_ms": record.settled_ms,

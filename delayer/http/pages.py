@@ -260,9 +260,10 @@ class Pages:
         state, trail = forms.schedule_state(query.get("state", "")), forms.Trail.of(query)
         async with read_connection(self.answers.url, "list schedules") as connection:
             page = await schedules.find(connection, ROWS, forms.schedule_name(trail.after), state)
+            held = await held_messages.count_by_schedule(connection)
         form = forms.Search(Filter(), {} if state is None else {"state": state.value})
         around = _around(request, form, trail, len(page.schedules), page.after or "")
-        rows = list(map(as_json.schedule, page.schedules))
+        rows = [as_json.schedule(one, held) for one in page.schedules]
         back = "/schedules" + (f"?{request.url.query}" if request.url.query else "")
         return await self.html(
             request,

@@ -19,7 +19,7 @@ from delayer.core.message import as_text
 from delayer.core.readable import duration, format_relative_time, instant, size
 from delayer.core.units import HOUR_MS
 from delayer.format import reading
-from delayer.format.reading import message_id, preview, value_text
+from delayer.format.reading import message_id, preview, route_text, value_text
 from delayer.http.recent import host_ms
 from delayer.http.view import DaemonState
 from delayer.store.admin.census import COMPACTED, NONE_THERE, Census
@@ -81,7 +81,7 @@ ENVIRONMENT: Final = jinja2.Environment(
 )
 for function in (
     instant, ahead, duration, number, rate, size, name, address, query, properties, preview, message_id, quote, as_text,
-    value_text,
+    value_text, route_text,
 ):  # fmt: skip
     ENVIRONMENT.filters[function.__name__] = function
     ENVIRONMENT.globals[function.__name__] = function

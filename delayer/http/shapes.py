@@ -196,7 +196,10 @@ class ScheduleJson(TypedDict):
     next_message: str | None
     """The message that waits for it."""
     sent: int
+    """How many occurrences were sent or held."""
     missed: int
+    held: int | None
+    """How many of its messages are held now, of the first 100,000 held ones; null in the answer to a change."""
     sent_ms: int | None
     late_ms: int | None
     settled_ms: int | None

@@ -182,10 +182,10 @@ class FileSource(ABC):
             return SkippedRecord(Left.UNREADABLE, str(why))
         if not isinstance(found, ImportItem):
             return found
-        due_ms, is_meant = found.parcel.due_ms, found.schedule is not None or self.meant.includes(found.parcel.due_ms)
+        due_ms = found.parcel.due_ms
         if not 0 <= due_ms <= LATEST_MS:
             return SkippedRecord(Left.UNREADABLE, f"expected a due instant of 0 to {LATEST_MS} ms, found {due_ms}")
-        return found if is_meant else SkippedRecord(Left.BEFORE_CUTOFF)
+        return found if self.meant.includes(due_ms) else SkippedRecord(Left.BEFORE_CUTOFF)
 
     async def stage(self, run: Run) -> int:
         schedules = 0

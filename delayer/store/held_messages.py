@@ -11,6 +11,7 @@ from asyncpg import Connection
 from delayer.core.filters import Filter
 from delayer.core.hold import Hold
 from delayer.format.rows import read_hold
+from delayer.schedule.schedule import SCHEDULE
 from delayer.store.waiting import BEGINNING_OF_BODY, COLUMNS, NO_BODY, Entry, entry_of, matches
 
 AT_ONCE: Final = 1000
@@ -20,6 +21,16 @@ _NAMED: Final = (
     f"SELECT {COLUMNS.format(body=BEGINNING_OF_BODY.format(2))}, {_STATE} FROM held WHERE id = ANY($1) ORDER BY id"
 )
 _WHOLE: Final = f"SELECT {COLUMNS.format(body='body')}, {_STATE}, token FROM held WHERE id > $1 ORDER BY id LIMIT 100"
+
+
+_NAMED_BY: Final = bytes((len(SCHEDULE),)) + SCHEDULE + b"S\0\0\0"
+"""What precedes the name of a schedule in the headers: the last byte of its length follows, and then the name."""
+_OF_SCHEDULES: Final = """
+WITH first AS (SELECT properties, position($1::bytea IN properties) + length($1) AS at
+               FROM (SELECT properties, route FROM held ORDER BY id LIMIT $2) AS seen WHERE route = '')
+SELECT substring(properties FROM at + 1 FOR get_byte(properties, at - 1)) AS name, count(*)
+FROM first WHERE at > length($1) GROUP BY 1
+"""
 
 
 class HeldState(NamedTuple):
@@ -103,6 +114,12 @@ _GROUPS: Final = (
 async def count_groups(connection: Connection, scan: int = 100_000) -> Sequence[asyncpg.Record]:
     """The largest groups of the first ``scan`` held messages, with one reason each. Raises the driver's errors."""
     return list(await connection.fetch(_GROUPS, scan))
+
+
+async def count_by_schedule(connection: Connection, scan: int = 100_000) -> dict[str, int]:
+    """How many of the first ``scan`` held messages each schedule has made, by its name. Raises the driver's errors."""
+    rows = await connection.fetch(_OF_SCHEDULES, _NAMED_BY, scan)
+    return {name.decode("utf-8", "replace"): number for name, number in rows}
 
 
 async def read_all(connection: Connection) -> AsyncIterator[Sequence[tuple[HeldEntry, bytes]]]:

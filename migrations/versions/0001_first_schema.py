@@ -207,7 +207,7 @@ CREATE INDEX segment_first_due ON segment (first_due);
 
 -- What was released, held and cancelled, if daemons keep a history; partitioned by the day of the change. late_ms: how
 -- long after its due instant. delay_ms: from parking to the due instant (null: unknown). size: bytes of body and
--- properties. kind: that of the hold.
+-- properties. kind: that of the hold. schedule: the one that made the message, if any.
 CREATE TABLE history (
     at          timestamptz NOT NULL DEFAULT statement_timestamp(),
     what        text        NOT NULL,
@@ -220,6 +220,7 @@ CREATE TABLE history (
     delay_ms    bigint,
     size        integer     NOT NULL,
     kind        text,
+    schedule    text,
     CONSTRAINT history_what CHECK (what IN ('released', 'held', 'cancelled'))
 ) PARTITION BY RANGE (at);
 

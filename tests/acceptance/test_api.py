@@ -248,7 +248,8 @@ async def test_schedules_over_http(place: OwnVhost, store: str) -> None:
         put = await this.ask("PUT", "/api/schedules/tick", cron)
         assert (put.status, put.json["cron"], put.json["body"]) == (200, "0 7 * * MON", "")
         listed = (await this.ask("GET", "/api/schedules")).json
-        assert (listed["schedules"], listed["next"]) == ([put.json], "")
+        assert (listed["schedules"], listed["next"]) == ([{**put.json, "held": 0}], "")
+        assert (await this.ask("GET", "/api/schedules/tick")).json == listed["schedules"][0]
         assert (await this.ask("DELETE", "/api/schedules/tick")).status == 204
         for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/run"), ("GET", "/preview")):
             assert (await this.ask(method, f"/api/schedules/tick{path}")).status == 404

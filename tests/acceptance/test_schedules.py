@@ -83,6 +83,7 @@ async def test_the_page_and_programs_see_and_change_schedules(place: OwnVhost, s
         page = (await web.get("/schedules")).text
         assert f'<a href="/message/{one["next_message"]}">s00</a>' in page
         assert "Every hour" in page
+        assert "out / inbox" in page
         assert 'name="verb"' not in page, "without the token there is nothing to press"
         act = {"verb": "pause", "name": ["s00", "nobody"]}
         assert (await web.post("/actions/schedules", act)).status == 403
@@ -107,5 +108,13 @@ async def test_the_page_and_programs_see_and_change_schedules(place: OwnVhost, s
         seen = await eventually(web.metrics, lambda seen: ("delayer_schedules", "state=active") in seen)
         assert seen["delayer_schedules", "state=active"] == 51
         assert seen["delayer_schedule_occurrences", "kind=missed"] == 0
+
+        await changes.add(admin, schedule("lost", target=Target(b"", b"nowhere")), who="test")
+        await changes.run_now(admin, "lost", who="test")
+        await eventually(lambda: web.get("/api/schedules/lost", **allowed), lambda seen: seen.json["held"] == 1)
+        page = (await web.get("/schedules")).text
+        assert '<a href="/held?header=x-delayer-schedule%3Dlost">1</a>' in page
+        assert '<td data-label="to" class="wide">queue nowhere</td>' in page
+        assert "(schedule s00)" in (await web.get("/waiting?key=delayer.schedule/s00")).text
         assert await daemon.stop() == 0
         assert not [one for one in daemon.events if one["level"] == "error"]

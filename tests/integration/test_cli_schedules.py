@@ -15,10 +15,13 @@ from click.testing import Result
 from delayer.schedule.schedule import ScheduleState
 from delayer.schedule.zone_data import zone_data, zone_directories
 from delayer.store.admin import audit_log
+from delayer.store.schedules import changes
 from delayer.store.schedules.zones import ZoneWatch
 from tests.integration.cli import Run, ids
+from tests.integration.test_schedules import claimed, scene
+from tests.support.fakes import WHY
 from tests.support.rows import conserved
-from tests.support.schedules import check_waiting, record
+from tests.support.schedules import HOUR_MS, check_waiting, record, rewind, schedule
 from tests.support.store import opened, sql
 
 BERLIN = ["berlin", "--cron", "30 2 * * *", "--zone", "Europe/Berlin", "--to", "delayer.out", "--routing-key", "k"]
@@ -200,6 +203,54 @@ async def test_a_wrong_file_changes_nothing(delayer: Run, tmp_path: Path, text: 
     file.write_text(text)
     assert expected in delayer("schedule", "apply", str(file), "--prune", expect=2).stderr
     assert [one["name"] for one in read(delayer, "list")["schedules"]] == ["berlin"]
+
+
+async def test_apply_names_what_does_not_go_on(delayer: Run, database: str, tmp_path: Path) -> None:
+    file = tmp_path / "schedules.toml"
+    file.write_text(FILE)
+    delayer("schedule", "apply", str(file))
+    assert read(delayer, "apply", str(file))["stopped"] == []
+    async with sql(database) as connection:
+        for name, state, why in (("tick", "ended", "it has had its 3 occurrences"), ("report", "failed", "no zone")):
+            await connection.execute(
+                "UPDATE schedule SET state = $2, why = $3, waiting_id = NULL, waiting_at = NULL WHERE name = $1",
+                *(name, state, why),
+            )
+    told = delayer("schedule", "apply", str(file))
+    assert told.stdout == "0 added, 0 changed, 0 removed; 2 as they were.\n"
+    assert told.stderr.splitlines() == [
+        "tick is ended: it has had its 3 occurrences. Next: if it shall go on, change its last or its max in the file; "
+        "else remove it.",
+        "report is failed: no zone. Next: correct that; then `delayer schedule resume report`.",
+    ]
+    stopped = read(delayer, "apply", str(file))["stopped"]
+    assert [(one["name"], one["state"]) for one in stopped] == [("tick", "ended"), ("report", "failed")]
+
+
+async def test_held_occurrences_are_counted(delayer: Run, database: str) -> None:
+    async with scene(database, lanes=1) as ([lane], admin):
+        await changes.apply(admin, [schedule(), schedule("tick2")], who="me")
+        await changes.run_now(admin, "tick", who="me")
+        await rewind(admin, HOUR_MS)
+        await lane.scan()
+        _, dues = await claimed([lane])
+        await lane.claimers[0].settle([], [(due, WHY) for due in dues])
+    assert len(dues) == 2
+    assert (read(delayer, "show", "tick")["held"], read(delayer, "show", "tick2")["held"]) == (2, 0)
+    assert [one["held"] for one in read(delayer, "list")["schedules"]] == [2, 0]
+    rows = delayer("schedule", "list").stdout.splitlines()
+    assert [row.split()[-1] for row in rows] == ["held", "2", "0"]
+    command = "delayer held list --header x-delayer-schedule=tick"
+    assert f"2: `{command}` says why" in delayer("schedule", "show", "tick").stdout
+    assert len(json.loads(delayer(*command.split()[1:], "--json").stdout)["messages"]) == 2
+
+
+async def test_lists_name_the_schedule_of_a_message(delayer: Run) -> None:
+    delayer("schedule", "add", *TICK)
+    delayer("schedule", "run", "tick")
+    assert delayer("list").stdout.count("(schedule tick)") == 2
+    for one in ids(delayer, "list"):
+        assert re.search(r"^route +\(schedule tick\)$", delayer("show", one).stdout, re.M)
 
 
 async def test_check_names_the_version_of_the_zone_data(delayer: Run, database: str) -> None:

@@ -155,6 +155,26 @@ async def test_a_held_occurrence_does_not_stop_the_next(database: str) -> None:
         assert await check_waiting(admin) == after
 
 
+async def test_the_history_names_the_schedule(database: str) -> None:
+    """Released, held, released after that, sent by `run`, and cancelled; but not of other messages."""
+    async with opened(database, history_days=7) as store, owned(store) as lanes, sql(database) as admin:
+        await changes.add(admin, schedule(), who="me")
+        await rewind(admin, HOUR_MS)
+        await scan(lanes)
+        lane, [due] = await claimed(lanes)
+        await lane.claimers[0].settle([], [(due, WHY)])
+        await admin.execute("UPDATE held SET retry_at = now()")
+        await changes.run_now(admin, "tick", who="me")
+        await store.park(lanes[0], [parcel(store.now_lower_ms() - 1)], [])
+        await scan(lanes)
+        await released(lanes)
+        await changes.pause(admin, "tick", who="me")
+        rows = await admin.fetch("SELECT what, schedule, count(*) FROM history GROUP BY 1, 2 ORDER BY 1, 2")
+    assert [tuple(row) for row in rows] == [
+        ("cancelled", "tick", 1), ("held", "tick", 1), ("released", "tick", 2), ("released", None, 1),
+    ]  # fmt: skip
+
+
 async def test_a_cancelled_occurrence_does_not_stop_the_next(database: str) -> None:
     async with scene(database) as (_, admin):
         before = await changes.add(admin, schedule(), who="me")

@@ -226,6 +226,13 @@ class ChangedSchedule(TypedDict):
 
 
 @documented
+class StoppedSchedule(TypedDict):
+    name: str
+    state: Literal["failed", "ended"]
+    why: str
+
+
+@documented
 class ScheduleApplied(TypedDict):
     dry_run: bool
     added: list[dict[str, str]]
@@ -233,6 +240,8 @@ class ScheduleApplied(TypedDict):
     changed: list[ChangedSchedule]
     removed: list[str]
     same: list[str]
+    stopped: list[StoppedSchedule]
+    """Those of them that failed or ended, so that they send nothing."""
 
 
 @documented

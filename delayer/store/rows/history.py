@@ -15,8 +15,10 @@ from typing import Any, Final, NamedTuple
 import asyncpg
 from asyncpg import Connection
 
-from delayer.core.message import Parcel
+from delayer.core.message import Parcel, is_occurrence
 from delayer.core.units import DAY_MS
+from delayer.format.reading import schedule_of
+from delayer.schedule.record import name_of
 from delayer.store import pool
 from delayer.store.errors import describe
 from delayer.store.rows import partitions
@@ -56,6 +58,7 @@ class HistoryEntry(NamedTuple):
     delay_ms: int | None
     size: int
     kind: str | None = None
+    schedule: str | None = None
 
 
 def of_parcel(
@@ -65,7 +68,8 @@ def of_parcel(
     route, (exchange, key), due_ms = parcel.route, parcel.target, parcel.due_ms
     delay_ms = None if parked_ms is None else due_ms - parked_ms
     size = len(parcel.body) + len(parcel.properties)
-    return HistoryEntry(what, id_, route, exchange, key, due_ms, round(now_ms - due_ms), delay_ms, size, kind)
+    schedule = None if route else schedule_of(parcel.properties) or None
+    return HistoryEntry(what, id_, route, exchange, key, due_ms, round(now_ms - due_ms), delay_ms, size, kind, schedule)
 
 
 def of_row(row: Mapping[str, Any], now_ms: float) -> HistoryEntry:
@@ -73,7 +77,9 @@ def of_row(row: Mapping[str, Any], now_ms: float) -> HistoryEntry:
     due_ms, parked_ms = row["due_at"], row["parked_at"]
     places = row["route"], row["to_exchange"], row["to_key"]
     delay_ms = None if parked_ms is None else due_ms - parked_ms
-    return HistoryEntry(CANCELLED, row["id"], *places, due_ms, round(now_ms - due_ms), delay_ms, row["size"])
+    schedule = name_of(row["key"]) if is_occurrence(row["key"]) else None
+    late_ms = round(now_ms - due_ms)
+    return HistoryEntry(CANCELLED, row["id"], *places, due_ms, late_ms, delay_ms, row["size"], schedule=schedule)
 
 
 async def write(connection: Connection, entries: Sequence[HistoryEntry]) -> None:

@@ -151,7 +151,7 @@ class ScheduleDifference(NamedTuple):
     added: list[Schedule]
     changed: list[tuple[Schedule, Schedule]]
     removed: list[Schedule]
-    same: list[Schedule]
+    same: list[ScheduleRecord]
 
 
 async def apply(
@@ -180,7 +180,7 @@ async def apply(
         elif (after := _as_edit_of(record.schedule, one)) != record.schedule:
             found.changed.append((record.schedule, after))
         else:
-            found.same.append(one)
+            found.same.append(record)
     wrong = [what for before, after in found.changed if only_new for what in _differs(before, after)]
     wrong += [
         f"{one.name}: {what}"
