@@ -39,7 +39,7 @@ MUTANTS: Sequence[Mutant] = (
         "delayer/store/schedules/occurrences.py",
         "tests/integration/test_schedules.py",
         ("expired-for-all-policies", "and is_expired(record.schedule, record.waiting_ms, now_ms)", ""),
-        ("occurrence-of-any-id", "if one.id == record.waiting_id:", "if one.id != record.waiting_id:"),
+        ("occurrence-of-any-id", "one = by_id[record.waiting_id]", "one = over[-1]"),
         ("rejected-occurrence-fails-all", "if len(planned) > 1:", "if not planned:"),
     ),
     *of(
@@ -58,9 +58,13 @@ MUTANTS: Sequence[Mutant] = (
         ("change-without-cancel", "await keys.cancel_waiting(connection, used)", "keys.Cancelled()"),
     ),
     *of(
-        "delayer/store/schedules/zones.py",
+        "delayer/store/schedules/changes.py",
         "tests/integration/test_schedules_zones.py",
         ("older-zone-data-are-forgotten", "WHERE zone_version > $1", "WHERE zone_version < $1"),
+    ),
+    *of(
+        "delayer/store/schedules/zones.py",
+        "tests/integration/test_schedules_zones.py",
         ("zone-data-do-not-catch-up", "min(version, self.loaded or version)", "version"),
     ),
     *of(
