@@ -34,7 +34,7 @@ from delayer.intake.handle import DueHandler, IntakeHandler
 from delayer.intake.inbox import NAME as INBOX
 from delayer.intake.inbox import InboxHandler
 from delayer.intake.takeover import LevelTakeover, intake_of
-from delayer.release.loop import LaneRelease, ReleaseService
+from delayer.release.loop import LaneRelease, Release, ReleaseService
 from delayer.release.ports import Lane
 from delayer.retry import first_set
 from delayer.store.backlog import PostgresBacklog
@@ -80,6 +80,7 @@ class Daemon:
         self.connections = Connections(settings, self._bond.check)
         self.new_publisher = partial(publisher, self.connections["publish"], isolation=self.connections.isolation)
         self._publisher, self._limited_publisher = self.new_publisher(), self.new_publisher()
+        self._confirmed: set[Release] = set()
         self.store = PostgresBacklog(self.connections["publish"], heartbeat=self.watchdog, counters=self.counters)
         self.live = LiveSettings(settings, cascade_of(settings), self._publisher, self.store)
         self._dispatch = Dispatch(self._publisher, self.store, self.live, self.counters)
@@ -288,4 +289,4 @@ class Daemon:
 
     def _release(self, lane: Lane) -> LaneRelease:
         publisher = self.new_publisher() if lane.route is None else self._limited_publisher
-        return LaneRelease(lane, publisher, self.live, heartbeat=self.watchdog, counters=self.counters)
+        return LaneRelease(lane, publisher, self.live, self.watchdog, self.counters, self._confirmed)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import Final
@@ -41,6 +41,11 @@ CLAIM_BYTES: Final = 256 << 10
 it within 4 s, even over a slow line, before the server ends an idle transaction. A claim takes at least one message of
 any size, but one claim of the process at a time takes a message that exceeds CLAIM_BYTES by a megabyte."""
 
+MOST_CONFIRMED: Final = 20 * CLAIM_MESSAGES
+
+Release = tuple[int, int, int]
+"""A row's id, due instant and attempts: a message that an operator reschedules or retries is another release."""
+
 
 @dataclass(eq=False)
 class LaneRelease:
@@ -51,12 +56,14 @@ class LaneRelease:
     live: ReleaseSettings
     heartbeat: Heartbeat
     counters: Counters
+    confirmed: set[Release] = field(default_factory=set)
+    """Published, and not settled: the store failed, or ended the lane. Shared by the lanes of the process, which may
+    own the lane again."""
 
     def __post_init__(self) -> None:
         self._bucket: TokenBucket | None = None
         self._beat = partial(self.heartbeat.beat, f"lane {self.lane.number}")
         self._turn = asyncio.Lock()
-        self._confirmed: set[_Release] = set()  # Published, and not settled: the store failed.
         self._written = asyncio.Event()  # Set once the latest claim is written to the broker.
         self._written.set()
 
@@ -162,9 +169,9 @@ class LaneRelease:
     ) -> None:
         """Publish each message when due, but not before the previous claim is written (``before``); then settle."""
         try:
-            done = [row for row in rows if _release_of(row) in self._confirmed] if self._confirmed else []
+            done = [row for row in rows if _release_of(row) in self.confirmed] if self.confirmed else []
             if done:
-                rows = [row for row in rows if _release_of(row) not in self._confirmed]
+                rows = [row for row in rows if _release_of(row) not in self.confirmed]
             sendable, batch, held = self._prepare_batch(rows)
             pace = Pace([row.due_ms for row in sendable], self.live.now_lower_ms, written.set)
             await before.wait()
@@ -186,10 +193,13 @@ class LaneRelease:
         try:
             await claimer.settle(released, held, partial(_written_times, outcomes, pace, now_ms))
         except StoreLost:
-            # The next claim that has these rows settles them without another publish.
-            self._confirmed.update(map(_release_of, released))
+            # The next claim that has these rows settles them without another publish. Another process may have settled
+            # the older ones, so they do not stay forever.
+            if len(self.confirmed) > MOST_CONFIRMED:
+                self.confirmed.clear()
+            self.confirmed.update(map(_release_of, released))
             raise
-        self._confirmed.difference_update(map(_release_of, done))
+        self.confirmed.difference_update(map(_release_of, done))
         self.counters.took("settle", time.monotonic() - began)
         messages = [("released", row.parcel.route, _due_ms(row)) for row in sendable]
         self.counters.settled(messages, outcomes, pace, now_ms)
@@ -231,11 +241,7 @@ class ReleaseService:
             raise failed.exceptions[0] from None
 
 
-_Release = tuple[int, int, int]
-"""A row's id, due instant and attempts: a message that an operator reschedules or retries is another release."""
-
-
-def _release_of(row: Due) -> _Release:
+def _release_of(row: Due) -> Release:
     return row.id, row.due_ms, row.attempts
 
 

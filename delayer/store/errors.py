@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Final
 
 import asyncpg
 
@@ -139,10 +140,16 @@ def plain_reason(error: object) -> str:
     return f"the database rejected the data of this hold (SQLSTATE {getattr(error, 'sqlstate', 'unknown')})"
 
 
+_ENDED: Final = "another operation (2) is in progress"
+"""What the driver says if it has read the server's last words, and nothing was asked: its state 2 ends a session."""
+
+
 def describe(error: BaseException) -> str:
     """The first line of a driver's error, without details that may quote data. Other errors are preceded by their
     class."""
     text = errors.ERRNO.sub("", str(error).strip().split("\n", 1)[0])
+    if isinstance(error, asyncpg.InternalClientError) and _ENDED in text:
+        return "the server has ended this session: it was silent for too long, or an operator ended it"
     if text and isinstance(error, DRIVER_ERRORS):
         return text
     name = "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__

@@ -1,4 +1,5 @@
-"""A session locks a table of the store for a long time: nothing goes in or out, and the daemon reports it."""
+"""A session locks a table of the store: nothing goes in or out, and the daemon reports it. What was published meanwhile
+is not published again."""
 
 from __future__ import annotations
 
@@ -9,9 +10,13 @@ from tests.acceptance.world import STORE
 from tests.integration.cli import Run
 from tests.support.place import eventually
 from tests.support.ports import reserve
-from tests.support.store import sql
+from tests.support.store import blocked, sql
 from tests.support.web import Web
 
+END_LANES = (
+    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+    " WHERE datname = current_database() AND application_name LIKE 'delayer lane %'"
+)
 UNSETTLED = "queue 'delays': nothing that was read from it was settled for "
 
 
@@ -36,3 +41,26 @@ async def test_a_locked_table_makes_the_daemon_unready(place: OwnVhost, store: s
         await eventually(lambda: all(inbox.counts[b"%d" % n] for n in range(3)))
         await eventually(lambda: web.get("/health/ready"), lambda answer: answer.status == 200)
         assert await daemon.stop() == 0
+
+
+async def test_lanes_that_are_lost_and_taken_again_repeat_nothing(place: OwnVhost, store: str) -> None:
+    """The server ends the sessions of a process that gets no processor time. Their messages are published, and not
+    settled."""
+    bodies = [b"%d" % n for n in range(40)]
+    async with (
+        sql(store) as admin,
+        sql(store) as watch,
+        place.working(place.environ(STORE, store)) as (daemon, raw, inbox),
+    ):
+        await raw.publish(*(delayed(body.decode(), 5_000) for body in bodies))
+        await eventually(lambda: watch.fetchval("SELECT count(*) FROM message"), lambda parked: parked == len(bodies))
+        async with admin.transaction():
+            await admin.execute("LOCK TABLE counter IN SHARE MODE")
+            await eventually(lambda: all(body in inbox.counts for body in bodies))
+            await blocked(watch, "%counter%")
+            await watch.execute(END_LANES)
+        await eventually(lambda: watch.fetchval("SELECT count(*) FROM message"), lambda waiting: waiting == 0)
+        assert await daemon.stop() == 0
+        await raw.round_trip()
+        assert inbox.counts == dict.fromkeys(bodies, 1)
+        assert "lane lost" in {one["event"] for one in daemon.events}

@@ -13,6 +13,7 @@ import pytest
 from delayer.core.filters import Filter
 from delayer.core.importing import ImportBatch, ImportItem
 from delayer.core.message import Due
+from delayer.format.rows import COLUMNS
 from delayer.schedule.missed import LATE_MS
 from delayer.schedule.occurrence import message_id
 from delayer.schedule.record import key_of
@@ -80,6 +81,19 @@ async def test_a_release_writes_the_next_occurrence(database: str) -> None:
         assert (after.made, after.missed) == (1, 0)
         assert 0 < (after.late_ms or 0) < HOUR_MS
         assert lane.cursor.noted == after.due_ms, "the lane knows of it"
+
+
+async def test_a_stray_message_with_the_key_does_not_stop_the_schedule(database: str) -> None:
+    """Such as one that a copy of the database, or SQL, brought back: the schedule waits for the other one."""
+    async with opened(database) as store, owned(store, MANY) as lanes, sql(database) as admin:
+        await changes.add(admin, schedule(), who="me")
+        before = await rewind(admin, HOUR_MS)
+        fields = ", ".join(COLUMNS)
+        await admin.execute(f"INSERT INTO message ({fields}) SELECT {fields} FROM message")
+        await scan(lanes)
+        assert len(await released(lanes)) == 2
+        after = await check_waiting(admin)
+        assert (after.made, after.settled_ms) == (1, before.waiting_ms)
 
 
 async def test_a_rolled_back_release_changes_nothing(database: str) -> None:

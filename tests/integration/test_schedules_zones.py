@@ -18,6 +18,7 @@ from delayer.schedule.record import ScheduleRecord
 from delayer.schedule.rhythm import Cron
 from delayer.schedule.schedule import ScheduleState
 from delayer.schedule.wall import forget_zones
+from delayer.store.admin import actions
 from delayer.store.errors import ScheduleRefused
 from delayer.store.postgres import PostgresStore
 from delayer.store.schedules import changes, reading
@@ -181,6 +182,26 @@ async def test_a_command_on_a_host_with_older_zone_data_puts_them_down(
             await store.maintain()
         assert (hour_of(await check_waiting(admin)) == 22) == (version > "2099a")
         assert await reading.zone_version(admin) == "2099a"
+
+
+async def test_a_cancel_on_a_host_with_older_zone_data_puts_them_down(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes the next occurrence, like a release."""
+    async with opened(database) as store, sql(database) as admin:
+        new, old = copy_of(tmp_path, "2099b", "Europe/Berlin"), copy_of(tmp_path, "2099a", "Asia/Tokyo")
+        store.zones = ZoneWatch(lambda: [new])
+        with zones_of(new):
+            added = await changes.add(admin, schedule(rhythm=BERLIN), who="me")
+            await store.maintain()
+        monkeypatch.setattr(zone_data, "zone_directories", lambda: [old])
+        assert added.waiting_id is not None
+        with zones_of(old):
+            await actions.cancel(admin, [added.waiting_id])
+        assert hour_of(await check_waiting(admin)) == 22
+        with zones_of(new):
+            await store.maintain()
+        assert hour_of(await check_waiting(admin)) != 22
 
 
 @pytest.mark.parametrize(("table", "is_renewed"), [("request", True), ("schedule", False)])

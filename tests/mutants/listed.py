@@ -39,12 +39,8 @@ MUTANTS: Sequence[Mutant] = (
         "delayer/store/schedules/occurrences.py",
         "tests/integration/test_schedules.py",
         ("expired-for-all-policies", "and is_expired(record.schedule, record.waiting_ms, now_ms)", ""),
+        ("occurrence-of-any-id", "one = by_id[record.waiting_id]", "one = over[-1]"),
         ("rejected-occurrence-fails-all", "if len(planned) > 1:", "if not planned:"),
-    ),
-    *of(
-        "delayer/store/schedules/table.py",
-        "tests/integration/test_schedules.py",
-        ("occurrence-of-any-id", "AND waiting_id = ANY($2)", "AND (waiting_id = ANY($2) OR true)"),
     ),
     *of(
         "delayer/store/sql/lock_run.sql",
@@ -62,15 +58,15 @@ MUTANTS: Sequence[Mutant] = (
         ("change-without-cancel", "await keys.cancel_waiting(connection, used)", "keys.Cancelled()"),
     ),
     *of(
+        "delayer/store/schedules/changes.py",
+        "tests/integration/test_schedules_zones.py",
+        ("older-zone-data-are-forgotten", "WHERE zone_version > $1", "WHERE zone_version < $1"),
+    ),
+    *of(
         "delayer/store/schedules/zones.py",
         "tests/integration/test_schedules_zones.py",
         ("zone-data-do-not-catch-up", "min(version, self.loaded or version)", "version"),
         ("older-daemons-are-not-asked", "and await _is_older_one_alive(connection, version)", ""),
-    ),
-    *of(
-        "delayer/store/schedules/changes.py",
-        "tests/integration/test_schedules_zones.py",
-        ("older-zone-data-are-forgotten", "WHERE zone_version > $1", "WHERE zone_version < $1"),
     ),
     *of(
         "delayer/store/rows/partitions.py",

@@ -24,6 +24,7 @@ from delayer.core.filters import Filter, Token
 from delayer.core.message import is_occurrence
 from delayer.core.segment import Broken
 from delayer.schedule.record import Fate
+from delayer.schedule.zone_data import installed_version
 from delayer.store import held_messages, pool, waiting
 from delayer.store.admin import audit_log
 from delayer.store.admin.detail import ABSENT, FoundIn
@@ -34,6 +35,7 @@ from delayer.store.rows.counters import Changes, add_counts
 from delayer.store.rows.keys import DELETE_HELD, forget, lock_keys, lock_pointers
 from delayer.store.rows.partitions import PARK_SECONDS, make_missing
 from delayer.store.rows.places import AT, DELETE_ROWS, KEYS_OF_ROWS, MOVE_ROWS, NO_DUES, WANTED, Dues, Places, find_rows
+from delayer.store.schedules.changes import put_down_zones
 from delayer.store.schedules.occurrences import EndedOccurrence, write_next
 from delayer.store.segments import catalog
 from delayer.store.session import read_connection
@@ -178,7 +180,11 @@ async def _write_next(
     """Write the next occurrences of the schedules whose waiting one is among ``gone`` (key, id, lane). Returns the lane
     and due instant of each, to notify and to count."""
     over = [EndedOccurrence(key, id_, lane, fate) for key, id_, lane in gone if key is not None and is_occurrence(key)]
-    return [(one.lane, one.due_ms) for one in await write_next(connection, over)] if over else []
+    if not over:
+        return []
+    written = await write_next(connection, over)
+    await put_down_zones(connection, installed_version())
+    return [(one.lane, one.due_ms) for one in written]
 
 
 # An imported message may be held before it is due. Then the new instant is also its due instant. A message that waits

@@ -20,14 +20,18 @@ from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.hold import NACKED, Hold, HoldKind, Limits, Outcome, returned, too_late
 from delayer.core.plan import AtOnce, Mode, Park, Policy, Route, TooLate
 from delayer.core.publisher import Isolated
-from delayer.release.loop import SLICE_SECONDS, LaneRelease, prepare_outgoing
+from delayer.release.loop import MOST_CONFIRMED, SLICE_SECONDS, LaneRelease, Release, prepare_outgoing
 from tests.support.fakes import NOW, Heartbeat, ScriptedLane, ScriptedLive, ScriptedPublisher, due, until
 from tests.support.planning import decide, request
 
 
 class Scene:
     def __init__(
-        self, lane: ScriptedLane, publisher: ScriptedPublisher | None = None, limits: Limits | None = None
+        self,
+        lane: ScriptedLane,
+        publisher: ScriptedPublisher | None = None,
+        limits: Limits | None = None,
+        confirmed: set[Release] | None = None,
     ) -> None:
         self.lane = lane
         self.publisher = publisher or ScriptedPublisher()
@@ -39,6 +43,7 @@ class Scene:
             ScriptedLive(now=NOW + 10_000, limits=limits) if limits else ScriptedLive(width=25),
             heartbeat=self.heartbeat,
             counters=self.counters,
+            confirmed=set() if confirmed is None else confirmed,
         )
 
     def count(self, kind: str) -> int:
@@ -240,6 +245,27 @@ async def test_confirmed_messages_are_settled_without_another_publish() -> None:
     assert [int(one.token) for one in it.publisher.published] == [1, 2, 3, 2, 1]
     assert [sorted(row.id for row in released) for released, _ in lane.settled] == [[1, 2, 3], [1]]
     assert it.count("released") == 4
+
+
+async def test_a_lane_that_is_taken_again_does_not_repeat_what_was_confirmed() -> None:
+    """The server ends the sessions of a process that gets no processor time, and the process takes its lanes again."""
+    confirmed: set[Release] = set()
+    lost = Scene(ScriptedLane(claims=[[due(1), due(2)]]), confirmed=confirmed)
+    lost.lane.fail_settle = LaneLost("terminating connection due to idle-in-transaction timeout")
+    await run_dry(lost)
+    again = Scene(ScriptedLane(claims=[[due(1), due(2), due(3)]]), confirmed=confirmed)
+    await run_dry(again)
+    assert [int(one.token) for one in (*lost.publisher.published, *again.publisher.published)] == [1, 2, 3]
+    assert [sorted(row.id for row in released) for released, _ in again.lane.settled] == [[1, 2, 3]]
+    assert confirmed == set()
+
+
+async def test_confirmed_messages_that_others_settled_are_forgotten() -> None:
+    confirmed = {(id, NOW, 0) for id in range(100, 101 + MOST_CONFIRMED)}
+    it = Scene(ScriptedLane(claims=[[due(1)]]), confirmed=confirmed)
+    it.lane.fail_settle = LaneLost("gone")
+    await run_dry(it)
+    assert [id for id, _, _ in confirmed] == [1]
 
 
 async def test_a_claim_has_at_most_the_publishers_batch() -> None:
