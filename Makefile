@@ -8,6 +8,8 @@ SOAK_SEED ?=
 SOAK_ARGS ?=
 # Most tests wait for a due time or a server: three workers on two cores take half the time, each with servers of its own.
 PYTEST_SPREAD ?= -n 3 --dist loadfile
+# Empty if something else checks the style: .ci/run does, next to the tests.
+LINT ?= lint
 
 .DEFAULT_GOAL := help
 
@@ -28,7 +30,8 @@ run: servers ## private servers and the daemon, up until Ctrl-C; prints how to s
 	@$(PYTHON_OF_VENV) -m tests.support.up
 
 .PHONY: test
-test: lint test-only ## check, then the tests, against real servers of their own; under ten minutes (PYTEST_ARGS=… to choose)
+test: ready $(LINT) ## check, then the tests, against real servers of their own; under ten minutes (PYTEST_ARGS=… to choose)
+	@$(PYTHON_OF_VENV) -m pytest $(PYTEST_SPREAD) $(PYTEST_ARGS)
 
 .PHONY: test-slow
 test-slow: ready ## the slow tests: Spark, every import, and whole daemons killed again and again
@@ -99,15 +102,13 @@ clean: ## delete .venv and everything built here
 
 # ---- steps of the above
 
-.PHONY: dev servers ready lint test-only
+.PHONY: dev servers ready lint
 dev:
 	@.ci/setup dev
 servers:
 	@.ci/setup dev servers
 ready:
 	@.ci/setup dev servers mariadb
-test-only: ready
-	@$(PYTHON_OF_VENV) -m pytest $(PYTEST_SPREAD) $(PYTEST_ARGS)
 lint: dev
 	@$(PYTHON_OF_VENV) -m ruff check --quiet .
 	@$(PYTHON_OF_VENV) -m ruff format --check --quiet .
