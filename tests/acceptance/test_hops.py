@@ -65,11 +65,14 @@ async def test_a_plain_message_crosses_few_modules(
     vhost = rabbitmq.add_vhost()
     place = OwnVhost.furnished(rabbitmq, vhost)
     environ = place.environ(mode, postgres.url(schema) if mode == "store" else "")
-    daemon = Daemon(load(None, {f"DELAYER_{name}": value for name, value in environ.items()}, {}), Notifier())
+    settings = load(None, {f"DELAYER_{name}": value for name, value in environ.items()}, {})
+    daemon = Daemon(settings, Notifier())
     queues = 2 if mode == "native" else 1
     running = asyncio.create_task(daemon.run())
     try:
         await eventually(daemon.consuming, lambda seen: all(seen.values()) and len(seen) == queues)
+        if mode == "store":  # Another lane, taken meanwhile, would look like work for the message.
+            await eventually(lambda: len(daemon.store.numbers) == settings.store.lanes)
         # The first message of a connection and of a store pays for one-time work: statements, partitions, channels, and
         # the isolation connection.
         await asyncio.to_thread(published_and_received, place.url)

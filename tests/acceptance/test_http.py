@@ -30,7 +30,7 @@ GROUPS = (("in.queue", "q.a"), ("in.queue", "q.b"), ("in.missing", "m"))
 async def test_metrics_count_the_messages(place: OwnVhost, store: str) -> None:
     async with place.working(place.environ("store", store) | ANY_PORT) as (daemon, raw, inbox):
         web = await Web.of(daemon)
-        soon = [delayed(f"soon {n}", 600 + n) for n in range(100)]
+        soon = [delayed(f"soon {n}", 5_000 + n) for n in range(100)]
         later = [delayed(f"later {n}", 5 * HOUR + n) for n in range(40)]
         next_day = [delayed(f"days {n}", 50 * HOUR + n) for n in range(3)]
         lost = [delayed(f"lost {n}", 200, through="in.missing") for n in range(2)]

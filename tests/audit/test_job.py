@@ -169,7 +169,7 @@ def test_the_command(filled: str, tmp_path: Path) -> None:
     given = ["--set", f"store.url_file={file}", "audit", "--deep", "--no-broker", "--work", str(work)]
     spark = ["--conf", "spark.driver.memory=768m", "--conf", "spark.log.level=INFO", *FEW]
     done = delayer(*given, *spark, "--html", str(page))
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "3,000 wait" in done.stdout
     assert PASSWORD not in done.stdout + done.stderr
     assert "<html" in page.read_text()

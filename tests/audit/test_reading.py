@@ -50,7 +50,8 @@ def fetch(url: str, statement: str) -> list[tuple[Any, ...]]:
 
 
 def fill(url: str, count: int = 3000) -> None:
-    """Two lanes; rows due on ten days and in ten years, bodies of all sizes, some with a key, two held."""
+    """Two lanes; rows due on ten days and in ten years, bodies of all sizes, some with a key, two held.
+    None of them is overdue, however long an audit takes to begin."""
 
     async def work() -> None:
         async with opened(url) as store, owned(store, 2) as lanes:
@@ -66,7 +67,7 @@ def fill(url: str, count: int = 3000) -> None:
             ]
             for turn, start in enumerate(range(0, count, 300)):
                 await store.park(lanes[turn % 2], parcels[start : start + 300], [])
-            await store.hold(lanes[0], [(parcel(now + 5), WHY), (parcel(now + 6), LATE)])
+            await store.hold(lanes[0], [(parcel(now + DAY_MS), WHY), (parcel(now + 6), LATE)])
 
     asyncio.run(work())
 

@@ -13,7 +13,8 @@ from tests.support.place import Place, eventually
 
 SEED = 70_000
 MESSAGES = 600
-DELAY_MS = 60_000
+DELAY_MS = 90_000
+"""Five drains, four of which are killed, must be over before, on a busy machine too."""
 PORTION = 100
 LOWEST = 2
 """The lowest level emptied, of 4 s; messages in lower levels leave by themselves during the drain."""
@@ -48,7 +49,7 @@ async def killed(place: Place, to: str, *faults: str) -> None:
         assert code == -signal.SIGKILL, (fault, said)
 
 
-@pytest.mark.deadline(150)
+@pytest.mark.deadline(240)
 async def test_killed_at_every_step_there_and_back(vhost: str, store: str) -> None:
     place = await Place("native", vhost, store).declare()
     async with place.ledger(SEED) as ledger:
@@ -71,7 +72,7 @@ async def test_killed_at_every_step_there_and_back(vhost: str, store: str) -> No
             assert code == 0, said
             assert await place.rows() >= MESSAGES
             assert ledger.total() == 0
-            await ledger.all_back(timeout=90)
+            await ledger.all_back(timeout=120)
             await eventually(place.standing, lambda standing: not standing)
         verdict = await place.settle_accounts(ledger)
     counters = await place.conserved()
