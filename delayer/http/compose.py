@@ -123,7 +123,7 @@ def _route(settings: Settings, name: str | None) -> RouteTable:
         known += f", … ({len(routes):,} in all)"
     if name is None:
         raise Unsendable("exchange", f"expected one, because there are several routes: {known}; found none")
-    raise Unsendable("exchange", f"no route comes from exchange {format_found(name)}; expected one of {known}")
+    raise Unsendable("exchange", f"expected one that a route comes from ({known}), found {format_found(name)}")
 
 
 def _ask(headers: dict[str, Scalar], route: RouteTable, draft: MessageFields, *, now_ms: int) -> int | None:
@@ -136,7 +136,7 @@ def _ask(headers: dict[str, Scalar], route: RouteTable, draft: MessageFields, *,
     relative = next((form for form in _RELATIVE if form in forms), None)
     absolute = next((form for form in _ABSOLUTE if form in forms), None)
     if clash := sorted({header_of(form).decode() or form for form in forms} & set(headers)):
-        raise Unsendable("headers", f"{clash[0]} gives the delay too: expected it once, as a field or in a header")
+        raise Unsendable("headers", f"expected the delay once, as a field or in a header; {clash[0]} gives it too")
     due_ms = draft.due if draft.due is not None else now_ms + (draft.delay or 0)
     if draft.delay is not None and relative is not None:
         headers[relative] = draft.delay
@@ -145,11 +145,11 @@ def _ask(headers: dict[str, Scalar], route: RouteTable, draft: MessageFields, *,
     elif "timestamp" in forms:
         seconds = -(-due_ms // 1000)
         if not 0 <= seconds < _YEAR_10000:  # The driver cannot encode others.
-            wanted = f"route {format_found(route.from_)} reads timestamps: expected an instant from 1970 to 9999"
-            raise Unsendable(field, wanted)
+            why = f"because route {format_found(route.from_)} reads timestamps"
+            raise Unsendable(field, f"expected an instant from 1970 to 9999, {why}")
         return seconds
     else:
         reads = ", ".join(route.delay_from) or "none"
-        cannot = f"route {format_found(route.from_)} does not accept an instant: it reads {reads}; expected a delay"
-        raise Unsendable(field, cannot)
+        found = "an instant" if draft.delay is None else "a duration"
+        raise Unsendable(field, f"expected what route {format_found(route.from_)} reads ({reads}), found {found}")
     return None

@@ -88,7 +88,7 @@ MISTAKES = {
         ["refused", "retry", "--all", "--set-header", "n:float=nan"],
     ],
     ": expected a TYPE of str": [["send", "--header", text] for text in ("n:integer=3", "n:=3", ":int=3")],
-    'no route comes from exchange "nonsense"': [["send", "--route", "nonsense"]],
+    'expected one that a route comes from': [["send", "--route", "nonsense"]],
     "flag --mode: mode: expected": [["--mode", "nonsense", "status"]],
     "/nowhere.toml: expected a file": [["--config", "/nowhere.toml", "status"]],
     "no store is configured": [
@@ -110,12 +110,14 @@ MISTAKES = {
     "  properties: expected properties of": [["schedule", "add", "x", "--property", "message_id=1"]],
     "/nowhere.toml: expected a file that can be read": [["schedule", "apply", "/nowhere.toml"]],
     "--route: expected one": [["--set", 'route=[{"from": "a"}, {"from": "b"}]', "send"]],
-    "does not accept an instant": [
+    'expected what route "a" reads (x-delay), found an instant': [
         ["--set", 'route=[{"from": "a", "delay_from": ["x-delay"]}]', "send", "--at", "2031-01-31T08:00:00Z"],
+    ],
+    'expected what route "a" reads (none), found a duration': [
         ["--set", 'route=[{"from": "a", "delay_from": []}]', "send", "--delay", "1s"],
     ],
-    "--header: x-delay gives the delay too": [["send", "--delay", "1s", "--header", "x-delay:int=5"]],
-    "--header: x-due gives the delay too": [
+    "as a field or in a header; x-delay gives it too": [["send", "--delay", "1s", "--header", "x-delay:int=5"]],
+    "--header: expected the delay once, as a field or in a header; x-due": [
         ["--set", 'route=[{"from": "a", "delay_from": ["header:x-due"]}]', "send", "--at", "2031-01-31T08:00:00Z",
          "--header", "x-due:int=5"],
     ],
@@ -198,7 +200,7 @@ def test_unknown_route_lists_the_routes() -> None:
     result = call("--set", routes, "send", "--route", "order.in")
     assert result.exit_code == ExitCode.USAGE
     assert result.stderr == (
-        'delayer: --route: no route comes from exchange "order.in"; expected one of "orders.in", ""\n'
+        'delayer: --route: expected one that a route comes from ("orders.in", ""), found "order.in"\n'
     )
 
 
@@ -350,7 +352,7 @@ LINES = {
     b'{"headers": {"%s": 1}}' % (b"n" * 129): "headers: expected names of 1 to 128 bytes",
     b'{"body": "a", "body_b64": "YQ=="}': "expected body or body_b64, found both",
     b'{"message_id": "%s"}' % (b"m" * 256): "message_id: expected at most 255 bytes, found 256",
-    b'{"exchange": "nowhere"}': "exchange: no route comes from exchange",
+    b'{"exchange": "nowhere"}': "exchange: expected one that a route comes from",
     b'{"headers": {"x-delay": "soon"}}': "the daemon would refuse it: x-delay: expected milliseconds",
 }
 

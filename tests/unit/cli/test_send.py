@@ -35,7 +35,7 @@ def test_the_ends_of_each_type_are_sent(value: float) -> None:
 @pytest.mark.parametrize("at", ["1960-01-01T00:00:00Z", "1969-12-31T23:59:59Z", "9999-12-31T23:59:59.5Z"])
 def test_an_instant_that_no_timestamp_holds_is_refused(at: str) -> None:
     with pytest.raises(
-        Misused, match=r'^line 2: due: route "in" reads timestamps: expected an instant from 1970 to 9999$'
+        Misused, match=r'^line 2: due: expected an instant from 1970 to 9999, because route "in" reads timestamps$'
     ):
         composed(json.dumps({"due": at}), "timestamp")
 
