@@ -303,7 +303,7 @@ class IntakeHandler(KeepingHandler):
     def _watch(self, one: Classified, now_ms: int) -> None:
         """Log a message that loops through its route, once for each route."""
         delivery, properties, plan = one
-        if properties is None or properties.get(LAST_DUE) is None or isinstance(plan, Cancel | Refuse | Retry):
+        if properties is None or properties.get(LAST_DUE) is None or isinstance(plan, Cancel | Refuse):
             return
         message = properties.short("message_id") or delivery.body
         if self._loops.returned(delivery.exchange, message, plan.due_ms, now_ms):

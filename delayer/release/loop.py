@@ -1,5 +1,6 @@
-"""The release of one lane, which publishes rows when they are due. A claim locks rows up to WINDOW_MS early. Once the
-broker has answered for all of them, one commit deletes the confirmed rows and holds the rest."""
+"""The release of one lane, which publishes rows when they are due. A claim deletes rows up to WINDOW_MS early, in a
+transaction that stays open while they are published. Once the broker has answered for all of them, its commit also
+holds those that were not confirmed. A rollback brings all of them back."""
 
 from __future__ import annotations
 

@@ -119,7 +119,8 @@ def _complaint(module: str, imported: str) -> str | None:
     if name in EDGE or name == "":
         if name == "daemon" and _layer_of(imported) in NOT_OF_THE_DAEMON:
             return f"the daemon imports {imported}"
-        return None if imported.split(".", maxsplit=1)[0] != "pyspark" else "imports pyspark"
+        package = imported.split(".", maxsplit=1)[0]
+        return f"{name} imports {package}" if package in OF_HTTP | OF_SCHEDULE | {"pyspark"} else None
     if name not in HOUSE:
         return f"{name} is no layer: give it a row in {Path(__file__).name}"
     pure = name in PURE or module in AMQP_VALUES
@@ -214,9 +215,9 @@ def _defined(node: ast.stmt) -> str:
         ("delayer.core.x", "def f():\n    from time import monotonic"),
         ("delayer.core.x", "import logging.config"),
         ("delayer.core.x", "import structlog"),
-        ("delayer.core.x", "from delayer.amqp import fields"),
+        ("delayer.core.x", "from delayer.amqp import properties"),
         ("delayer.core.x", "from delayer.broker import admin"),
-        ("delayer.core.x", "from ..amqp import fields"),
+        ("delayer.core.x", "from ..amqp import properties"),
         ("delayer.core.x", "from delayer.amqp.properties import Properties"),
         ("delayer.amqp.x", "import aio_pika.abc"),
         ("delayer.amqp.x", "import structlog"),
@@ -226,7 +227,7 @@ def _defined(node: ast.stmt) -> str:
         ("delayer.format.x", "from delayer.broker import publisher"),
         ("delayer.format.x", "from delayer.intake import handle"),
         ("delayer.broker.x", "from delayer.format import envelope"),
-        ("delayer.amqp.x", "from delayer.broker import ports"),
+        ("delayer.amqp.x", "from delayer.broker import publisher"),
         ("delayer.release.x", "from sqlalchemy import text"),
         ("delayer.release.x", "from delayer.broker.publisher import AmqpPublisher"),
         ("delayer.intake.x", "from delayer import config"),
@@ -234,17 +235,19 @@ def _defined(node: ast.stmt) -> str:
         ("delayer.intake.x", "from delayer.set_aside.queues import SetAside"),
         ("delayer.intake.x", "import delayer.store.postgres"),
         ("delayer.intake.x", "from delayer.release.loop import Release"),
-        ("delayer.store.x", "from delayer.broker import relay"),
+        ("delayer.store.x", "from delayer.broker import publisher"),
         ("delayer.imports.x", "from delayer.intake import handle"),
         ("delayer.imports.x", "from delayer.config.model import Settings"),
-        ("delayer.store.x", "from delayer.amqp import fields"),
+        ("delayer.store.x", "from delayer.amqp import properties"),
         ("delayer.broker.x", "if TYPE_CHECKING:\n    from delayer.store import postgres"),
         ("delayer.config.model", "import delayer.cli.main"),
         ("delayer.daemon.x", "from delayer.audit import job"),
-        ("delayer.daemon.x", "from delayer.cli.errors import Off"),
+        ("delayer.daemon.x", "from delayer.cli.output import print_table"),
         ("delayer.http.x", "from delayer.broker import admin"),
         ("delayer.release.x", "import starlette"),
         ("delayer.cli.main", "import pyspark"),
+        ("delayer.cli.x", "import cronsim"),
+        ("delayer.daemon.x", "from starlette.routing import Route"),
         ("delayer.cli.check", "from delayer.store.lanes.locks import application_of"),
         ("delayer.daemon.wiring", "from delayer.store.lanes import ownership"),
         ("delayer.store.x", "from delayer.release.ports import Lane"),
@@ -253,7 +256,7 @@ def _defined(node: ast.stmt) -> str:
         ("delayer.headers", "import pika"),
         ("delayer.schedule.x", "from time import time"),
         ("delayer.store.x", "import cronsim"),
-        ("delayer.schedule.x", "from delayer.store.clock import Clock"),
+        ("delayer.schedule.x", "from delayer.store.clock import StoreClock"),
         ("delayer.novelty", "import json"),
     ],
 )

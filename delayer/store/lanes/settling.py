@@ -61,7 +61,7 @@ class SkippedRows:
 
     @property
     def full(self) -> bool:
-        """Whether no more rows can be skipped. The lane then must not release anything."""
+        """Whether no more rows can be skipped. A claim that meets another rejected row then finds none to release."""
         return len(self._paused) >= MOST
 
     def add(self, id: int, due_ms: int, reason: str) -> None:
