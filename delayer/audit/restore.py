@@ -107,7 +107,7 @@ async def restore_segment(connection: Connection, traffic: Traffic, entry: Segme
 
 
 async def _restored(connection: Connection, traffic: Traffic, entry: SegmentEntry) -> Restored | Broken | None:
-    """Restore a segment at once or, under load, in small portions with pauses; no turn if it is due soon."""
+    """Restore a segment. Under load, work in small portions with pauses, unless the segment is due soon."""
     from delayer.store.segments import restore  # noqa: PLC0415 - pyarrow
 
     # This machine's clock is exact enough here.

@@ -44,7 +44,7 @@ async def first_success(
     """Return the result of the first successful ``attempt``. Tries each address once, beginning at a random one.
     ``avoided``, the address that was lost last, comes at the end.
 
-    Raises BrokerRefused or BrokerLost: a refusal if any, otherwise the reasons of all.
+    Raises BrokerRefused if a broker refused, otherwise BrokerLost with the reason of each address.
     """
     losses: list[Loss] = []
     places = [place for places in await _results(map(_places, addresses), losses) for place in places]

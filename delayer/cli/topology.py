@@ -39,7 +39,7 @@ def with_admin(settings: Settings, work: Callable[[Admin], Awaitable[T]]) -> T:
 def topology() -> None:
     """Declare, verify, show or remove the queues and exchanges on the broker.
 
-    In native mode (and in store mode if store.park_beyond is not "0s") the cascade's 28 levels belong to it.
+    In native mode (and in store mode if store.park_beyond is not "0s") these include the 28 levels of the cascade.
     """
 
 

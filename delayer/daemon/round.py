@@ -68,7 +68,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The declaration that just succeeded was not part of a round, or restored a part again."""
+    """The topology is in place. The declaration was not one of the regular rounds, or it restored what was gone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class InboxHandler(IntakeHandler):
         self._seen = self._adapted = live.policy()
 
     def _begin_term(self) -> None:
-        """Begin none: a row that another process has moved fails the transaction."""
+        """Rows of the inbox need no term: if another process has moved a row, the transaction fails."""
 
     async def _commit(self, operations: Sequence[Operation], tags: Sequence[int]) -> Applied:
         return await self._inbox.move(operations, tags)
