@@ -161,6 +161,6 @@ class LiveSettings:
         return -(-time.time_ns() // 1_000_000) if stored is None else stored
 
     def now_lower_ms(self) -> int:
-        """Return the lower bound of the clock of :meth:`now_upper_ms`. A message whose due instant it has reached is due."""
+        """Return the lower bound of the clock of :meth:`now_upper_ms`. By this bound a message is due, or not yet."""
         stored = self._store.now_lower_ms()
         return time.time_ns() // 1_000_000 if stored is None else stored

@@ -1,8 +1,8 @@
 """A lane: a part of the waiting and held messages, which this process owns while its connections live.
 
 An ordinary lane has two sessions, each with a claimer. The first session holds the lane's advisory lock. A claimer has
-at most one open claim. While one publishes and settles its claim, the other begins the next. The lane of a limited route
-has one claimer, and shares its session with other such lanes (locks.py).
+at most one open claim. While one publishes and settles its claim, the other begins the next. The lane of a limited
+route has one claimer, and shares its session with other such lanes (locks.py).
 
 A lane ends when it loses any of its connections. A claim open on another connection may still settle: its rows are
 locked, so the lane's next owner waits for it.

@@ -51,8 +51,8 @@ async def restore_one(
 async def restore(
     connection: Connection, segment: int, *, portion_bytes: int = PORTION_BYTES, pause: float = 0.0
 ) -> Restored | Broken | None:
-    """Restore the segment of this id, broken or not. It waits for the segment's lock, unlike :func:`restore_one`. Returns
-    None if the segment is gone."""
+    """Restore the segment of this id, broken or not. It waits for the segment's lock, unlike :func:`restore_one`.
+    Returns None if the segment is gone."""
     return await _restore(connection, (_LOCK_ONE, segment), portion_bytes, pause)
 
 
