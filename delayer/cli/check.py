@@ -60,7 +60,7 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     """
     request = request_of(context)
     sealed: list[str] = []
-    settings = request.settings(sealed if offline else None)
+    settings = request.settings(sealed if offline else None, tokens=True)
     where = f"read from {request.file}" if request.file else "defaults, environment and flags; no file"
     report = CheckReport()
     report.add("configuration", "ok", f"{where}; {settings.mode} mode, routes: {len(settings.routes)}")

@@ -63,9 +63,9 @@ class Request:
     config: Path | None = None
     flags: Mapping[str, str] = field(default_factory=dict)
 
-    def settings(self, sealed: list[str] | None = None) -> Settings:
-        """Read the settings. ``sealed`` as for :func:`loading.load`. Raises ConfigError."""
-        return loading.load(self.file, os.environ, self.flags, sealed)
+    def settings(self, sealed: list[str] | None = None, *, tokens: bool = False) -> Settings:
+        """Read the settings. ``sealed`` and ``tokens`` as for :func:`loading.load`. Raises ConfigError."""
+        return loading.load(self.file, os.environ, self.flags, sealed, tokens=tokens)
 
     @property
     def file(self) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 
 import click
 
@@ -32,4 +33,4 @@ def run(request: Request) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     from delayer.daemon import app  # noqa: PLC0415
 
-    app.run_daemon(request.settings)
+    app.run_daemon(partial(request.settings, tokens=True))

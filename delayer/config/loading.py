@@ -59,17 +59,23 @@ def config_file(config: Path | None, environ: Mapping[str, str], system: Path = 
 
 
 def load(
-    file: Path | None, environ: Mapping[str, str], flags: Mapping[str, str], sealed: list[str] | None = None
+    file: Path | None,
+    environ: Mapping[str, str],
+    flags: Mapping[str, str],
+    sealed: list[str] | None = None,
+    *,
+    tokens: bool = True,
 ) -> Settings:
     """Read every source and build the settings. ``file`` is from :func:`config_file`. ``flags`` maps dotted keys to
     strings, like ``--set``. Raises ConfigError with every error of every source.
 
     systemd passes credentials to the daemon, but not to the commands that a unit runs at a reload. ``sealed``, if
-    given, collects the credential files that this process may not read; their values stay unchecked.
+    given, collects the credential files that this process may not read; their values stay unchecked. ``tokens``:
+    whether to check the file of tokens, which only the daemon's HTTP server reads.
     """
     merged = MergedSettings(read_flags(flags), read_environment(environ), read_file(file))
     directory = environ.get("CREDENTIALS_DIRECTORY") or str((file or SYSTEM_FILE).parent)
-    _read_named_files(merged, directory, sealed)
+    _read_named_files(merged, directory, sealed, tokens=tokens)
     errors: list[ErrorDetails] = []
     try:
         settings: Settings | None = Settings.model_validate(merged.values)
@@ -94,7 +100,7 @@ def load(
     return settings
 
 
-def _read_named_files(merged: MergedSettings, directory: str, sealed: list[str] | None) -> None:
+def _read_named_files(merged: MergedSettings, directory: str, sealed: list[str] | None, *, tokens: bool) -> None:
     """Replace ``${CREDENTIALS_DIRECTORY}`` in the ``…_file`` keys by ``directory``, check that each file is readable,
     read the URLs, and check the tokens."""
     for section in ("broker", "store", "http"):
@@ -107,6 +113,8 @@ def _read_named_files(merged: MergedSettings, directory: str, sealed: list[str] 
                 continue
             key = (section, name)
             table[name] = given.replace(_CREDENTIALS, directory)
+            if name == "tokens_file" and not tokens:
+                continue
             try:
                 content = Path(table[name]).read_text("utf-8")
             except (OSError, ValueError) as error:

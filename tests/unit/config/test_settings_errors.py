@@ -328,6 +328,18 @@ def test_no_error_shows_a_secret(flags: dict[str, str], tmp_path: Path) -> None:
     assert "ter2" not in text
 
 
+@pytest.mark.parametrize("content", ["ops act short\n", None])
+def test_only_the_daemon_needs_the_file_of_tokens(content: str | None, tmp_path: Path) -> None:
+    """A mistake there must not stop `delayer cancel`."""
+    file = tmp_path / "tokens"
+    if content is not None:
+        file.write_text(content)
+    flags = {"http.tokens_file": str(file)}
+    assert str(load(None, {}, flags, tokens=False).http.tokens_file) == str(file)
+    [problem] = problems(None, {}, flags)
+    assert problem.key == "http.tokens_file"
+
+
 def test_the_source_of_a_bad_url_in_a_file_is_that_file(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text("nonsense")
