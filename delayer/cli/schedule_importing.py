@@ -110,6 +110,8 @@ def beat(
         found = (read_beat_settings if file.suffix == ".py" else read_beat_file)(file)
     except BeatUnreadable as unreadable:
         raise Misused(str(unreadable)) from None
+    if zone is None and found.zone is None and not found.is_utc:
+        raise Misused(f"--zone: expected the zone of beat's host, because enable_utc is off and {file} has no timezone")
     read = partial(
         translate_beat,
         entries=found.entries,

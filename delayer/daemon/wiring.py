@@ -80,7 +80,7 @@ class Daemon:
         self.connections = Connections(settings, self._bond.check)
         self.new_publisher = partial(publisher, self.connections["publish"], isolation=self.connections.isolation)
         self._publisher, self._limited_publisher = self.new_publisher(), self.new_publisher()
-        self._confirmed: set[Release] = set()
+        self._confirmed: dict[Release, None] = {}
         self.store = PostgresBacklog(self.connections["publish"], heartbeat=self.watchdog, counters=self.counters)
         self.live = LiveSettings(settings, cascade_of(settings), self._publisher, self.store)
         self._dispatch = Dispatch(self._publisher, self.store, self.live, self.counters)

@@ -25,6 +25,7 @@ from delayer.schedule.wall import UnknownZone, zone_of
 
 _ENTRIES: Final = ("beat_schedule", "CELERY_BEAT_SCHEDULE", "CELERYBEAT_SCHEDULE")
 _ZONES: Final = ("timezone", "CELERY_TIMEZONE")
+_UTC: Final = ("enable_utc", "CELERY_ENABLE_UTC")
 _QUEUES: Final = ("task_default_queue", "CELERY_TASK_DEFAULT_QUEUE", "CELERY_DEFAULT_QUEUE")
 _C_MODULES: Final[Mapping[str, str]] = {"dbm.gnu": "_gdbm", "dbm.ndbm": "_dbm", "dbm.sqlite3": "dbm.sqlite3"}
 """Kinds of beat's file that not every Python reads: what must be there for it."""
@@ -36,11 +37,13 @@ class BeatUnreadable(Exception):
 
 
 class BeatSource(NamedTuple):
-    """beat's entries, and the ``timezone`` and ``task_default_queue`` of the application if the source has them."""
+    """beat's entries, and the ``timezone``, ``task_default_queue`` and ``enable_utc`` of the application if the source
+    has them. Without UTC and a zone, Celery uses the zone of the host."""
 
     entries: Mapping[str, Any]
     zone: str | None = None
     queue: str | None = None
+    is_utc: bool = True
 
 
 class _StandIn:
@@ -119,7 +122,7 @@ def read_beat_file(path: Path) -> BeatSource:
     """Read the file that beat keeps, by default ``celerybeat-schedule``. Raises BeatUnreadable."""
     try:
         with dbm.open(str(path), "r") as shelf:
-            raw = {name: shelf[name] for name in (b"entries", b"tz") if name in shelf}
+            raw = {name: shelf[name] for name in (b"entries", b"tz", b"utc_enabled") if name in shelf}
     except (*dbm.error, OSError, ImportError, ValueError, SyntaxError) as error:
         found, step = f"none that this Python reads: {error}", "pass"
         if (module := _module_of(path)) and find_spec(_C_MODULES[module]) is None:
@@ -138,7 +141,8 @@ def read_beat_file(path: Path) -> BeatSource:
     entries, zone = values.get(b"entries"), values.get(b"tz")
     if not isinstance(entries, dict):
         raise BeatUnreadable(f"{path}: expected beat's entries, found none. Next: check that beat wrote this file.")
-    return BeatSource(entries, zone if isinstance(zone, str) else None)
+    is_utc = bool(values.get(b"utc_enabled", True))
+    return BeatSource(entries, zone if isinstance(zone, str) else None, is_utc=is_utc)
 
 
 def _module_of(path: Path) -> str:
@@ -166,8 +170,11 @@ def read_beat_settings(path: Path) -> BeatSource:
     entries = next((found[name] for name in _ENTRIES if name in found), None)
     if not isinstance(entries, Mapping):
         raise BeatUnreadable(f"{path}: expected {' or '.join(_ENTRIES)}, a dictionary, found none")
-    zone, queue = (next((found[name] for name in names if name in found), None) for names in (_ZONES, _QUEUES))
-    return BeatSource(entries, None if zone is None else str(zone), None if queue is None else str(queue))
+    zone, queue, is_utc = (
+        next((found[name] for name in names if name in found), None) for names in (_ZONES, _QUEUES, _UTC)
+    )
+    texts = (None if one is None else str(one) for one in (zone, queue))
+    return BeatSource(entries, *texts, is_utc is None or bool(is_utc))
 
 
 @contextmanager

@@ -57,7 +57,7 @@ class LaneRelease:
     live: ReleaseSettings
     heartbeat: Heartbeat
     counters: Counters
-    confirmed: set[Release] = field(default_factory=set)
+    confirmed: dict[Release, None] = field(default_factory=dict)
     """Published, and not settled: the store failed, or ended the lane. Shared by the lanes of the process, which may
     own the lane again."""
 
@@ -196,11 +196,12 @@ class LaneRelease:
         except StoreLost:
             # The next claim that has these rows settles them without another publish. Another process may have settled
             # the older ones, so they do not stay forever.
-            if len(self.confirmed) > MOST_CONFIRMED:
-                self.confirmed.clear()
-            self.confirmed.update(map(_release_of, released))
+            self.confirmed.update(dict.fromkeys(map(_release_of, released)))
+            for oldest in list(self.confirmed)[:-MOST_CONFIRMED]:
+                del self.confirmed[oldest]
             raise
-        self.confirmed.difference_update(map(_release_of, done))
+        for row in done:
+            self.confirmed.pop(_release_of(row), None)
         self.counters.took("settle", time.monotonic() - began)
         messages = [("released", row.parcel.route, _due_ms(row)) for row in sendable]
         self.counters.settled(messages, outcomes, pace, now_ms)

@@ -44,15 +44,17 @@ def find_first(schedule: Schedule, now_ms: int, made: int = 0) -> Following:
     return _find_next(schedule, now_ms, made)
 
 
-def find_anew(schedule: Schedule, *, waiting_ms: int, settled_ms: int, now_ms: int, made: int = 0) -> Following:
-    """Find the occurrence that waits after an edit or a change of the zone data.
+def find_anew(schedule: Schedule, *, waiting_ms: int, after_ms: int, now_ms: int, made: int = 0) -> Following:
+    """Find the occurrence that waits after an edit, or after a change of the zone data.
 
-    ``waiting_ms``: the rhythm's time of the occurrence that waits before. It stays if this time has come, because
-    nothing else would send it. ``settled_ms``: the rhythm's time of the last settled occurrence, 0 if the rhythm had
-    none. It is in the future if that one was cancelled early. Raises BadCron and UnknownZone."""
-    if waiting_ms <= now_ms:
+    ``waiting_ms``: the rhythm's time of the occurrence that waits before. If this time has come, it stays, because
+    nothing else would send it, unless the schedule now ends before it, or begins after it. ``after_ms``: all times up
+    to this one are over. Raises BadCron and UnknownZone."""
+    last_ms, most = schedule.last_ms, schedule.max_occurrences
+    is_allowed = schedule.rhythm.first_ms <= waiting_ms and (last_ms is None or waiting_ms <= last_ms)
+    if waiting_ms <= now_ms and is_allowed and (most is None or made < most):
         return Following(waiting_ms)
-    return _find_next(schedule, max(now_ms, settled_ms), made)
+    return _find_next(schedule, after_ms, made)
 
 
 def find_next(schedule: Schedule, at_ms: int, now_ms: int, made: int = 0) -> Following:

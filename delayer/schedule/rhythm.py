@@ -8,7 +8,7 @@ from typing import Final
 from zoneinfo import ZoneInfo
 
 from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
-from delayer.schedule.cron import count_in_day, cron_in_words, is_fixed
+from delayer.schedule.cron import BadCron, count_in_day, cron_in_words, is_fixed
 from delayer.schedule.wall import next_instant, zone_of
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -87,7 +87,11 @@ def rhythm_in_words(rhythm: Rhythm) -> str:
     ('Every 90 minutes', 'Every second', 'At 07:00 on Monday through Friday (UTC)')
     """
     if isinstance(rhythm, Cron):
-        return f"{cron_in_words(rhythm.expression)} ({rhythm.zone})"
+        try:
+            words = cron_in_words(rhythm.expression)
+        except BadCron:  # Of a schedule that failed for this.
+            words = f'"{rhythm.expression}"'
+        return f"{words} ({rhythm.zone})"
     unit, length = next((unit, length) for unit, length in _UNITS if rhythm.period_ms % length == 0)
     count = rhythm.period_ms // length
     return f"Every {unit}" if count == 1 else f"Every {count} {unit}s"

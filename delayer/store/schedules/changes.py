@@ -26,6 +26,7 @@ from delayer.schedule import zone_data
 from delayer.schedule.missed import Following
 from delayer.schedule.occurrence import extra_message
 from delayer.schedule.record import PlannedRecord, ScheduleRecord, begin, key_of, plan, revise, stop
+from delayer.schedule.rhythm import Cron
 from delayer.schedule.schedule import Schedule, ScheduleState, problems
 from delayer.store import pool
 from delayer.store.admin import audit_log
@@ -250,6 +251,8 @@ async def insert_imported(connection: Connection, records: Sequence[ScheduleReco
         for record in records
     ]
     _, written = await occurrences.write(connection, list(zip(planned, lanes, strict=True)), table.put)
+    if any(isinstance(one.schedule.rhythm, Cron) for one in records):
+        await put_down_zones(connection, "")  # By any zone data: a daemon computes them again.
     await notify(connection, soonest((one.lane, one.due_ms) for one in written), {})
     return Counter((one.lane, "parked") for one in written)
 

@@ -110,15 +110,24 @@ def test_an_edit_keeps_what_is_due_and_what_was_cancelled() -> None:
     body, quarterly = schedule(body=b"new"), schedule(rhythm=Every(HOUR // 4))
     now = TEN + MINUTE_MS
     # 11:00 waits.
-    assert find_anew(body, waiting_ms=TEN + HOUR, settled_ms=TEN, now_ms=now) == Following(TEN + HOUR)
-    assert find_anew(quarterly, waiting_ms=TEN + HOUR, settled_ms=0, now_ms=now) == Following(TEN + HOUR // 4)
+    assert find_anew(body, waiting_ms=TEN + HOUR, after_ms=now, now_ms=now) == Following(TEN + HOUR)
+    assert find_anew(quarterly, waiting_ms=TEN + HOUR, after_ms=now, now_ms=now) == Following(TEN + HOUR // 4)
     # 10:00 is due, and every daemon is down.
-    assert find_anew(quarterly, waiting_ms=TEN, settled_ms=0, now_ms=now) == Following(TEN)
+    assert find_anew(quarterly, waiting_ms=TEN, after_ms=now, now_ms=now) == Following(TEN)
     # 11:00 was cancelled, and 12:00 waits.
-    assert find_anew(body, waiting_ms=TEN + 2 * HOUR, settled_ms=TEN + HOUR, now_ms=now) == Following(TEN + 2 * HOUR)
-    assert find_anew(schedule(last_ms=now + 1), waiting_ms=TEN + HOUR, settled_ms=TEN, now_ms=now).at_ms is None
+    assert find_anew(body, waiting_ms=TEN + 2 * HOUR, after_ms=TEN + HOUR, now_ms=now) == Following(TEN + 2 * HOUR)
+    assert find_anew(schedule(last_ms=now + 1), waiting_ms=TEN + HOUR, after_ms=now, now_ms=now).at_ms is None
     ended = schedule(max_occurrences=2)
-    assert find_anew(ended, waiting_ms=TEN + HOUR, settled_ms=TEN, now_ms=now, made=2).at_ms is None
+    assert find_anew(ended, waiting_ms=TEN + HOUR, after_ms=now, now_ms=now, made=2).at_ms is None
+
+
+def test_what_is_due_does_not_outlast_new_limits() -> None:
+    now = TEN + MINUTE_MS
+    for limits, made in (
+        ({"max_occurrences": 2}, 2), ({"last_ms": TEN - 1}, 0), ({"rhythm": Every(HOUR, TEN + 5 * HOUR)}, 0),
+    ):  # fmt: skip
+        found = find_anew(schedule(**limits), waiting_ms=TEN, after_ms=now, now_ms=now, made=made)
+        assert found.at_ms == (TEN + 5 * HOUR if "rhythm" in limits else None)
 
 
 def test_jitter_makes_no_occurrence_missed() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from delayer.core.units import DAY_MS
 from delayer.schedule.missed import Following
 from delayer.schedule.occurrence import due_ms
 from delayer.schedule.record import Fate, ScheduleRecord, begin, key_of, name_of, plan, revise, step_on, stop
@@ -104,6 +105,34 @@ def test_a_new_rhythm_does_not_wait_for_the_time_of_a_cancelled_occurrence(is_pa
     record, _ = revise(record, schedule(rhythm=Every(60_000)), NOON_MS)
     record, _ = begin(stop(record, ScheduleState.PAUSED), NOON_MS)
     assert record.waiting_ms == NOON_MS + 60_000
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_times_that_are_settled_ahead_do_not_come_again_by_a_new_rhythm(is_paused: bool, ahead: int) -> None:
+    """An occurrence that was moved would come twice."""
+    record = WAITING._replace(schedule=schedule(rhythm=Cron("0 12 * * *")))
+    for _ in range(ahead):
+        record, _ = step_on(record, Fate.SENT, NOON_MS - 1)
+    record = stop(record, ScheduleState.PAUSED) if is_paused else record
+    for rhythm in (Cron("0 12 * * MON-SUN"), Cron("0 12 * * *", "Etc/UTC"), Cron("0 12 * * *", first_ms=1)):
+        edited, _ = revise(record, replace(record.schedule, rhythm=rhythm), NOON_MS - 1)
+        begun, _ = begin(edited, NOON_MS - 1) if is_paused else (edited, None)
+        assert begun.waiting_ms == NOON_MS + ahead * DAY_MS
+    # Each sixth hour is new.
+    edited, _ = revise(record, replace(record.schedule, rhythm=Cron("0 */6 * * *")), NOON_MS - 1)
+    begun, _ = begin(edited, NOON_MS - 1) if is_paused else (edited, None)
+    assert begun.waiting_ms == NOON_MS + 6 * HOUR_MS
+
+
+def test_an_occurrence_whose_time_is_over_by_new_zone_data_is_sent_now() -> None:
+    daily = schedule(rhythm=Cron("0 12 * * *"))
+    now_ms = NOON_MS + DAY_MS + HOUR_MS // 3
+    # By the old data it was to come an hour later.
+    record = ScheduleRecord(daily, waiting_ms=NOON_MS + DAY_MS + HOUR_MS, settled_ms=NOON_MS, made_ms=NOON_MS + 5)
+    assert revise(record, daily, now_ms).record.waiting_ms == NOON_MS + DAY_MS
+    for over in ({"settled_ms": NOON_MS + DAY_MS}, {"changed_ms": now_ms - 1}, {"made_ms": now_ms - 1}):
+        assert revise(record._replace(**over), daily, now_ms).record.waiting_ms == NOON_MS + 2 * DAY_MS  # type: ignore[arg-type]
 
 
 def test_an_edit_without_a_new_rhythm_does_not_repeat_a_cancelled_occurrence() -> None:
