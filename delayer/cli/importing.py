@@ -138,7 +138,9 @@ def tell_report(report: ImportReport, as_json: bool) -> None:
     for why, count in _reasons(report.reasons):
         note(f"Held: {count:,}, {why}.")
     if superseded:
-        note(f"Not imported: {superseded:,}, because messages wait under their keys. See `delayer audit-log`.")
+        note(
+            f"Not imported: {superseded:,}, because messages or schedules have their keys, names or ids already. See `delayer audit-log`."
+        )
     for why, count in report.left.items():
         note(f"Left where they are: {count:,} {why}.")
     for doubt in report.doubts:

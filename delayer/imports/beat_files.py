@@ -173,8 +173,8 @@ def read_beat_settings(path: Path) -> BeatSource:
     zone, queue, is_utc = (
         next((found[name] for name in names if name in found), None) for names in (_ZONES, _QUEUES, _UTC)
     )
-    texts = (None if one is None else str(one) for one in (zone, queue))
-    return BeatSource(entries, *texts, is_utc is None or bool(is_utc))
+    zone, queue = (None if one is None else str(one) for one in (zone, queue))
+    return BeatSource(entries, zone, queue, is_utc is None or bool(is_utc))
 
 
 @contextmanager

@@ -348,7 +348,7 @@ async def test_a_held_message_keeps_its_key_from_an_imported_one(delayer: Run, d
         await hold(admin)
         run = ("import", "jsonl", "run", str(file), "--unverified", "--yes", "--again")
         told = delayer(*run, expect=ExitCode.FOUND).stderr
-        assert "Not imported: 1, because messages wait under their keys" in told
+        assert "Not imported: 1, because messages or schedules have their keys" in told
         assert await admin.fetchval("SELECT count(*) FROM held WHERE body = 'waits'") == 1
 
 

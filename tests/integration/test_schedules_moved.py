@@ -106,6 +106,46 @@ async def test_a_schedule_that_failed_moves_with_its_reason(
         assert (await check_waiting(admin)).state is ScheduleState.ACTIVE
 
 
+async def test_an_occurrence_from_elsewhere_is_computed_again(
+    delayer: Run, database: str, postgres: Postgres, tmp_path: Path
+) -> None:
+    """The other host may have had other zone data."""
+    file = tmp_path / "backlog.jsonl"
+    async with sql(database) as admin:
+        await changes.add(admin, schedule(rhythm=Cron("0 7 * * *", "Europe/Berlin")), who="test")
+        right = await record(admin)
+    delayer("export", str(file))
+    line, end = file.read_bytes().splitlines()
+    early = json.loads(line) | {"waiting_ms": (right.waiting_ms or 0) - HOUR_MS}
+    file.write_bytes(json.dumps(early).encode() + b"\n" + end + b"\n")
+    async with other_store(postgres) as other, opened(other) as store, sql(other) as admin:
+        await store.maintain()
+        delayer("import", "jsonl", "run", str(file), "--unverified", "--yes", DELAYER_STORE__URL=other)
+        assert (await check_waiting(admin)).waiting_ms == early["waiting_ms"]
+        await store.maintain()
+        assert (await check_waiting(admin)).waiting_ms == right.waiting_ms
+
+
+async def test_a_schedule_with_the_id_of_another_is_left_out(delayer: Run, database: str, tmp_path: Path) -> None:
+    file = tmp_path / "backlog.jsonl"
+    run = ("import", "jsonl", "run", str(file), "--unverified", "--yes")
+    async with sql(database) as admin:
+        await changes.apply(admin, [schedule("tack"), schedule("tick")], who="test")
+        delayer("export", str(file))
+        one, two, end = file.read_bytes().splitlines()
+        id_ = json.loads(one)["id"]
+        lines = [
+            json.dumps(json.loads(line) | {"schedule": name, "id": id_}) for line, name in ((one, "a"), (two, "b"))
+        ]
+        file.write_bytes("\n".join([*lines, end.decode()]).encode() + b"\n")
+        assert "Not imported: 2, because" in delayer(*run, expect=1).output
+        assert {one.name async for page in reading.pages(admin) for one in page} == {"tack", "tick"}
+        await changes.remove(admin, "tack", who="test")
+        delayer(*run, "--again", expect=1)
+        assert len([one async for page in reading.pages(admin) for one in page]) == 2
+        await conserved(admin)
+
+
 async def test_an_occurrence_without_its_schedule_is_an_ordinary_message(
     delayer: Run, database: str, postgres: Postgres, tmp_path: Path
 ) -> None:

@@ -167,8 +167,9 @@ class ImportStore:
 
     async def _not_waiting(self, items: Sequence[ImportItem]) -> tuple[list[ImportItem], list[bytes]]:
         """Split ``items`` into those to add, and the keys of the rest. A waiting or held message, a schedule of that
-        name, or an earlier item, already has each of these keys. Locks the keys against parks by other transactions
-        until the end of this transaction. An occurrence without its schedule becomes an ordinary message."""
+        name or id, or an earlier item, already has each of these keys. Locks the keys against parks by other
+        transactions until the end of this transaction. An occurrence without its schedule becomes an ordinary message.
+        """
         items = [
             item._replace(parcel=item.parcel._replace(key=None)) if is_occurrence(item.parcel.key) else item
             for item in items
@@ -180,13 +181,18 @@ class ImportStore:
         taken = await find_used_keys(self._connection, keyed)
         names = [name_of(key) for key in keyed if is_occurrence(key)]
         taken |= set(map(key_of, await table.read(self._connection, names))) if names else set()
+        ids = {_record(item).schedule.id: item for item in items if item.schedule is not None}
+        used = await table.find_ids(self._connection, ids) if ids else set()
         kept: list[ImportItem] = []
         superseded: list[bytes] = []
         for item in items:
             key = _key_of(item)
-            if key in taken:
+            id_ = None if item.schedule is None else _record(item).schedule.id
+            if key is not None and (key in taken or id_ in used):
                 superseded.append(key)
                 continue
+            if id_ is not None:
+                used.add(id_)
             if key is not None:
                 taken.add(key)
             kept.append(item)

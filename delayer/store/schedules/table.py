@@ -71,6 +71,12 @@ async def read(connection: Connection, names: Collection[str], *, lock: bool = F
     return {record.name: record for record in map(record_of, rows)}
 
 
+async def find_ids(connection: Connection, ids: Collection[UUID]) -> set[UUID]:
+    """Those of these ids that a schedule has. Raises the driver's errors."""
+    rows = await connection.fetch("SELECT id FROM schedule WHERE id = ANY($1)", list(ids))
+    return {UUID(int=id_.int) for (id_,) in rows}
+
+
 async def read_waiting(
     connection: Connection, names: Collection[str], ids: Collection[int], *, lock: bool = False
 ) -> tuple[list[ScheduleRecord], int]:

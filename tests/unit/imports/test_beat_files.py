@@ -13,7 +13,9 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from click.testing import CliRunner
 
+from delayer.cli.main import cli
 from delayer.core.message import Target
 from delayer.core.units import MINUTE_MS
 from delayer.imports import beat_files
@@ -92,6 +94,20 @@ def test_a_settings_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_i
     report, often = translate(source).schedules
     assert (report.rhythm, report.target) == (Cron("0 */2 1 * *", "America/New_York"), Target(b"", b"shop"))
     assert (often.name, often.target) == ("shop-often", Target(b"", b"fast"))
+
+
+@pytest.mark.parametrize(("lines", "is_utc"), [("", True), ("enable_utc = True", True), ("enable_utc = False", False)])
+def test_a_host_s_own_zone_is_not_utc(tmp_path: Path, lines: str, is_utc: bool) -> None:
+    module = tmp_path / "celeryconfig.py"
+    module.write_text(f"beat_schedule = {{}}\n{lines}\n")
+    assert read_beat_settings(module).is_utc is is_utc
+    file = tmp_path / "schedule"
+    with shelve.open(str(file)) as shelf:  # As the real beat writes it.
+        shelf["entries"], shelf["utc_enabled"] = {}, is_utc
+    assert read_beat_file(file).is_utc is is_utc
+    given = ["schedule", "import", "beat", str(module), "--dry-run"]
+    result = CliRunner().invoke(cli, ["--mode", "store", "--set", "store.url=postgresql:///nowhere", *given])
+    assert ("--zone: expected the zone of beat's host" in result.output) is not is_utc
 
 
 @pytest.mark.parametrize("text", ["", "beat_schedule = 1", "import nowhere", "raise SystemError('no')", "1 +"])

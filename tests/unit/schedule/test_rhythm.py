@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
-from delayer.schedule.rhythm import Cron, Every, Rhythm, count_between, next_after
+from delayer.schedule.rhythm import Cron, Every, Rhythm, count_between, next_after, rhythm_in_words
 from delayer.schedule.wall import UnknownZone, check_zone
 from tests.unit.schedule.readings import FIRST_YEAR, LAST_YEAR, READINGS, ZONES, Reading, changes, read
 
@@ -204,3 +204,8 @@ def test_unknown_zones(name: str, words: str) -> None:
     if name != "localtime":
         with pytest.raises(UnknownZone):
             next_after(Cron("@daily", name), 0)
+
+
+def test_an_expression_that_cannot_be_read_is_shown_as_it_is() -> None:
+    """A failed schedule has one, and a list shows it."""
+    assert rhythm_in_words(Cron("0 7 * * FOO", "UTC")) == '"0 7 * * FOO" (UTC)'
