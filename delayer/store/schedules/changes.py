@@ -39,7 +39,7 @@ from delayer.store.schedules import occurrences, reading, table
 
 _LANES: Final = "SELECT number FROM lane WHERE route IS NULL ORDER BY number"
 _NOW: Final = "SELECT statement_timestamp()"
-_PUT_DOWN_ZONES: Final = "UPDATE store SET zone_version = $1 WHERE zone_version > $1"
+_LOWER_ZONE_VERSION: Final = "UPDATE store SET zone_version = $1 WHERE zone_version > $1"
 
 
 class LogEntry(NamedTuple):
@@ -227,11 +227,11 @@ async def renew(connection: Connection, names: Collection[str]) -> None:
     await _change(connection, dict.fromkeys(names, renewed), None)
 
 
-async def put_down_zones(connection: Connection, version: str) -> None:
+async def lower_zone_version(connection: Connection, version: str) -> None:
     """Record that a waiting occurrence may have been computed by this version of the zone data, if it is the oldest. A
     daemon with newer data then computes all of them again (zones.py). Raises the driver's errors."""
     if version != zone_data.UNKNOWN:
-        await connection.execute(_PUT_DOWN_ZONES, version)
+        await connection.execute(_LOWER_ZONE_VERSION, version)
 
 
 async def insert_imported(connection: Connection, records: Sequence[ScheduleRecord]) -> Changes:
@@ -306,7 +306,7 @@ async def _transact(
             asked = {**entry.asked, **_changed_fields(there, records)}
             log_id = await audit_log.begin(connection, entry.who, entry.verb, asked)
             await audit_log.add(connection, log_id, len(cancelled.rows))
-            await put_down_zones(connection, zone_data.installed_version())
+            await lower_zone_version(connection, zone_data.installed_version())
         if await history.is_kept(connection):
             await history.write(connection, [history.of_row(row, now_ms) for row in cancelled.rows])
         await notify(connection, soonest((one.lane, one.due_ms) for one in written), {})
