@@ -61,7 +61,7 @@ class Actions:
     """The handlers of all changes."""
 
     pages: Pages
-    turns: asyncio.Semaphore
+    change_turns: asyncio.Semaphore
 
     async def answer(self, request: Request, *, change: ChangeHandler) -> Response:
         answers, sessions = self.pages.answers, self.pages.sessions
@@ -90,7 +90,7 @@ class Actions:
         return await self.pages.html(request, "done.html", heading=heading, lines=lines, back=back)
 
     async def _in_turn(self, change: Awaitable[ChangeResult | Response]) -> ChangeResult | Response:
-        async with self.turns:
+        async with self.change_turns:
             return await change
 
     async def stored(self, request: Request, who: str, form: Form) -> ChangeResult | Response:

@@ -249,7 +249,7 @@ class MessagesApi:
     """The handlers."""
 
     pages: Pages
-    changes: asyncio.Semaphore
+    change_turns: asyncio.Semaphore
     looks: asyncio.Semaphore
 
     @property
@@ -302,7 +302,7 @@ class MessagesApi:
         answers = self.pages.answers
         wanted = Filter(key=raw(key)) if key else Filter(message_id=raw(message_id))
         change = StoredChange(answers.url, verb, wanted, when=when)
-        async with self.changes:
+        async with self.change_turns:
             try:
                 result = await asyncio.shield(change.carry_out(call.who))
             finally:
@@ -345,7 +345,7 @@ class MessagesApi:
         done: SentJson | SentLinesJson | None = None
         part: HttpProblem | None = None
         try:
-            async with self.changes, self.pages.answers.requests.attempt(scope, content) as attempt:
+            async with self.change_turns, self.pages.answers.requests.attempt(scope, content) as attempt:
                 before = json.loads(attempt.before) if attempt.before else {}
                 if "sent" in before and not before.get("failed"):
                     return _answer_of(before)
