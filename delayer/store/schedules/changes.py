@@ -301,7 +301,7 @@ async def _transact(
         if entry is None:
             occurrences.log_failed(records)
         else:
-            _check_written(records)
+            _check_written(records, is_one="schedule" in entry.asked)
             await table.delete(connection, there.keys() - {record.name for record in records})
             asked = {**entry.asked, **_changed_fields(there, records)}
             log_id = await audit_log.begin(connection, entry.who, entry.verb, asked)
@@ -316,10 +316,12 @@ async def _transact(
         return list((await table.read(connection, names)).values())
 
 
-def _check_written(records: Sequence[ScheduleRecord]) -> None:
-    """Raise ScheduleRefused if a schedule has failed just now."""
+def _check_written(records: Sequence[ScheduleRecord], *, is_one: bool) -> None:
+    """Raise ScheduleRefused if a schedule has failed just now. ``is_one``: whether the change is of one schedule, so
+    that its name is known."""
+    wanted = "state: expected a schedule with a next occurrence"
     failed = [
-        f"{one.name}: expected a next occurrence, found none: {one.why}; correct the schedule, or what rejects it"
+        f"{'' if is_one else f'{one.name}: '}{wanted}, found none: {one.why}; correct the schedule, or what rejects it"
         for one in records
         if one.state is ScheduleState.FAILED
     ]
