@@ -34,6 +34,10 @@ log = structlog.get_logger(__name__)
 
 CONFIRM_TIMEOUT: Final = 8.0
 """Seconds to wait for the confirms of a batch, less than the store's idle transaction timeout."""
+_GRACE: Final = 0.5
+"""Seconds that a publish may take longer, such as for opening a channel."""
+LONGEST_PUBLISH: Final = CONFIRM_TIMEOUT + _GRACE
+"""The longest time of a publish without a pace, in seconds."""
 SHARED_FRACTION: Final = 0.625
 """The share of CONFIRM_TIMEOUT for the shared channel. The rest is for isolating unconfirmed messages."""
 MAX_BATCH: Final = 10_000
@@ -89,7 +93,7 @@ class AmqpPublisher:
         lost: Exception | None = None
         try:
             # This bounds everything else, such as opening a channel.
-            async with asyncio.timeout_at(pending.deadline + 0.5):
+            async with asyncio.timeout_at(pending.deadline + _GRACE):
                 await self._reconnecting.connection(self._timeout)
                 await self._reconnecting.unblocked(self._timeout)
                 await self._publish(pending, range(len(batch)))

@@ -10,6 +10,7 @@ from delayer.amqp.errors import BrokerLost
 from delayer.amqp.values import Delivery, Outgoing
 from delayer.broker.cascade_depths import cascade_depths
 from delayer.broker.errors import BrokerRefused, QueueMissing, TopologyMismatch
+from delayer.broker.publisher import LONGEST_PUBLISH
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.errors import StoreLost
@@ -84,6 +85,10 @@ class DaemonInside:
 
     async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
         return await self._publisher.publish(batch)
+
+    @property
+    def publish_seconds(self) -> float:
+        return LONGEST_PUBLISH
 
     async def depths(self) -> Depths:
         settings = self.settings

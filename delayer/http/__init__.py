@@ -1,1 +1,1 @@
-"""The HTTP side of the daemon: health, metrics, and the page. Messages do not pass through here."""
+"""The HTTP side of the daemon: health, metrics, the page with its buttons, and the API, which also sends messages."""

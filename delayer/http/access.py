@@ -90,6 +90,11 @@ def cookie_name(host: str) -> str:
     return COOKIE if port is None else f"{COOKIE}_{port}"
 
 
+def cookie_of(request: Request) -> str:
+    """Name the cookie for this request, which has no ``Host`` if it is of HTTP/1.0."""
+    return cookie_name(request.headers.get("host", ""))
+
+
 class Client(NamedTuple):
     """A client with a token. ``who``: for the audit log. ``token``: the token's name."""
 
@@ -254,7 +259,7 @@ class Sessions:
 
 
 def _key(request: Request) -> bytes:
-    return digest_of(request.cookies.get(cookie_name(request.headers.get("host", "")), ""))
+    return digest_of(request.cookies.get(cookie_of(request), ""))
 
 
 class RequestGuard(BaseHTTPMiddleware):

@@ -61,7 +61,7 @@ class Actions:
     """The handlers of all changes."""
 
     pages: Pages
-    turns: asyncio.Semaphore
+    change_turns: asyncio.Semaphore
 
     async def answer(self, request: Request, *, change: ChangeHandler) -> Response:
         answers, sessions = self.pages.answers, self.pages.sessions
@@ -90,7 +90,7 @@ class Actions:
         return await self.pages.html(request, "done.html", heading=heading, lines=lines, back=back)
 
     async def _in_turn(self, change: Awaitable[ChangeResult | Response]) -> ChangeResult | Response:
-        async with self.turns:
+        async with self.change_turns:
             return await change
 
     async def stored(self, request: Request, who: str, form: Form) -> ChangeResult | Response:
@@ -140,15 +140,22 @@ class Actions:
         verb, names = forms.verb(form, *_OF_SCHEDULES), forms.schedule_names(form)
         request.state.back = forms.back(form, "/schedules")
         past, change = _OF_SCHEDULES[verb]
-        refused: list[str] = []
-        async with change_connection(self.pages.answers.url, f"schedule {verb}") as connection:
-            for name in names:
-                try:
-                    await change(connection, name, who=who)
-                except ScheduleRefused as error:
-                    refused.append(f"{name[:100]}: {error}")
-        done = len(names) - len(refused)
-        return ChangeResult(past, done, len(names), refused, complete=not refused)
+        done, lines = 0, list[str]()
+        try:
+            async with change_connection(self.pages.answers.url, f"schedule {verb}") as connection:
+                for name in names:
+                    try:
+                        await change(connection, name, who=who)
+                        done += 1
+                    except ScheduleRefused as error:
+                        lines.append(f"{name[:100]}: {error}")
+        except STORE_ERRORS as lost:
+            # An error would make the client send again what is sent.
+            if not done:
+                raise
+            at = done + len(lines)
+            lines.append(f"Stopped at {names[at]}, after {at:,}: {lost}. It may be changed; the rest is not.")
+        return ChangeResult(past, done, len(names), lines, complete=not lines)
 
     async def _told(self, tokens: Sequence[Token]) -> dict[str, str]:
         """Describe each message in the store: its destination, instant, key and message_id."""

@@ -38,7 +38,7 @@ class WholeApi:
     """All endpoints."""
 
     pages: Pages
-    changes: asyncio.Semaphore
+    change_turns: asyncio.Semaphore
     looks: asyncio.Semaphore
 
     @property
@@ -47,7 +47,8 @@ class WholeApi:
 
     @cached_property
     def _api(self) -> Api:
-        parts = (MessagesApi(self.pages, self.changes, self.looks), SchedulesApi(self.pages, self.changes, self.looks))
+        shared = self.pages, self.change_turns, self.looks
+        parts = MessagesApi(*shared), SchedulesApi(*shared)
         endpoints = [
             Endpoint("GET", "/api/openapi.json", self.describe_api, dict[str, Any], role=None),
             Endpoint("GET", "/api/live", self.show_rates, LiveJson, role=None),

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Final, Literal, NamedTuple, cast
@@ -249,7 +249,7 @@ class MessagesApi:
     """The handlers."""
 
     pages: Pages
-    changes: asyncio.Semaphore
+    change_turns: asyncio.Semaphore
     looks: asyncio.Semaphore
 
     @property
@@ -302,7 +302,7 @@ class MessagesApi:
         answers = self.pages.answers
         wanted = Filter(key=raw(key)) if key else Filter(message_id=raw(message_id))
         change = StoredChange(answers.url, verb, wanted, when=when)
-        async with self.changes:
+        async with self.change_turns:
             try:
                 result = await asyncio.shield(change.carry_out(call.who))
             finally:
@@ -327,7 +327,7 @@ class MessagesApi:
         key = call.request.headers.get("idempotency-key")
         text = await call.request.body()
         if key is None:
-            return await self._send(await self._compose(call, None))
+            return await self._send(await self._compose(call, None, partial(asyncio.sleep, 0)))
         if not 0 < len(key) <= LONGEST_KEY:
             raise HttpProblem(400, f"Idempotency-Key: expected 1 to {LONGEST_KEY} characters, found {len(key)}.")
         if not self.pages.answers.has_store:
@@ -345,13 +345,13 @@ class MessagesApi:
         done: SentJson | SentLinesJson | None = None
         part: HttpProblem | None = None
         try:
-            async with self.changes, self.pages.answers.requests.attempt(scope, content) as attempt:
+            async with self.pages.answers.requests.attempt(scope, content) as attempt:
                 before = json.loads(attempt.before) if attempt.before else {}
                 if "sent" in before and not before.get("failed"):
                     return _answer_of(before)
                 confirmed = {one["line"]: one["sent"] for one in before.get("results", ()) if one["sent"]}
                 try:
-                    done = await self._send(await self._compose(call, scope), confirmed)
+                    done = await self._send(await self._compose(call, scope, attempt.go_on), confirmed)
                     attempt.answer = json.dumps(done if "results" in done else {"sent": done, "failed": 0})
                 except HttpProblem as problem:
                     if "results" not in problem.more:
@@ -379,8 +379,9 @@ class MessagesApi:
         assert done is not None
         return done
 
-    async def _compose(self, call: Call, scope: bytes | None) -> list[Ready]:
-        """Compose all messages. Raises HttpProblem with the mistakes of all."""
+    async def _compose(self, call: Call, scope: bytes | None, pause: Callable[[], Awaitable[None]]) -> list[Ready]:
+        """Compose all messages. ``pause`` lets the daemon's messages through. Raises HttpProblem with the mistakes of
+        all."""
         if isinstance(call.body, NewMessage):
             return [self._ready(call.body, None, scope)]
         texts = [(number, text) for number, text in enumerate(call.body.split(b"\n"), 1) if text.strip()]
@@ -390,7 +391,7 @@ class MessagesApi:
         wrong: list[WrongField] = []
         for count, (number, text) in enumerate(texts):
             if count % 50 == 49:
-                await asyncio.sleep(0)  # Lets the daemon's messages through.
+                await pause()
             try:
                 found.append(self._ready(read_json(NewMessage, text, f"line {number}"), number, scope))
             except HttpProblem as problem:

@@ -139,7 +139,7 @@ class SchedulesApi:
     """The handlers."""
 
     pages: Pages
-    changes: asyncio.Semaphore
+    change_turns: asyncio.Semaphore
     looks: asyncio.Semaphore
 
     @property
@@ -250,7 +250,8 @@ class SchedulesApi:
         """Make a change in one transaction. ``status``: of a refusal."""
 
         async def acted() -> T:
-            async with self.changes, change_connection(self.pages.answers.url, f"schedule {doing}") as connection:
+            url = self.pages.answers.url
+            async with self.change_turns, change_connection(url, f"schedule {doing}") as connection:
                 return await act(connection)
 
         try:

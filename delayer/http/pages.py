@@ -20,7 +20,7 @@ from delayer.core.message import raw
 from delayer.core.readable import delayed_rows
 from delayer.format import reading
 from delayer.http import as_json, forms, recent, render
-from delayer.http.access import Sessions, cookie_name, name_of
+from delayer.http.access import Sessions, cookie_of, name_of
 from delayer.http.forms import FieldError, parse_form
 from delayer.http.health import Answers
 from delayer.http.problems import HttpProblem, by_program, problem_response
@@ -302,7 +302,7 @@ class Pages:
             return await self.html(request, "login.html", 403, wrong="No token with the role read or act.", who=who)
         answer = RedirectResponse("/", status_code=303)
         # Not "secure", because the daemon serves HTTP without TLS. A proxy may add TLS.
-        answer.set_cookie(cookie_name(request.headers["host"]), session, httponly=True, samesite="strict", path="/")
+        answer.set_cookie(cookie_of(request), session, httponly=True, samesite="strict", path="/")
         return answer
 
     async def locked(self, request: Request) -> Response:
@@ -313,5 +313,5 @@ class Pages:
     async def logout(self, request: Request) -> Response:
         self.sessions.close(request)
         answer = RedirectResponse("/", status_code=303)
-        answer.delete_cookie(cookie_name(request.headers["host"]), httponly=True, samesite="strict", path="/")
+        answer.delete_cookie(cookie_of(request), httponly=True, samesite="strict", path="/")
         return answer

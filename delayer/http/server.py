@@ -66,8 +66,8 @@ def application(answers: Answers) -> Starlette:
     """Build the paths and their handlers."""
     sessions = Sessions(Tokens(lambda: answers.settings.http.tokens_file))
     pages = Pages(answers, sessions)
-    looks, changes = asyncio.Semaphore(QUERIES), asyncio.Semaphore(QUERIES)
-    actions = Actions(pages, changes)
+    looks, change_turns = asyncio.Semaphore(QUERIES), asyncio.Semaphore(QUERIES)
+    actions = Actions(pages, change_turns)
 
     def shown(answer: HttpHandler, turns: asyncio.Semaphore | None = None) -> HttpHandler:
         """Require a token if the address is not loopback and the page not open."""
@@ -89,7 +89,7 @@ def application(answers: Answers) -> Starlette:
             *_probes(answers),
             Route("/", shown(pages.overview)),
             Route("/parts/overview", shown(pages.part)),
-            *WholeApi(pages, changes, looks).routes,
+            *WholeApi(pages, change_turns, looks).routes,
             Route("/waiting", shown(pages.waiting, looks)),
             Route("/find", shown(pages.find, looks)),
             Route("/message/{name:path}", shown(pages.message, looks)),

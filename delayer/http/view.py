@@ -93,7 +93,11 @@ class DaemonPort(Protocol):
         refuse the message only because the store is out of reach."""
 
     async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
-        """Publish, and wait for every confirm. Raises BrokerLost."""
+        """Publish, and wait for every confirm, at most ``publish_seconds``. Raises BrokerLost."""
+
+    @property
+    def publish_seconds(self) -> float:
+        """The longest time of a publish."""
 
     async def depths(self) -> Depths:
         """Query the broker. Raises BrokerLost."""
@@ -110,7 +114,9 @@ class DaemonPort(Protocol):
 ROWS: Final = 50
 """Rows of a list."""
 QUERIES: Final = 4
-"""Queries of the store at once, and as many changes."""
+"""Queries of the store at once, as many changes, and as many requests with an Idempotency-Key."""
+IDLE: Final = 1.5
+"""How many times the longest publish such a request may be idle for the store."""
 
 STORE_ERRORS: Final = (StoreLost, BadStoreUrl, SchemaOutdated)
 NO_STORE: Final = (
@@ -207,7 +213,7 @@ class View:
         self.depths = Cached[Depths](inside.depths, 15.0, "queues")
         # Requests share one query, because two concurrent reads of a queue would each see half of it.
         names: tuple[SetAsideName, ...] = ("refused", "strays")
-        self.requests = Requests(lambda: self.url, QUERIES)
+        self.requests = Requests(lambda: self.url, QUERIES, IDLE * inside.publish_seconds)
         self.aside = {name: Cached(partial(inside.look_aside, name, ROWS), 3.0, name, late=inf) for name in names}
 
     @property

@@ -36,16 +36,22 @@ class OtherRequest(Exception):
 class Attempt:
     """``before``: the answer of the last attempt, if there was one. ``answer``: this attempt's, to be kept."""
 
+    connection: Connection
     before: str | None
     answer: str | None = None
+
+    async def go_on(self) -> None:
+        """Query the server, so that it does not end the attempt as idle. Raises the driver's errors."""
+        await self.connection.fetchval("SELECT 1")
 
 
 class Requests:
     """The requests of one HTTP server. ``url``: of the store, as it is now. ``most``: attempts at once, each with a
-    connection of a pool, which opens with the first one."""
+    connection of a pool, which opens with the first one. ``idle_seconds``: after these the server ends an attempt, and
+    another one may begin."""
 
-    def __init__(self, url: Callable[[], str], most: int) -> None:
-        self._url, self._most = url, most
+    def __init__(self, url: Callable[[], str], most: int, idle_seconds: float) -> None:
+        self._url, self._most, self._idle = url, most, f"{idle_seconds * 1000:.0f}ms"
         self._server = pool.SameServer()
         self._opening = asyncio.Lock()
         self._pool: Pool | None = None
@@ -63,7 +69,7 @@ class Requests:
                 row = await connection.fetchrow(_READ, key)
                 if row is not None and row["content"] != content:
                     raise OtherRequest
-                made = Attempt(None if row is None else row["answer"])
+                made = Attempt(connection, None if row is None else row["answer"])
                 yield made
                 reach("request.published")
                 if made.answer is not None:
@@ -72,7 +78,7 @@ class Requests:
     async def _opened(self) -> Pool:
         async with self._opening:
             if self._pool is None:
-                settings = {**pool.INDEX_ONLY, "idle_in_transaction_session_timeout": "10s"}
+                settings = {**pool.INDEX_ONLY, "idle_in_transaction_session_timeout": self._idle}
                 self._pool = await pool.open_pool(self._url, "delayer act", self._most, settings, self._server)
             return self._pool
 

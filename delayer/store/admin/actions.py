@@ -35,7 +35,7 @@ from delayer.store.rows.counters import Changes, add_counts
 from delayer.store.rows.keys import DELETE_HELD, forget, lock_keys, lock_pointers
 from delayer.store.rows.partitions import PARK_SECONDS, make_missing
 from delayer.store.rows.places import AT, DELETE_ROWS, KEYS_OF_ROWS, MOVE_ROWS, NO_DUES, WANTED, Dues, Places, find_rows
-from delayer.store.schedules.changes import put_down_zones
+from delayer.store.schedules.changes import lower_zone_version
 from delayer.store.schedules.occurrences import EndedOccurrence, write_next
 from delayer.store.segments import catalog
 from delayer.store.session import read_connection
@@ -183,7 +183,7 @@ async def _write_next(
     if not over:
         return []
     written = await write_next(connection, over)
-    await put_down_zones(connection, installed_version())
+    await lower_zone_version(connection, installed_version())
     return [(one.lane, one.due_ms) for one in written]
 
 

@@ -40,7 +40,7 @@ from delayer.store.schedules import occurrences, reading, table
 
 _LANES: Final = "SELECT number FROM lane WHERE route IS NULL ORDER BY number"
 _NOW: Final = "SELECT statement_timestamp()"
-_PUT_DOWN_ZONES: Final = "UPDATE store SET zone_version = $1 WHERE zone_version > $1"
+_LOWER_ZONE_VERSION: Final = "UPDATE store SET zone_version = $1 WHERE zone_version > $1"
 
 
 class LogEntry(NamedTuple):
@@ -228,11 +228,11 @@ async def renew(connection: Connection, names: Collection[str]) -> None:
     await _change(connection, dict.fromkeys(names, renewed), None)
 
 
-async def put_down_zones(connection: Connection, version: str) -> None:
+async def lower_zone_version(connection: Connection, version: str) -> None:
     """Record that a waiting occurrence may have been computed by this version of the zone data, if it is the oldest. A
     daemon with newer data then computes all of them again (zones.py). Raises the driver's errors."""
     if version != zone_data.UNKNOWN:
-        await connection.execute(_PUT_DOWN_ZONES, version)
+        await connection.execute(_LOWER_ZONE_VERSION, version)
 
 
 async def insert_imported(connection: Connection, records: Sequence[ScheduleRecord]) -> Changes:
@@ -304,12 +304,12 @@ async def _transact(
         if entry is None:
             occurrences.log_failed(records)
         else:
-            _check_written(records)
+            _check_written(records, is_one="schedule" in entry.asked)
             await table.delete(connection, there.keys() - {record.name for record in records})
             asked = {**entry.asked, **_changed_fields(there, records)}
             log_id = await audit_log.begin(connection, entry.who, entry.verb, asked)
             await audit_log.add(connection, log_id, len(cancelled.rows))
-            await put_down_zones(connection, zone_data.installed_version())
+            await lower_zone_version(connection, zone_data.installed_version())
         if await history.is_kept(connection):
             await history.write(connection, [history.of_row(row, now_ms) for row in cancelled.rows])
         await notify(connection, soonest((one.lane, one.due_ms) for one in written), {})
@@ -319,10 +319,12 @@ async def _transact(
         return list((await table.read(connection, names)).values())
 
 
-def _check_written(records: Sequence[ScheduleRecord]) -> None:
-    """Raise ScheduleRefused if a schedule has failed just now."""
+def _check_written(records: Sequence[ScheduleRecord], *, is_one: bool) -> None:
+    """Raise ScheduleRefused if a schedule has failed just now. ``is_one``: whether the change is of one schedule, so
+    that its name is known."""
+    wanted = "state: expected a schedule with a next occurrence"
     failed = [
-        f"{one.name}: expected a next occurrence, found none: {one.why}; correct the schedule, or what rejects it"
+        f"{'' if is_one else f'{one.name}: '}{wanted}, found none: {one.why}; correct the schedule, or what rejects it"
         for one in records
         if one.state is ScheduleState.FAILED
     ]

@@ -51,7 +51,7 @@ class ZoneWatch:
         version = UNKNOWN if data is None else data.version
         async with pool.borrow(connections) as connection:
             oldest = min(version, self.loaded or version)  # It has computed some by these since the last round.
-            await changes.put_down_zones(connection, oldest)
+            await changes.lower_zone_version(connection, oldest)
             if version != self.loaded:
                 forget_zones()
                 self.loaded = version

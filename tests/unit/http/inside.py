@@ -53,6 +53,7 @@ class Inside:
         self.mends: list[RetryEdits] = []
         self.looks = 0
         self.sent: list[Outgoing] = []
+        self.publish_seconds = 8.5
         self.outcomes: dict[bytes, Outcome] = {}
 
     def plan(self, message: Outgoing) -> Plan:

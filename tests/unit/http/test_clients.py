@@ -10,7 +10,7 @@ import pytest
 from delayer.http import server
 from delayer.http.access import AT_ONCE
 from delayer.set_aside.messages import Result
-from tests.unit.http.inside import Inside, opened, served
+from tests.unit.http.inside import TOKEN, Inside, opened, served
 
 
 @pytest.mark.parametrize("metrics_only", [False, True])
@@ -46,6 +46,18 @@ async def test_everything_else_keeps_its_check_of_the_host(path: str) -> None:
             async with asyncio.timeout(10):
                 assert (await reader.read(-1)).startswith(b"HTTP/1.1 421")
             writer.close()
+
+
+async def test_a_client_that_names_no_host_signs_in_and_out() -> None:
+    form = f"who=ada&token={TOKEN}"
+    head = "POST {} HTTP/1.0\r\nContent-Type: application/x-www-form-urlencoded\r\nContent-Length: {}\r\n\r\n{}"
+    async with served(Inside("0.0.0.0:0")) as web:
+        for path, content, cookie in (("/login", form, b"delayer_session="), ("/logout", "", b'delayer_session=""')):
+            reader, writer = await opened(web, head.format(path, len(content), content).encode())
+            async with asyncio.timeout(10):
+                answer = await reader.read(-1)
+            writer.close()
+            assert answer.startswith(b"HTTP/1.1 303") and b"set-cookie: " + cookie in answer, answer
 
 
 async def test_a_quiet_connection_ends_after_its_answer() -> None:
