@@ -138,9 +138,8 @@ def tell_report(report: ImportReport, as_json: bool) -> None:
     for why, count in _reasons(report.reasons):
         note(f"Held: {count:,}, {why}.")
     if superseded:
-        note(
-            f"Not imported: {superseded:,}, because messages or schedules have their keys, names or ids already. See `delayer audit-log`."
-        )
+        taken = "messages or schedules have their keys, names or ids already"
+        note(f"Not imported: {superseded:,}, because {taken}. See `delayer audit-log`.")
     for why, count in report.left.items():
         note(f"Left where they are: {count:,} {why}.")
     for doubt in report.doubts:

@@ -252,7 +252,7 @@ async def insert_imported(connection: Connection, records: Sequence[ScheduleReco
     ]
     _, written = await occurrences.write(connection, list(zip(planned, lanes, strict=True)), table.put)
     if any(isinstance(one.schedule.rhythm, Cron) for one in records):
-        await put_down_zones(connection, "")  # By any zone data: a daemon computes them again.
+        await lower_zone_version(connection, "")  # By any zone data: a daemon computes them again.
     await notify(connection, soonest((one.lane, one.due_ms) for one in written), {})
     return Counter((one.lane, "parked") for one in written)
 
