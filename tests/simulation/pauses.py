@@ -34,3 +34,7 @@ def resume(loop: SimLoop, host: str) -> None:
     for lane, handle in _paused.pop(host, ()):
         if not handle.cancelled():
             loop._enqueue_lane(lane, handle)
+
+
+def is_paused(host: str) -> bool:
+    return host in _paused

@@ -8,7 +8,10 @@ import gc
 import hashlib
 import json
 import logging
+import os
 import resource
+import sys
+import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -156,18 +159,40 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rate", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--first", action="store_true", help="stop at the first failure")
     parser.add_argument("--log", action="store_true")
-    parser.add_argument("--plant", choices=PLANTED, help="a bug that the simulation should find")
+    parser.add_argument("--plant", choices=PLANTED, help="a bug that the simulation should find, in its mode")
     asked = parser.parse_args(arguments)
+    mode = asked.mode
     if asked.plant:
-        PLANTED[asked.plant]()
+        PLANTED[asked.plant].plant()
+        mode = PLANTED[asked.plant].mode
     failed = 0
-    with scenario_of(asked.mode) as scenario:
+    with scenario_of(mode) as scenario:
         for seed in range(asked.seed, asked.seed + asked.runs):
-            result = simulate(seed, scenario, asked.seconds, asked.rate, log=asked.log)
-            print(result, flush=True)
-            failed += bool(result.failure)
+            failed += in_a_fork(lambda seed=seed: simulate(seed, scenario, asked.seconds, asked.rate, log=asked.log))
+            if failed and asked.first:
+                break
     return 1 if failed else 0
+
+
+def in_a_fork(run: Callable[[], Result]) -> bool:
+    """Print the result of a run in a child process, so that each begins with the same state: it must not depend on the
+    runs before it. Whether it failed."""
+    sys.stdout.flush()
+    if not (child := os.fork()):
+        try:
+            result = run()
+            print(result, flush=True)
+            os._exit(bool(result.failure))
+        except BaseException:  # noqa: BLE001 - the child must not go on as its parent would
+            traceback.print_exc()
+            sys.stderr.flush()
+        os._exit(2)
+    _, status = os.waitpid(child, 0)
+    if (code := os.waitstatus_to_exitcode(status)) not in (0, 1):
+        raise RuntimeError(f"a run ended with {code}")
+    return code == 1
 
 
 @contextmanager

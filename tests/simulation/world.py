@@ -15,6 +15,7 @@ from detangle import SimLoop
 from delayer.config.model import Settings
 from delayer.daemon.systemd import Notifier
 from delayer.daemon.wiring import Daemon
+from delayer.store.lanes.lane import PostgresLane
 from tests.simulation.broker.broker import Pace, SimulatedBroker
 from tests.simulation.store.process import ClockedPostgres
 from tests.simulation.store.server import HOST as STORE
@@ -62,11 +63,11 @@ class Node:
         if self._running.done() and not self._running.cancelled():
             self._running.result()
 
-    def lanes(self) -> list[int]:
+    def lanes(self) -> list[PostgresLane]:
         """The lanes that its process believes to own."""
         if self._running.done():
             return []
-        return [lane.number for lane in self.daemon.store._ownership._lanes if lane.owned]
+        return [lane for lane in self.daemon.store._ownership._lanes if lane.owned]
 
     async def stop(self) -> None:
         self.daemon.stop()
