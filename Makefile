@@ -54,7 +54,7 @@ soak: servers ## two daemons in both modes while everything breaks, and an accou
 	@SOAK_MINUTES=$(SOAK_MINUTES) SOAK_SEED=$(SOAK_SEED) $(PYTHON_OF_VENV) -m tests.soak $(SOAK_ARGS)
 
 .PHONY: simulate
-simulate: ready ## a daemon and its faults in virtual time, one run for each seed (SIMULATE_ARGS="--seconds 600 --seed 1 --runs 10")
+simulate: ready ## daemons and their faults in virtual time, one run for each seed (SIMULATE_ARGS="--mode store --seconds 600 --seed 1 --runs 10")
 	@$(PYTHON_OF_VENV) -m tests.simulation $(SIMULATE_ARGS)
 
 .PHONY: test-brokers

@@ -18,6 +18,7 @@ EPOCH: Final = 1_800_000_000.0
 """The time of day at which each simulation begins, in seconds since 1970."""
 
 _REAL: Final = {name: getattr(time, name) for name in ("time", "monotonic", "perf_counter")}
+_clock_gettime: Final = time.clock_gettime
 _urandom: Final = os.urandom
 _loop: SimLoop | None = None
 _entropy = random.Random(0)
@@ -32,6 +33,11 @@ def _wall() -> float:
 def _steady(name: str) -> Callable[[], float]:
     real = _REAL[name]
     return lambda: _loop.time() if _loop is not None else real()
+
+
+def _by_number(number: int) -> float:
+    """All the clocks that a process asks for by number count steadily here."""
+    return _loop.time() if _loop is not None else _clock_gettime(number)
 
 
 def _in_ns(seconds: Callable[[], float]) -> Callable[[], int]:
@@ -49,6 +55,7 @@ def install() -> None:
     for name, clock in clocks.items():
         setattr(time, name, clock)
         setattr(time, f"{name}_ns", _in_ns(clock))
+    time.clock_gettime = _by_number
     os.urandom = _bytes
     random._urandom = _bytes  # type: ignore[attr-defined]  # what `secrets` uses
 
@@ -70,3 +77,8 @@ def virtual(loop: SimLoop, seed: int) -> Iterator[None]:
 def cpu_seconds() -> float:
     """The time that this process used, for measurements of the simulation itself."""
     return time.process_time()
+
+
+def real_seconds() -> float:
+    """A steady clock for waits in real time."""
+    return float(_REAL["monotonic"]())

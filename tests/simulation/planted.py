@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Final
 
 from delayer.amqp.values import CONFIRMED, Outgoing
 from delayer.broker.publisher import AmqpPublisher
 from delayer.daemon.live_settings import LiveSettings
+from delayer.intake.handle import IntakeHandler
+from delayer.store import postgres, statements
+from delayer.store.lanes import locks
+from delayer.store.lanes.cursor import ReleaseCursor
+
+
+def rewrite(function: Any, *changes: tuple[str, str]) -> None:
+    """Replace texts that occur once in the function, wherever the function is referred to."""
+    function = inspect.unwrap(function)
+    assert isinstance(function, FunctionType)
+    source = textwrap.dedent(inspect.getsource(function))
+    for text, replacement in changes:
+        assert source.count(text) == 1, f"{function.__qualname__} does not have {text!r} once"
+        source = source.replace(text, replacement)
+    made: dict[str, Any] = {}
+    code = f"from __future__ import annotations\n{source}"
+    exec(compile(code, inspect.getsourcefile(function) or "", "exec"), function.__globals__, made)
+    function.__code__ = inspect.unwrap(made[function.__name__]).__code__
 
 
 def without_confirms() -> None:
@@ -32,4 +54,57 @@ def a_clock_ahead() -> None:
     LiveSettings.now_lower_ms = lambda self: now_ms(self) + 200  # type: ignore[method-assign]
 
 
-PLANTED: Final[dict[str, Callable[[], None]]] = {one.__name__: one for one in (without_confirms, a_clock_ahead)}
+def acknowledged_before_the_commit() -> None:
+    """A delivery is acknowledged when its park begins."""
+    accept = "self._session.acks.accept(delivery.tag for delivery, _, _ in batch)"
+    rewrite(IntakeHandler._write, (accept, ""), ("applied = await", f"{accept}; applied = await"))
+
+
+def a_cursor_ahead() -> None:
+    """After a claim the cursor is half a minute ahead of the rows that wait."""
+    rewrite(ReleaseCursor.note_claim, ("min(last, ", "min((last[0] + 30_000, 0), "))
+
+
+def two_owners() -> None:
+    """Two processes may hold the lock of one lane."""
+    locks._LOCK = locks._LOCK.replace("pg_try_advisory_lock", "pg_try_advisory_lock_shared")
+    assert "WHERE locks.number = l.number" in statements.LOOK
+    statements.LOOK = statements.LOOK.replace("WHERE locks.number = l.number", "WHERE false")
+
+
+def an_overtaken_cancel() -> None:
+    """Batches with keys are applied at the same time."""
+    rewrite(IntakeHandler.flush, ("if self._applying_keys:", "if False:"))
+
+
+def a_wrong_counter() -> None:
+    """A message that was replaced in its batch is not counted as cancelled."""
+    rewrite(postgres._changes, (', (lane, "cancelled")]', "]"))
+
+
+def a_wide_window() -> None:
+    """Rows due in five seconds go to other processes' lanes, which look for them once a minute."""
+    postgres.FAR_MS = 5_000
+
+
+@dataclass(frozen=True)
+class Bug:
+    """``mode``: of a simulation that can meet it."""
+
+    plant: Callable[[], None]
+    mode: str = "store"
+
+
+PLANTED: Final = {
+    bug.plant.__name__: bug
+    for bug in (
+        Bug(without_confirms, "native"),
+        Bug(a_clock_ahead, "native"),
+        Bug(acknowledged_before_the_commit),
+        Bug(a_cursor_ahead),
+        Bug(two_owners),
+        Bug(a_wide_window),
+        Bug(an_overtaken_cancel, "keys"),
+        Bug(a_wrong_counter, "keys"),
+    )
+}

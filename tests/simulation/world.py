@@ -15,7 +15,11 @@ from detangle import SimLoop
 from delayer.config.model import Settings
 from delayer.daemon.systemd import Notifier
 from delayer.daemon.wiring import Daemon
+from delayer.store.lanes.lane import PostgresLane
 from tests.simulation.broker.broker import Pace, SimulatedBroker
+from tests.simulation.store.process import ClockedPostgres
+from tests.simulation.store.server import HOST as STORE
+from tests.simulation.store.server import SimulatedStore
 from tests.support.ledger import Ledger
 
 BROKER: Final = "broker"
@@ -59,6 +63,12 @@ class Node:
         if self._running.done() and not self._running.cancelled():
             self._running.result()
 
+    def lanes(self) -> list[PostgresLane]:
+        """The lanes that its process believes to own."""
+        if self._running.done():
+            return []
+        return [lane for lane in self.daemon.store._ownership._lanes if lane.owned]
+
     async def stop(self) -> None:
         self.daemon.stop()
         await asyncio.wait([self._running])
@@ -78,26 +88,46 @@ class Node:
 class World:
     """Made by :meth:`open`."""
 
-    def __init__(self, broker: SimulatedBroker, ledger: Ledger) -> None:
+    def __init__(self, broker: SimulatedBroker, store: SimulatedStore | None, ledger: Ledger) -> None:
         self.broker = broker
+        self._store = store
         self.ledger = ledger
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, *, pace: Pace | None = None) -> AsyncIterator[World]:
+    async def open(
+        cls, postgres: ClockedPostgres | None = None, *, ledger: type[Ledger] = Ledger, pace: Pace | None = None
+    ) -> AsyncIterator[World]:
+        """With a store if there is a ``postgres`` for it, and with a ledger of this kind."""
+
         async def serve() -> SimulatedBroker:
             broker = SimulatedBroker(chance, pace or Pace(COMMITS))
             await broker.listen(BROKER, PORT)
             return broker
 
+        async def store_of(postgres: ClockedPostgres) -> SimulatedStore:
+            store = SimulatedStore(postgres, chance)
+            await store.start()
+            return store
+
         broker = await detangle.spawn(serve(), host=BROKER)
-        async with Ledger.open(URL, random.Random(detangle.randint(0, 1 << 30))) as ledger:
-            broker.overhears = lambda connection: ledger.listener() if connection.name.startswith("delayer") else bool
-            yield cls(broker, ledger)
+        store = await detangle.spawn(store_of(postgres), host=STORE) if postgres else None
+        async with ledger.open(URL, random.Random(detangle.randint(0, 1 << 30))) as opened:
+            broker.overhears = lambda connection: opened.listener() if connection.name.startswith("delayer") else bool
+            try:
+                yield cls(broker, store, opened)
+            finally:
+                if store is not None:
+                    store.close()
 
     def node(self, host: str, **tables: Any) -> Node:
         route = [{"from": "delayer.in", "to": "delayer.out"}]
         return Node(host, Settings.model_validate({"broker": {"url": URL}, "route": route, **tables}))
+
+    @property
+    def store(self) -> SimulatedStore:
+        assert self._store is not None, "this world has no store"
+        return self._store
 
     def standing(self) -> dict[str, int]:
         """Messages that are still somewhere in the broker."""

@@ -160,7 +160,7 @@ class Postgres(Server):
         )
         if initialize.wait(timeout=120) != 0:
             raise StartFailed(f"initdb failed\n{tail(initialize.log)}")
-        lines = {**self._settings, "port": self.port, "unix_socket_directories": ""}
+        lines = {"port": self.port, "unix_socket_directories": "", **self._settings}
         with (self._data / "postgresql.conf").open("a") as config:
             config.writelines(f"{key} = '{value}'\n" for key, value in lines.items())
 

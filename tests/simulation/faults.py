@@ -1,0 +1,159 @@
+"""What may happen to the hosts of a simulation. Each fault lasts until it is over, and things work again some time
+later."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Final
+
+import detangle
+
+from tests.simulation import pauses
+from tests.simulation.store.server import HOST as STORE
+from tests.simulation.world import BROKER, Node, World
+from tests.support.verdict import Window
+
+AFTERMATH: Final = 60.0
+"""After that many seconds everything works again; only messages that met a fault may come twice."""
+
+Fault = Callable[[World, Node], Awaitable[None]]
+
+
+class Trouble:
+    """The faults of a run, one after the other. ``counts``: how many of each kind."""
+
+    def __init__(self, world: World, nodes: Sequence[Node]) -> None:
+        self._world = world
+        self._nodes = nodes
+        self._quiet_from = 0.0
+        self._windows = world.ledger.account.windows = []
+        self.counts: dict[str, int] = {}
+
+    @property
+    def is_peace(self) -> bool:
+        """Whether every fault is over, with its aftermath."""
+        return time.time() >= self._quiet_from
+
+    async def run(self, faults: Mapping[str, Fault], kinds: Sequence[str], seconds: float) -> None:
+        """Spread faults of these kinds over so many seconds."""
+        for kind in kinds:
+            await asyncio.sleep(seconds / (len(kinds) + 1) * detangle.uniform(0.5, 1.5))
+            self.counts[kind] = self.counts.get(kind, 0) + 1
+            begun, self._quiet_from = time.time(), float("inf")
+            await faults[kind](self._world, detangle.choice(list(self._nodes)))
+            self._quiet_from = time.time() + AFTERMATH
+            self._windows.append(Window(begun * 1000, self._quiet_from * 1000))
+
+
+async def cut(world: World, _: Node) -> None:
+    """Connections to the broker break."""
+    for connection in list(world.broker.connections):
+        if connection.name.startswith("delayer") and detangle.flip(0.5):
+            connection.cut()
+
+
+async def alarm(world: World, _: Node) -> None:
+    world.broker.alarm("memory")
+    await asyncio.sleep(detangle.uniform(0.1, 20.0))
+    world.broker.alarm("")
+
+
+async def minority(world: World, _: Node) -> None:
+    """The quorum queues, or one of them, have no majority for a while."""
+    queues = [queue for queue in world.broker.vhosts["/"].queues.values() if queue.quorum]
+    if detangle.flip(0.5):
+        queues = [detangle.choice(queues)]
+    for queue in queues:
+        queue.available = False
+    await asyncio.sleep(detangle.uniform(0.5, 40.0))
+    for queue in queues:
+        if world.broker.running:
+            queue.resume()
+
+
+async def broker_killed(world: World, _: Node) -> None:
+    await world.broker.kill()
+    await _broker_back(world)
+
+
+async def broker_stopped(world: World, _: Node) -> None:
+    await world.broker.stop()
+    await _broker_back(world)
+
+
+async def _broker_back(world: World) -> None:
+    await asyncio.sleep(detangle.uniform(0.5, 30.0))
+    await detangle.spawn(world.broker.start(), host=BROKER)
+
+
+async def daemon_killed(_: World, node: Node) -> None:
+    await node.kill()
+    await asyncio.sleep(detangle.uniform(0.5, 10.0))
+    await node.start()
+
+
+async def daemon_stopped(_: World, node: Node) -> None:
+    await node.stop()
+    await asyncio.sleep(detangle.uniform(0.0, 10.0))
+    await node.start()
+
+
+async def daemon_paused(_: World, node: Node) -> None:
+    pauses.pause(node.host)
+    await asyncio.sleep(detangle.uniform(0.1, 40.0))
+    pauses.resume(detangle.current_loop(), node.host)
+
+
+async def store_killed(world: World, _: Node) -> None:
+    world.store.kill()
+    await _store_back(world)
+
+
+async def store_stopped(world: World, _: Node) -> None:
+    world.store.stop()
+    await _store_back(world)
+
+
+async def _store_back(world: World) -> None:
+    await asyncio.sleep(detangle.uniform(0.1, 30.0))
+    await detangle.spawn(world.store.start(), host=STORE)
+
+
+async def store_cut(world: World, _: Node) -> None:
+    """Connections to the store break."""
+    world.store.cut_connections(lambda _: detangle.flip(0.5))
+
+
+async def store_frozen(world: World, _: Node) -> None:
+    world.store.freeze()
+    await asyncio.sleep(detangle.uniform(0.1, 60.0))
+    world.store.thaw()
+
+
+async def store_apart(_: World, node: Node) -> None:
+    """One daemon does not reach the store."""
+    await _apart(node.host, STORE)
+
+
+async def broker_apart(_: World, node: Node) -> None:
+    """One daemon does not reach the broker."""
+    await _apart(node.host, BROKER)
+
+
+async def _apart(one: str, other: str) -> None:
+    detangle.network().disconnect(one, other)
+    await asyncio.sleep(detangle.uniform(0.1, 40.0))
+    detangle.network().reconnect(one, other)
+
+
+OF_BROKER: Final[Mapping[str, Fault]] = {
+    "kill": broker_killed, "stop": broker_stopped, "cut": cut, "alarm": alarm, "minority": minority,
+    "daemon": daemon_killed,
+}  # fmt: skip
+OF_STORE: Final[Mapping[str, Fault]] = {
+    **OF_BROKER, "daemon stopped": daemon_stopped, "daemon paused": daemon_paused, "store killed": store_killed,
+    "store stopped": store_stopped, "store cut": store_cut, "store frozen": store_frozen, "store apart": store_apart,
+    "broker apart": broker_apart,
+}  # fmt: skip

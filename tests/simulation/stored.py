@@ -1,0 +1,172 @@
+"""Store mode: messages of up to three minutes, while daemons, broker, store, and what connects them fail."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import detangle
+
+from tests.faults.features import cancels, keys
+from tests.faults.features.striking import excused
+from tests.simulation.faults import OF_STORE, Trouble
+from tests.simulation.store.process import ClockedPostgres
+from tests.simulation.store.server import URL
+from tests.simulation.watch import Watch
+from tests.simulation.world import Node, World
+from tests.support.ledger import Ledger
+
+DAEMONS: Final = 2
+LONGEST_MS: Final = 180_000
+FREQUENT: Final = ("cut", "cut", "cut", "store cut")
+"""These faults are more frequent than the others, because each is short and meets little."""
+REPLACED_MS: Final = 3_000
+"""So long after a newer letter was read, the older one is replaced, or out."""
+REST: Final = 300.0
+"""Everything that is owed comes so many seconds after the last fault and its due instant."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What is sent, and its verdict. ``judge`` raises AssertionError."""
+
+    ledger: type[Ledger]
+    send: Callable[[Any, int], Awaitable[None]]
+    judge: Callable[[Any], object]
+    all_come: bool = False
+    """Whether everything that is sent comes."""
+
+
+class TimedKeys(keys.Keyed):
+    """``read_ms``: when each letter was read last."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.read_ms: dict[int, float] = {}
+
+    def _read(self, number: int) -> None:
+        super()._read(number)
+        self.read_ms[number] = time.time() * 1000
+
+    def came_though_replaced(self) -> list[int]:
+        """Letters that arrived long after a newer letter of their key was read, and met no fault."""
+        newest: dict[int, int] = {}
+        found = []
+        for number in sorted(self.read_ms, key=self.last_read.__getitem__, reverse=True):
+            newer = newest.get(number % keys.KEYS)
+            for arrival in self.account.arrivals_of(number) if newer is not None else ():
+                late = arrival.at_ms > self.read_ms[newer] + REPLACED_MS
+                if late and not excused(self.account, number, arrival.at_ms):
+                    found.append(number)
+            newest[number % keys.KEYS] = number
+        return found
+
+
+async def _publish(ledger: Ledger, rate: int) -> None:
+    await ledger.publish(rate, longest_ms=detangle.choice([5_000, 30_000, 60_000, LONGEST_MS]))
+
+
+async def _publish_in_bursts(ledger: TimedKeys, rate: int) -> None:
+    """Now and then the same keys follow closely, even in one batch."""
+    await _publish(ledger, rate)
+    if detangle.flip(0.1):
+        longest_ms = detangle.choice([5_000, LONGEST_MS])
+        for _ in range(detangle.randint(2, 6)):
+            await ledger.publish(detangle.randint(keys.KEYS // 2, keys.KEYS * 3 // 2), longest_ms=longest_ms)
+
+
+async def _publish_and_cancel(ledger: cancels.Cancelling, rate: int) -> None:
+    await _publish(ledger, rate)
+    if ledger.account.sent and detangle.flip(0.5):
+        await ledger.cancel({detangle.randint(max(0, ledger.account.sent - 20 * rate), ledger.account.sent - 1)})
+
+
+def _judge_plain(_: Ledger) -> None:
+    """The ledger's own verdict says all."""
+
+
+def _judge_keys(ledger: TimedKeys) -> None:
+    keys.judged_live(ledger, 0).assert_kept()
+    assert not (stale := ledger.came_though_replaced()), f"{len(stale)} came though they were replaced: {stale[:5]}"
+
+
+def _judge_cancels(ledger: cancels.Cancelling) -> None:
+    cancels.judged(ledger.account, ledger.asked, ledger.told).assert_kept()
+
+
+FEATURES: Final = {
+    "store": Feature(Ledger, _publish, _judge_plain, all_come=True),
+    "keys": Feature(TimedKeys, _publish_in_bursts, _judge_keys),
+    "cancels": Feature(cancels.Cancelling, _publish_and_cancel, _judge_cancels),
+}
+
+
+async def stored(feature: Feature, postgres: ClockedPostgres, seconds: float, rate: int) -> tuple[str, dict[str, int]]:
+    """Publish for so many seconds, then wait until nothing is owed any more. Returns the verdict and a count of the
+    faults. Raises AssertionError."""
+    async with World.open(postgres, ledger=feature.ledger) as world:
+        tables = {"mode": "store", "store": {"url": URL, "lanes": 4}}
+        nodes = [world.node(f"delayer-{number}", **tables) for number in range(DAEMONS)]
+        for node in nodes:
+            await node.start()
+            await node.consuming()
+        trouble = Trouble(world, nodes)
+        watch = Watch(world.store, nodes, trouble)
+        work = asyncio.create_task(_work(feature, world, nodes, trouble, watch, seconds, rate))
+        looking = asyncio.create_task(watch.run())
+        await asyncio.wait([work, looking], return_when=asyncio.FIRST_COMPLETED)
+        for task in (looking, work):
+            if task.done():
+                task.result()
+        looking.cancel()
+        for node in nodes:
+            await node.stop()
+        verdict = world.ledger.verdict(world.standing() | watch.standing())
+        verdict.assert_apart()
+        feature.judge(world.ledger)
+        if feature.all_come:
+            verdict.assert_kept(repeats=True)
+        return str(verdict), trouble.counts
+
+
+async def _work(
+    feature: Feature, world: World, nodes: Sequence[Node], trouble: Trouble, watch: Watch, seconds: float, rate: int
+) -> None:
+    loop, ledger = asyncio.get_running_loop(), world.ledger
+    ends = loop.time() + seconds
+    count = detangle.choice([0, round(seconds / 180), round(seconds / 45)])
+    kinds = [detangle.choice([*OF_STORE, *FREQUENT]) for _ in range(count)]
+    faults = asyncio.create_task(trouble.run(OF_STORE, kinds, seconds))
+    quiet = detangle.flip(0.3)
+    while loop.time() < ends:
+        await _phase(feature, ledger, rate, min(ends, loop.time() + detangle.uniform(10.0, 60.0)), quiet=quiet)
+        for node in nodes:
+            node.check()
+    await faults
+    if feature.all_come:
+        await ledger.all_back(timeout=LONGEST_MS / 1000 + REST)
+    await _nothing_left(world, watch)
+    await ledger.drained()
+    watch.look()
+
+
+async def _phase(feature: Feature, ledger: Ledger, rate: int, ends: float, *, quiet: bool) -> None:
+    """Send at one pace until that time. In a quiet run lanes may sleep long."""
+    loop, pause = asyncio.get_running_loop(), 10.0 if quiet else detangle.choice([0.3, 1.0, 1.0, 10.0])
+    while (now := loop.time()) < ends:
+        await feature.send(ledger, rate if pause < 10.0 else 1)
+        await asyncio.sleep(max(0.0, min(pause, ends - now) - (loop.time() - now)))
+
+
+async def _nothing_left(world: World, watch: Watch) -> None:
+    """Wait until store and queues are empty, twice in a row: meanwhile a daemon may have had the last message."""
+    loop = asyncio.get_running_loop()
+    ends, empty = loop.time() + LONGEST_MS / 1000 + REST, 0
+    while empty < 3:
+        await asyncio.sleep(1.0)
+        left = {name: count for name, count in (world.standing() | watch.standing()).items() if count}
+        empty = 0 if left else empty + 1
+        assert loop.time() < ends, f"left standing: {left}"
