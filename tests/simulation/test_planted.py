@@ -8,6 +8,7 @@ from tests.simulation.planted import PLANTED
 from tests.simulation.test_native import simulate
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(bug: str) -> None:
     code, results = simulate("--seed", "1", "--runs", "8", "--first", "--plant", bug)

@@ -8,6 +8,8 @@ import pytest
 from tests.simulation.stored import FEATURES
 from tests.simulation.test_native import simulate
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("mode", FEATURES)
 def test_the_promises_hold(mode: str) -> None:
