@@ -4,7 +4,6 @@ lines of JSON, and checked by the daemon's rules."""
 from __future__ import annotations
 
 import asyncio
-import base64
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import click
 from aiormq.channel import Channel as Wire
 from aiormq.exceptions import ChannelClosed, ChannelNotFoundEntity, DeliveryError
 from pamqp.commands import Basic
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from delayer.amqp.framing import DEFAULT_FRAME_MAX, header_limit
 from delayer.amqp.values import Delivery
@@ -27,7 +26,7 @@ from delayer.cli.options import Request, duration, fixed_instant, headers_of
 from delayer.cli.output import note, progress, quoted
 from delayer.config.errors import Expected, format_found
 from delayer.config.model import Settings, Table
-from delayer.config.texts import check_header, instant_ms
+from delayer.config.texts import check_headers, instant_ms, read_base64
 from delayer.config.values import DurationMs
 from delayer.core.filters import OWN
 from delayer.core.message import as_text, raw
@@ -51,12 +50,6 @@ def _instant(value: object) -> int:
     return instant_ms(value if isinstance(value, str) else "")
 
 
-def _headers(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    for name, value in given.items():
-        check_header(name, value)
-    return given
-
-
 class Draft(Table):
     """A message's fields, by the names that the API has for them. The fields of a line override those of the command.
     Times are in ms."""
@@ -68,10 +61,14 @@ class Draft(Table):
     key_ceiling: DurationMs | None = None
     delay: DurationMs | None = None
     due: Annotated[int, BeforeValidator(_instant)] | None = None
-    headers: Annotated[Mapping[str, Any], AfterValidator(_headers)] = Field(default_factory=dict)
+    headers: Annotated[Mapping[str, Any], BeforeValidator(check_headers)] = Field(default_factory=dict)
     body: bytes = b""
-    body_b64: Annotated[bytes, AfterValidator(partial(base64.b64decode, validate=True))] = b""
+    body_b64: Annotated[bytes, BeforeValidator(read_base64)] = b""
     message_id: str | None = None
+
+    @property
+    def content(self) -> bytes:
+        return self.body
 
     def with_line(self, text: bytes) -> Self:
         """This draft with the fields of a line of JSON. Raises Misused."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import ipaddress
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta, tzinfo
-from typing import Final
+from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from delayer.config.errors import Expected, format_found
@@ -88,6 +89,23 @@ def check_header(name: str, value: object) -> None:
         raise Expected(f"a finite float of 32 bits for {format_found(name)}, found {value}")
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise Expected(f"an integer of 64 bits for {format_found(name)}, found {format_found(value)}")
+
+
+def check_headers(value: object) -> Mapping[str, Any]:
+    """Check that a message can have these headers. Raises Expected."""
+    if not isinstance(value, Mapping):
+        raise Expected("a table of headers")
+    for name, one in value.items():
+        check_header(name, one)
+    return value
+
+
+def read_base64(value: object) -> bytes:
+    """Raises Expected."""
+    try:
+        return base64.b64decode(value if isinstance(value, str) else "?", validate=True)
+    except ValueError:
+        raise Expected("base64") from None
 
 
 def typed_header(text: str) -> tuple[str, Scalar]:

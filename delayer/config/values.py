@@ -16,10 +16,11 @@ from delayer.config.errors import Expected
 from delayer.core.cascade import ADDRESS_BYTES, NAME_BYTES, Cascade, bindable
 from delayer.core.delay_sources import HEADER
 from delayer.core.secret import SecretUrl, SecretUrls
+from delayer.core.units import LONGEST_DURATION_MS
 
 UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _ESCAPES = "characters like / @ : # in a password are written %2F %40 %3A %23"
-_DURATION = re.compile(r"([0-9]{1,15})(ms|s|m|h|d)")
+DURATION = r"([0-9]{1,15})(ms|s|m|h|d)"
 
 
 def duration_ms(value: object) -> int:
@@ -30,11 +31,11 @@ def duration_ms(value: object) -> int:
         raise Expected(f"{wanted}{bare}")
     if isinstance(value, str) and re.fullmatch("[0-9]{1,15}", value):
         raise Expected(f'{wanted} (a bare number has no unit: write "{value}s" or "{value}ms")')
-    match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+    match = re.fullmatch(DURATION, value.strip()) if isinstance(value, str) else None
     if match is None:
         raise Expected(wanted)
     amount_ms = int(match[1]) * UNITS_MS[match[2]]
-    if amount_ms > 36_500 * UNITS_MS["d"]:
+    if amount_ms > LONGEST_DURATION_MS:
         raise Expected("a duration of at most 36500d")
     return amount_ms
 

@@ -5,3 +5,5 @@ from typing import Final
 MINUTE_MS: Final = 60_000
 HOUR_MS: Final = 3_600_000
 DAY_MS: Final = 86_400_000
+LONGEST_DURATION_MS: Final = 36_500 * DAY_MS
+"""The longest duration that delayer reads."""

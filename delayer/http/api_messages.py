@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import json
 import math
@@ -20,9 +19,9 @@ from delayer.amqp.errors import BrokerLost
 from delayer.amqp.properties import entry, long_string, splice
 from delayer.amqp.values import CONFIRMED, Outgoing
 from delayer.config.errors import Expected
-from delayer.config.texts import check_header, instant_ms
+from delayer.config.texts import check_headers, instant_ms, read_base64
 from delayer.config.tokens import Role
-from delayer.config.values import duration_ms
+from delayer.config.values import DURATION, duration_ms
 from delayer.core.errors import StoreLost, Unconfirmed
 from delayer.core.filters import Filter, place_text
 from delayer.core.hold import Hold
@@ -31,6 +30,7 @@ from delayer.core.message import as_text, raw
 from delayer.core.operations import Cancel
 from delayer.core.plan import LATEST_MS, Refuse
 from delayer.core.readable import counted, instant
+from delayer.core.units import LONGEST_DURATION_MS
 from delayer.http import as_json, forms, render
 from delayer.http.compose import Publishable, Unsendable, compose
 from delayer.http.endpoints import Call, Endpoint, Fields, in_words, read_json
@@ -55,8 +55,8 @@ LONGEST_KEY: Final = 255
 _NAMESPACE: Final = uuid.UUID("5b2b4c0e-4a4a-4f0e-9d0b-6f3f2b3a9c11")
 _DURATION: Final[dict[str, Any]] = {
     "anyOf": [
-        {"type": "integer", "minimum": 0, "maximum": 36_500 * 86_400_000},
-        {"type": "string", "pattern": r"^[0-9]{1,7}(ms|s|m|h|d)$", "examples": ["250ms", "10s", "30m", "12h", "30d"]},
+        {"type": "integer", "minimum": 0, "maximum": LONGEST_DURATION_MS},
+        {"type": "string", "pattern": f"^{DURATION}$", "examples": ["250ms", "10s", "30m", "12h", "30d"]},
     ]
 }
 _INSTANT: Final[dict[str, Any]] = {
@@ -69,7 +69,7 @@ _HEADERS: Final[dict[str, Any]] = {"type": "object", "additionalProperties": {"t
 def _delay(value: object) -> int:
     if isinstance(value, str):
         return duration_ms(value)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 36_500 * 86_400_000:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LONGEST_DURATION_MS:
         raise Expected('a delay in milliseconds, or a duration such as "10s", "30m", "12h" or "30d"')
     return value
 
@@ -86,14 +86,6 @@ def _due(value: object) -> int:
     return found
 
 
-def _headers(given: object) -> Mapping[str, Any]:
-    if not isinstance(given, Mapping):
-        raise Expected("an object of headers")
-    for name, value in given.items():
-        check_header(name, value)
-    return given
-
-
 def _finite(value: object) -> object:
     """JSON has no NaN and no infinity, but Python reads them."""
     if isinstance(value, float) and not math.isfinite(value):
@@ -101,13 +93,6 @@ def _finite(value: object) -> object:
     for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _finite(one)
     return value
-
-
-def _base64(value: object) -> bytes:
-    try:
-        return base64.b64decode(value if isinstance(value, str) else "?", validate=True)
-    except ValueError:
-        raise Expected("base64") from None
 
 
 DelayField = Annotated[int, BeforeValidator(_delay), WithJsonSchema(_DURATION)]
@@ -119,7 +104,7 @@ PROPERTIES: Final = (
 
 
 class NewMessage(Fields):
-    """A message to send, and its delay."""
+    """A message to send, and its delay."""  # Satisfies compose.MessageFields.
 
     exchange: Name | None = None
     """The exchange of a route, to which a publisher would send the message. Default: delayer.in, or the only one."""
@@ -135,13 +120,13 @@ class NewMessage(Fields):
     """What it does with the message that waits under the key."""
     key_ceiling: DelayField | None = None
     """The ceiling of debounce, like delay."""
-    headers: Annotated[Mapping[str, Any], BeforeValidator(_headers), WithJsonSchema(_HEADERS)] = {}
+    headers: Annotated[Mapping[str, Any], BeforeValidator(check_headers), WithJsonSchema(_HEADERS)] = {}
     """AMQP headers: strings, integers of 64 bits, floats of 32 bits, booleans."""
     body: StrictStr | None = None
     """The body as text, in UTF-8."""
     body_json: Annotated[Any, AfterValidator(_finite)] = None
     """The body as JSON; content_type is then application/json, unless given."""
-    body_b64: Annotated[bytes, BeforeValidator(_base64), WithJsonSchema(_BASE64)] | None = None
+    body_b64: Annotated[bytes, BeforeValidator(read_base64), WithJsonSchema(_BASE64)] | None = None
     """The body as bytes, in base64."""
     message_id: Name | None = None
     """Default: a random UUID; with an Idempotency-Key, a UUID made of that."""
@@ -178,21 +163,6 @@ class NewMessage(Fields):
     def properties(self) -> dict[str, str | int]:
         kind = {"content_type": "application/json"} if self.has_json else {}
         return kind | {name: value for name in PROPERTIES if (value := getattr(self, name)) is not None}
-
-
-class _Draft(NamedTuple):
-    """Satisfies compose.MessageFields."""
-
-    exchange: str | None
-    routing_key: str
-    key: str | None
-    key_mode: str | None
-    key_ceiling: int | None
-    delay: int | None
-    due: int | None
-    headers: Mapping[str, Any]
-    message_id: str | None
-    body: bytes
 
 
 class OneMessage(Fields):
@@ -403,16 +373,12 @@ class MessagesApi:
     def _ready(self, new: NewMessage, line: int | None, scope: bytes | None) -> Ready:
         """Compose a message, and ask what the daemon would do with it. Raises HttpProblem."""
         inside, now_ms = self.pages.answers.inside, host_ms()
-        message_id = new.message_id
-        if not message_id and scope is not None:
+        if not new.message_id and scope is not None:
             message_id = str(uuid.uuid5(_NAMESPACE, f"{scope.hex()} {line or 0}"))
-        draft = _Draft(
-            new.exchange, new.routing_key, new.key, new.key_mode, new.key_ceiling, new.delay, new.due, new.headers,
-            message_id, new.content,
-        )  # fmt: skip
+            new = new.model_copy(update={"message_id": message_id})
         where = "" if line is None else f"line {line} "
         try:
-            made = compose(inside.settings, draft, now_ms, new.properties)
+            made = compose(inside.settings, new, now_ms, new.properties)
         except Unsendable as wrong:
             raise _wrong(where + wrong.field, wrong.text.removeprefix("expected ")) from None
         outgoing = _outgoing(made)

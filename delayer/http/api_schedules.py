@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from delayer.config.errors import Expected
 from delayer.config.tokens import Role
+from delayer.config.values import DURATION
 from delayer.core.filters import Token
 from delayer.http import as_json, forms, render
 from delayer.http.endpoints import Call, Endpoint, Fields
@@ -41,7 +42,7 @@ MOST_TIMES: Final = 1_000
 T = TypeVar("T")
 _TEXT: Final[dict[str, Any]] = {"type": "string"}
 _NAME: Final[dict[str, Any]] = {"type": "string", "maxLength": 255}
-_DURATION: Final[dict[str, Any]] = {"type": "string", "pattern": r"^[0-9]{1,7}(ms|s|m|h|d)$"}
+_DURATION: Final[dict[str, Any]] = {"type": "string", "pattern": f"^{DURATION}$"}
 _INSTANT: Final[dict[str, Any]] = {"type": "string", "format": "date-time"}
 _LAST: Final[dict[str, Any]] = {"anyOf": [_INSTANT, {"const": "never"}]}
 _CATCH_UP: Final[dict[str, Any]] = {

@@ -55,7 +55,8 @@ class MessageFields(Protocol):
     @property
     def message_id(self) -> str | None: ...
     @property
-    def body(self) -> bytes: ...
+    def content(self) -> bytes:
+        """The body."""
 
 
 class Publishable(NamedTuple):
@@ -99,7 +100,7 @@ def compose(
             timestamp=None if timestamp is None else datetime.fromtimestamp(timestamp, UTC),
             **more,  # type: ignore[arg-type] # pamqp names each property
         ),
-        draft.body,
+        draft.content,
     )
 
 

@@ -3,7 +3,6 @@ TOML file. Every field is read by the same function, and a schedule is changed b
 
 from __future__ import annotations
 
-import base64
 import difflib
 import json
 import tomllib
@@ -19,7 +18,7 @@ from pamqp.encode import field_table as encode_table
 from delayer.amqp.properties import Properties, changed, encode_headers
 from delayer.amqp.values import SHORT_STRING
 from delayer.config.errors import Expected, format_found
-from delayer.config.texts import check_header, duration_text, instant_ms
+from delayer.config.texts import check_headers, duration_text, instant_ms, read_base64
 from delayer.config.values import duration_ms
 from delayer.core.message import Target, as_text, raw
 from delayer.core.readable import instant
@@ -79,21 +78,6 @@ def _body(value: object) -> bytes:
     return raw(_text(value))
 
 
-def _base64(value: object) -> bytes:
-    try:
-        return base64.b64decode(_text(value), validate=True)
-    except ValueError:
-        raise Expected("base64") from None
-
-
-def _headers(value: object) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise Expected("a table of headers")
-    for name, one in value.items():
-        check_header(name, one)
-    return value
-
-
 def _properties(value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise Expected("a table of properties")
@@ -117,7 +101,7 @@ def _property(name: str, value: object) -> str | int:
 
 FIELDS: Final[Mapping[str, Callable[[object], Any]]] = {
     "cron": _text, "every": duration_ms, "zone": _text, "first": _instant, "last": _last, "to": _text,
-    "routing_key": _text, "headers": _headers, "properties": _properties, "body": _body, "body_b64": _base64,
+    "routing_key": _text, "headers": check_headers, "properties": _properties, "body": _body, "body_b64": read_base64,
     "catch_up": _catch_up, "jitter": duration_ms, "max": _whole,
 }  # fmt: skip
 """The reader of each field. It raises Expected."""

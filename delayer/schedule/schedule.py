@@ -15,7 +15,7 @@ from delayer.core.delay_headers import DELAY, REQUEST_HEADERS, quote_value
 from delayer.core.message import COPY_HEADERS, Target, as_text, closes_channel, is_direct_reply
 from delayer.core.plan import LATEST_MS
 from delayer.core.readable import instant
-from delayer.core.units import DAY_MS
+from delayer.core.units import DAY_MS, LONGEST_DURATION_MS
 from delayer.schedule.cron import BadCron, check_cron
 from delayer.schedule.rhythm import Every, Rhythm, next_after
 from delayer.schedule.wall import UnknownZone, check_zone
@@ -23,7 +23,6 @@ from delayer.schedule.wall import UnknownZone, check_zone
 SCHEDULE: Final = b"x-delayer-schedule"
 """The header that names the schedule of an occurrence."""
 SHORTEST_MS: Final = 1_000
-LONGEST_MS: Final = 36_500 * DAY_MS
 MOST_JITTER_MS: Final = DAY_MS
 SKIP: Final = 0
 ONCE: Final = 1
@@ -101,7 +100,7 @@ def _of_name(name: str) -> Iterator[str]:
 
 def _of_rhythm(rhythm: Rhythm) -> Iterator[str]:
     if isinstance(rhythm, Every):
-        if not SHORTEST_MS <= rhythm.period_ms <= LONGEST_MS:
+        if not SHORTEST_MS <= rhythm.period_ms <= LONGEST_DURATION_MS:
             yield f"every: expected 1s to 36500d, found {rhythm.period_ms} ms"
         return
     try:
