@@ -3,11 +3,8 @@ amqp/values.py, and the daemon never decodes them on the way."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
-
-from delayer.core.delay_headers import quote_value
 
 if TYPE_CHECKING:
     from delayer.core.hold import Hold  # core/hold.py imports this module.
@@ -51,23 +48,6 @@ COPY_HEADERS: Final = frozenset({b"CC", b"BCC"})
 """The headers with further routing keys of a message."""
 LONGEST_EXPIRATION_MS: Final = 315_360_000_000
 """Ten years: RabbitMQ's own limit for any time to live."""
-_INTEGER: Final = re.compile(rb"[+-]?[0-9]{1,255}")
-
-
-def closes_channel(reply_to: bytes | None, expiration: bytes | None, headers: Mapping[bytes, object]) -> str:
-    """Say why the broker closes the channel over a publish with these properties; "" if it does not. The broker never
-    let such a message in, so only SQL, HTTP, schedules, imports and other protocols bring one."""
-    if reply_to == DIRECT_REPLY:
-        return f"reply_to: expected a queue, found the direct reply {quote_value(as_text(reply_to))} without a consumer"
-    if expiration is not None and not (
-        _INTEGER.fullmatch(expiration) and 0 <= int(expiration) <= LONGEST_EXPIRATION_MS
-    ):
-        expected = f"expected 0 to {LONGEST_EXPIRATION_MS} milliseconds in digits"
-        return f"expiration: {expected}, found {quote_value(as_text(expiration))}"
-    for name in COPY_HEADERS & headers.keys():
-        if not isinstance(headers[name], list):
-            return f"{name.decode()}: expected an array of routing keys, found {quote_value(headers[name])}"
-    return ""
 
 
 class Target(NamedTuple):

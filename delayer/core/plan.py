@@ -7,6 +7,7 @@ To understand the system, start here: this module decides the way of each new me
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -40,12 +41,15 @@ from delayer.core.delay_sources import CONSULTED, DEFAULT_FORMS, HEADER, header_
 from delayer.core.hold import Hold, too_late
 from delayer.core.marks import is_over
 from delayer.core.message import (
+    COPY_HEADERS,
+    DIRECT_REPLY,
+    LONGEST_EXPIRATION_MS,
     OCCURRENCE,
     REPLACE,
     KeyMode,
     Target,
     as_bytes,
-    closes_channel,
+    as_text,
     is_direct_reply,
     is_occurrence,
 )
@@ -54,6 +58,7 @@ from delayer.core.retry_policy import FailedAttempt, NoFailure, RetryPolicy, fai
 
 LATEST_MS: Final = 253_402_300_799_999
 """The end of the year 9999. Some stores, and some programs that read them, reject later times."""
+_INTEGER: Final = re.compile(rb"[+-]?[0-9]{1,255}")
 T = TypeVar("T")
 
 
@@ -207,6 +212,22 @@ class Retry(NamedTuple):
 
     failed: FailedAttempt
     plan: Plan
+
+
+def closes_channel(reply_to: bytes | None, expiration: bytes | None, headers: Mapping[bytes, object]) -> str:
+    """Say why the broker closes the channel over a publish with these properties; "" if it does not. The broker never
+    let such a message in, so only SQL, HTTP, schedules, imports and other protocols bring one."""
+    if reply_to == DIRECT_REPLY:
+        return f"reply_to: expected a queue, found the direct reply {quote_value(as_text(reply_to))} without a consumer"
+    if expiration is not None and not (
+        _INTEGER.fullmatch(expiration) and 0 <= int(expiration) <= LONGEST_EXPIRATION_MS
+    ):
+        expected = f"expected 0 to {LONGEST_EXPIRATION_MS} milliseconds in digits"
+        return f"expiration: {expected}, found {quote_value(as_text(expiration))}"
+    for name in COPY_HEADERS & headers.keys():
+        if not isinstance(headers[name], list):
+            return f"{name.decode()}: expected an array of routing keys, found {quote_value(headers[name])}"
+    return ""
 
 
 def decide(

@@ -25,7 +25,8 @@ from delayer.amqp.values import Delivery, Outgoing, Timestamp
 from delayer.core.delay_headers import DELAY, DELIVER_AT, LONGEST_TIMER_MS, OPT_DELAY, OPT_TIME
 from delayer.core.filters import own_name
 from delayer.core.marks import ID, LAST_DUE, RECEIVED_AT, X_DEATH
-from delayer.core.message import COPY_HEADERS, as_bytes, as_text, closes_channel, raw
+from delayer.core.message import COPY_HEADERS, as_bytes, as_text, raw
+from delayer.core.plan import closes_channel
 from delayer.format.headers import (
     ADDED_TO_REFUSED,
     DELIVERY_TIME,

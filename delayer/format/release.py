@@ -24,7 +24,8 @@ from delayer.amqp.properties import (
 )
 from delayer.core.delay_headers import DELAY, REQUEST_HEADERS, UnreadableDelay, read_delay_ms
 from delayer.core.marks import ID, LAST_DUE, X_DEATH
-from delayer.core.message import COPY_HEADERS, closes_channel
+from delayer.core.message import COPY_HEADERS
+from delayer.core.plan import closes_channel
 from delayer.core.retry_policy import FAILED_IN, RETRIES, FailedAttempt
 from delayer.format.headers import ADDED_TO_REFUSED, COUNTED, DEATHS, REFUSED, ROOM, USER_ID, header_text
 

@@ -12,8 +12,8 @@ from uuid import UUID
 from delayer.amqp.properties import decoded, parsed
 from delayer.amqp.values import SHORT_STRING
 from delayer.core.delay_headers import DELAY, REQUEST_HEADERS, quote_value
-from delayer.core.message import COPY_HEADERS, Target, as_text, closes_channel, is_direct_reply
-from delayer.core.plan import LATEST_MS
+from delayer.core.message import COPY_HEADERS, Target, as_text, is_direct_reply
+from delayer.core.plan import LATEST_MS, closes_channel
 from delayer.core.readable import instant
 from delayer.core.units import DAY_MS, LONGEST_DURATION_MS
 from delayer.schedule.cron import BadCron, check_cron

@@ -33,7 +33,7 @@ async def test_a_message_that_comes_back_pauses_every_time(
         await raw.publish(Message("in", b"k", Props(headers=((b"x-delay", delay),), delivery_mode=2), b"again"))
         assert await inbox.until(lambda: inbox.counts[b"again"] == 4)
         gaps = [after.at_ms - before.at_ms for before, after in pairwise(inbox.of(b"again"))]
-        assert min(gaps) >= PAUSE_MS - 5, gaps
+        assert sum(gaps) >= 3 * PAUSE_MS - 100, gaps  # Not each: the one before may have arrived late.
         assert [after.due_ms - before.due_ms >= PAUSE_MS for before, after in pairwise(inbox.of(b"again"))] == [
             True
         ] * 3
