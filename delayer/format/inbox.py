@@ -37,6 +37,8 @@ def _encode(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> bytes:
     >>> _encode({"x-delay-key": "k"}, {"message_id": "m", "priority": 3}).hex(" ", 4)
     '38800000 00120b78 2d64656c 61792d6b 65795300 0000016b 0203016d'
     """
+    if "x-death" in headers:
+        raise ValueError("no broker has dead-lettered a row: a retry would believe the queue that this names")
     table = b"".join(entry(name.encode(), _encode_value(value)) for name, value in headers.items())
     base = encode_headers(table) if table else _NO_HEADERS
     values = {name: bytes((value,)) if name == "priority" else _short(value) for name, value in properties.items()}

@@ -30,7 +30,8 @@ CREATE TABLE delayer_inbox (
     headers     jsonb       NOT NULL,
     properties  jsonb       NOT NULL,
     body        bytea       NOT NULL,
-    CONSTRAINT delayer_inbox_pkey PRIMARY KEY (id)
+    CONSTRAINT delayer_inbox_pkey PRIMARY KEY (id),
+    CONSTRAINT delayer_inbox_names CHECK (octet_length(exchange) <= 255 AND octet_length(routing_key) <= 255)
 ) WITH ({ROWS_THAT_CHURN})
 """
 STORAGE = "ALTER TABLE delayer_inbox ALTER COLUMN body SET STORAGE EXTERNAL"
@@ -147,6 +148,8 @@ BEGIN
             ARRAY['headers: expected no delay next to delay or due, found one', 'state the delay once']
         WHEN key IS NOT NULL AND headers ?| ARRAY['x-delay-key', 'x-delay-key-mode', 'x-delay-key-ceiling'] THEN
             ARRAY['headers: expected no x-delay-key… next to key, found one', 'state the key once']
+        WHEN headers ? 'x-death' THEN
+            ARRAY['headers: expected no x-death, found one', 'only a broker writes it: leave it out']
         WHEN jsonb_typeof(headers -> 'CC') <> 'array' OR jsonb_typeof(headers -> 'BCC') <> 'array' THEN
             ARRAY['headers: expected arrays of routing keys in CC and BCC, found something else',
                   'pass ''{"CC": ["key"]}''']

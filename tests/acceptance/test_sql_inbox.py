@@ -187,7 +187,9 @@ async def test_a_route_with_retry_takes_no_message_by_sql(place: OwnVhost, store
     async with place.working(environ) as (daemon, raw, inbox), application(store) as app:
         refused = await raw.inbox("delays.refused")
         call = "SELECT delayer_send('inbox', 'forged', exchange => 'failed', headers => $1)"
-        await app.execute(call, json.dumps({"x-death": death}))
+        with pytest.raises(asyncpg.PostgresError, match="headers: expected no x-death"):
+            await app.execute(call, json.dumps({"x-death": death}))
+        await app.execute(call, "{}")
         await send(app, "fine", None)
         await refused.got([b"forged"])
         await inbox.got([b"fine"])

@@ -45,7 +45,7 @@ DEEP = json.loads("[" * 100 + "]" * 100)
     [
         ([1], {}), ({"x" * 256: 1}, {}), ({"large": 10**400}, {}), ({"deep": DEEP}, {}), ({"surrogate": "\ud800"}, {}),
         ({}, [1]), ({}, {"priority": 256}), ({}, {"priority": "high"}), ({}, {"message_id": 3}),
-        ({}, {"message_id": "x" * 256}), ({}, {"unknown": "x"}),
+        ({}, {"message_id": "x" * 256}), ({"x-death": []}, {}), ({}, {"unknown": "x"}),
     ],
 )  # fmt: skip
 def test_a_row_that_amqp_cannot_express_is_refused(headers: object, properties: object) -> None:
