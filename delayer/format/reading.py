@@ -14,7 +14,7 @@ from delayer.amqp.values import Timestamp
 from delayer.core.filters import Filter
 from delayer.core.message import as_text, raw
 from delayer.core.readable import instant
-from delayer.schedule.schedule import SCHEDULE
+from delayer.schedule.schedule import SCHEDULE, is_name
 
 TYPES: Final = {
     "b": "int8", "B": "uint8", "s": "int16", "u": "uint16", "I": "int32", "i": "uint32", "l": "int64", "L": "int64",
@@ -106,12 +106,13 @@ def route_text(route: bytes, properties: bytes, none: str = "(straight to the qu
 
 
 def schedule_of(properties: bytes) -> str:
-    """The name of the schedule that made a message; "" if none did, or if the properties are malformed."""
+    """The name of the schedule that made a message; "" if none did, or if the header has no such name."""
     if SCHEDULE not in properties:
         return ""
     with suppress(MalformedProperties, MalformedTable):
         if (header := Properties.parse(properties).get(SCHEDULE)) is not None:
-            return str(plain(header.value))
+            name = str(plain(header.value))
+            return name if is_name(name) else ""
     return ""
 
 

@@ -9,18 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from delayer.core.message import OCCURRENCE, Parcel
-from delayer.core.units import DAY_MS
 from delayer.schedule.cron import BadCron
 from delayer.schedule.missed import Following, find_anew, find_first, find_next
 from delayer.schedule.occurrence import due_ms, occurrence
 from delayer.schedule.schedule import Schedule, ScheduleState, next_time
 from delayer.schedule.wall import UnknownZone
-
-MOST_SHIFT_MS: Final = DAY_MS
-"""New zone data move no time by more."""
 
 
 class Fate(Enum):
@@ -128,21 +124,17 @@ def revise(record: ScheduleRecord, schedule: Schedule, now_ms: int) -> PlannedRe
     edited = record._replace(schedule=schedule, settled_ms=settled_ms)
     if record.state is ScheduleState.PAUSED:
         return PlannedRecord(edited, None)
-    after_ms, waiting_ms = max(now_ms, settled_ms or 0), record.waiting_ms
-    if schedule == record.schedule and waiting_ms is not None:
-        # By the new zone data its time may be earlier, and over. Then it is sent now.
-        past_ms = max(now_ms - MOST_SHIFT_MS, record.changed_ms, record.made_ms or 0)
-        after_ms = max(settled_ms or 0, past_ms)
-    before_ms = now_ms + 1 if waiting_ms is None else waiting_ms
+    waiting_ms = now_ms + 1 if record.waiting_ms is None else record.waiting_ms
+    after_ms = max(now_ms, settled_ms or 0)
     return plan(
-        edited, lambda: find_anew(schedule, waiting_ms=before_ms, after_ms=after_ms, now_ms=now_ms, made=record.made)
+        edited, lambda: find_anew(schedule, waiting_ms=waiting_ms, after_ms=after_ms, now_ms=now_ms, made=record.made)
     )
 
 
 def _settled_by(schedule: Schedule, record: ScheduleRecord, now_ms: int) -> int | None:
     """The time of the last settled occurrence by the rhythm of ``schedule``. Occurrences that were cancelled or moved
-    before they were due are settled, and do not come again. But a new rhythm is not silent until the last of them: only
-    its first times that are settled times of the old rhythm are over. None if its next time is not."""
+    before they were due are settled. A new rhythm is not silent until the last of them, though: of its times from now
+    on, only the first ones that are settled times of the old rhythm are over. None if its next time is not."""
     settled_ms, old = record.settled_ms, record.schedule
     if settled_ms is None or schedule.rhythm == old.rhythm:
         return settled_ms

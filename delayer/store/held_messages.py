@@ -29,7 +29,7 @@ _OF_SCHEDULES: Final = """
 WITH first AS (SELECT properties, position($1::bytea IN properties) + length($1) AS at
                FROM (SELECT properties, route FROM held ORDER BY id LIMIT $2) AS seen WHERE route = '')
 SELECT substring(properties FROM at + 1 FOR get_byte(properties, at - 1)) AS name, count(*)
-FROM first WHERE at > length($1) GROUP BY 1
+FROM first WHERE at > length($1) AND at <= length(properties) GROUP BY 1
 """
 
 

@@ -191,7 +191,11 @@ async def transaction(connection: Connection) -> AsyncIterator[None]:
     """A transaction, or in an open one a savepoint. It waits for no rollback after a cancellation: see :func:`borrow`.
     Raises like :func:`commit`."""
     is_inner = connection.is_in_transaction()
-    await connection.execute("SAVEPOINT inner_one" if is_inner else "BEGIN")
+    try:
+        await connection.execute("SAVEPOINT inner_one" if is_inner else "BEGIN")
+    except GIVEN_UP:
+        end(connection)
+        raise
     try:
         yield
     except GIVEN_UP:

@@ -21,7 +21,7 @@ from delayer.schedule.wall import forget_zones
 from delayer.store.admin import actions
 from delayer.store.errors import ScheduleRefused
 from delayer.store.postgres import PostgresStore
-from delayer.store.schedules import changes, reading
+from delayer.store.schedules import changes, reading, zones
 from delayer.store.schedules.zones import ZoneWatch
 from tests.support.logged import capture_logs
 from tests.support.place import eventually
@@ -162,6 +162,33 @@ async def test_the_newer_daemon_computes_again_what_the_older_one_wrote(database
 
 async def _is_alone(admin: asyncpg.Connection) -> bool:
     return list(await reading.zone_versions(admin)) == ["2099b"]
+
+
+async def test_what_an_older_host_writes_during_a_renewal_is_computed_again(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, old = copy_of(tmp_path, "2099b", "Europe/Berlin"), copy_of(tmp_path, "2099a", "Asia/Tokyo")
+    async with opened(database) as store, sql(database) as admin:
+        await admin.execute("UPDATE store SET zone_version = ''")
+        renew = zones._renew
+
+        async def meanwhile(connection: asyncpg.Connection) -> int:
+            done = await renew(connection)
+            monkeypatch.setattr(zone_data, "zone_directories", lambda: [old])
+            with zones_of(old):
+                assert hour_of(await changes.add(admin, schedule(rhythm=BERLIN), who="me")) == 22
+            return done
+
+        monkeypatch.setattr(zones, "_renew", meanwhile)
+        store.zones = ZoneWatch(lambda: [new])
+        with zones_of(new):
+            await store.maintain()
+            assert await reading.zone_version(admin) == "2099a"
+        monkeypatch.setattr(zones, "_renew", renew)
+        with zones_of(new):
+            await store.maintain()
+        assert hour_of(await check_waiting(admin)) != 22
+        assert await reading.zone_version(admin) == "2099b"
 
 
 @pytest.mark.parametrize("version", ["2098z", "2099b"])

@@ -60,7 +60,7 @@ MUTANTS: Sequence[Mutant] = (
     *of(
         "delayer/store/schedules/changes.py",
         "tests/integration/test_schedules_zones.py",
-        ("older-zone-data-are-forgotten", "WHERE zone_version > $1", "WHERE zone_version < $1"),
+        ("older-zone-data-are-forgotten", 'COLLATE "C" > $1', 'COLLATE "C" < $1'),
     ),
     *of(
         "delayer/store/schedules/zones.py",
@@ -110,7 +110,7 @@ MUTANTS: Sequence[Mutant] = (
     *of(
         "delayer/store/admin/importing.py",
         "tests/integration/test_import_jsonl.py::test_a_waiting_message_wins_over_an_imported_one_of_its_key",
-        ("import-replaces-a-waiting-message", "if key in taken:", "if False:"),
+        ("import-replaces-a-waiting-message", "if key is not None and (key in taken or id_ in used):", "if False:"),
         ("import-says-nothing-of-superseded", "            if superseded:\n", "            if False:\n"),
     ),
     *of(

@@ -40,7 +40,7 @@ from delayer.store.schedules import occurrences, reading, table
 
 _LANES: Final = "SELECT number FROM lane WHERE route IS NULL ORDER BY number"
 _NOW: Final = "SELECT statement_timestamp()"
-_LOWER_ZONE_VERSION: Final = "UPDATE store SET zone_version = $1 WHERE zone_version > $1"
+_LOWER_ZONE_VERSION: Final = 'UPDATE store SET zone_version = $1 WHERE zone_version COLLATE "C" > $1'
 
 
 class LogEntry(NamedTuple):
@@ -251,7 +251,7 @@ async def insert_imported(connection: Connection, records: Sequence[ScheduleReco
         for record in records
     ]
     _, written = await occurrences.write(connection, list(zip(planned, lanes, strict=True)), table.put)
-    if any(isinstance(one.schedule.rhythm, Cron) for one in records):
+    if any(isinstance(rhythm := one.schedule.rhythm, Cron) and rhythm.zone != "UTC" for one in records):
         await lower_zone_version(connection, "")  # By any zone data: a daemon computes them again.
     await notify(connection, soonest((one.lane, one.due_ms) for one in written), {})
     return Counter((one.lane, "parked") for one in written)

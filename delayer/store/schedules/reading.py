@@ -17,6 +17,9 @@ _COUNTS: Final = (
     "SELECT state, count(*), sum(made)::bigint, sum(missed)::bigint, max(late_ms) FROM schedule GROUP BY state"
 )
 # The name of a presence ends with version and owner (locks.py); the server cuts a long one.
+RENEWING: Final = "~"
+"""In place of a version while a daemon computes all next occurrences again. It sorts after all of them, so whoever has
+older data lowers it, and the daemon then notices that it is not done."""
 _ZONE_VERSIONS: Final = """
 SELECT split_part(application_name, ' ', 3), array_agg(split_part(application_name, ' ', 4) ORDER BY application_name)
 FROM pg_stat_activity
@@ -82,7 +85,7 @@ async def zone_versions(connection: Connection) -> Mapping[str, Sequence[str]]:
 
 
 async def zone_version(connection: Connection) -> str:
-    """The oldest version of the zone data by which a waiting occurrence may have been computed; "" if none was yet.
-    Raises the driver's errors."""
+    """The oldest version of the zone data by which a waiting occurrence may have been computed. "": none was yet, or
+    it may be any, because an import brought one, or a daemon is computing all of them. Raises the driver's errors."""
     found: str = await connection.fetchval("SELECT zone_version FROM store")
-    return found
+    return "" if found == RENEWING else found

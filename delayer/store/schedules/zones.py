@@ -1,9 +1,9 @@
 """Keeps the waiting occurrences of schedules in step with the host's zone data.
 
 The store remembers the oldest version of the data by which one of them may have been computed. A daemon or a command
-whose host has older data puts down its version. A daemon whose host has newer data computes all of them again: at once,
-and once more when no daemon with older data is left. Until then it does not, because two hosts with different data
-would work forever. A schedule that failed for lack of its zone continues once the data have it.
+whose host has older data lowers it to its own, and an import to "". A daemon whose host has newer data computes all of
+them again: at once, and once more when no daemon with older data is left. Until then it does not, because two hosts
+with different data would work forever. A schedule that failed for lack of its zone continues once the data have it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from delayer.store.schedules.occurrences import NEXT_STEP
 
 log = structlog.get_logger(__name__)
 
+_RENEWED: Final = "UPDATE store SET zone_version = $1 WHERE zone_version = $2"
 PAGE: Final = 64
 """How many schedules are read at once, and renewed in one transaction."""
 _LOCK: Final = "SELECT pg_try_advisory_lock('schedule'::regclass::oid::int, 1)"
@@ -59,13 +60,14 @@ class ZoneWatch:
             if version == UNKNOWN or version <= before:
                 return
             if version == self._renewed and await _is_older_one_alive(connection, version):
-                return  # It would put down its version again.
+                return  # It would lower the version again.
             await connection.execute("SET idle_session_timeout = '10s'")  # A daemon that hangs loses the lock.
             try:
                 if not await connection.fetchval(_LOCK) or version <= await reading.zone_version(connection):
                     return
+                await connection.execute("UPDATE store SET zone_version = $1", reading.RENEWING)
                 renewed = await _renew(connection)
-                await connection.execute("UPDATE store SET zone_version = $1", version)
+                await connection.execute(_RENEWED, version, reading.RENEWING)
             finally:
                 pool.end(connection)  # This frees the lock, and ends the setting.
         self._renewed = version

@@ -125,16 +125,6 @@ def test_times_that_are_settled_ahead_do_not_come_again_by_a_new_rhythm(is_pause
     assert begun.waiting_ms == NOON_MS + 6 * HOUR_MS
 
 
-def test_an_occurrence_whose_time_is_over_by_new_zone_data_is_sent_now() -> None:
-    daily = schedule(rhythm=Cron("0 12 * * *"))
-    now_ms = NOON_MS + DAY_MS + HOUR_MS // 3
-    # By the old data it was to come an hour later.
-    record = ScheduleRecord(daily, waiting_ms=NOON_MS + DAY_MS + HOUR_MS, settled_ms=NOON_MS, made_ms=NOON_MS + 5)
-    assert revise(record, daily, now_ms).record.waiting_ms == NOON_MS + DAY_MS
-    for over in ({"settled_ms": NOON_MS + DAY_MS}, {"changed_ms": now_ms - 1}, {"made_ms": now_ms - 1}):
-        assert revise(record._replace(**over), daily, now_ms).record.waiting_ms == NOON_MS + 2 * DAY_MS  # type: ignore[arg-type]
-
-
 def test_an_edit_without_a_new_rhythm_does_not_repeat_a_cancelled_occurrence() -> None:
     cancelled, _ = step_on(WAITING, Fate.CANCELLED, NOON_MS - HOUR_MS // 2)
     record, _ = revise(cancelled, schedule(body=b"tock"), NOON_MS - HOUR_MS // 4)
