@@ -43,6 +43,7 @@ it within 4 s, even over a slow line, before the server ends an idle transaction
 any size, but one claim of the process at a time takes a message that exceeds CLAIM_BYTES by a megabyte."""
 
 MOST_CONFIRMED: Final = 20 * CLAIM_MESSAGES
+"""More than the open claims of a process with its usual lanes."""
 
 Release = tuple[int, int, int]
 """A row's id, due instant and attempts: a message that an operator reschedules or retries is another release."""
