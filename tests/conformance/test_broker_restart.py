@@ -22,7 +22,7 @@ async def before(it: Scene) -> None:
     await it.ask(Exchange.Declare(exchange="transient", exchange_type="fanout"))
     await it.ask(Queue.Declare(queue="exclusive", exclusive=True))
     await it.ask(Queue.Declare(queue="transient", durable=False))
-    level = {"message_ttl": 3_000, "dead_letter_exchange": "end"}
+    level = {"message_ttl": 8_000, "dead_letter_exchange": "end"}  # after the kill, even on a busy machine
     await it.queue("forwarded", **level, dead_letter_strategy="at-least-once", overflow="reject-publish")
     await it.queue("forwarded end")
     await it.bind("forwarded end", "end", "forwarded")
