@@ -55,9 +55,8 @@ from delayer.core.message import (
 )
 from delayer.core.operations import Cancel
 from delayer.core.retry_policy import FailedAttempt, NoFailure, RetryPolicy, failure, wait_ms
+from delayer.core.units import LATEST_MS
 
-LATEST_MS: Final = 253_402_300_799_999
-"""The end of the year 9999. Some stores, and some programs that read them, reject later times."""
 _INTEGER: Final = re.compile(rb"[+-]?[0-9]{1,255}")
 T = TypeVar("T")
 

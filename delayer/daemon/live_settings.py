@@ -15,9 +15,10 @@ from delayer.config.model import RetryTable, Settings
 from delayer.config.topology import own_names, uses_cascade
 from delayer.core.cascade import Cascade
 from delayer.core.hold import Limits
-from delayer.core.plan import LATEST_MS, Mode, Policy, Route
+from delayer.core.plan import Mode, Policy, Route
 from delayer.core.publisher import Publisher
 from delayer.core.retry_policy import RetryPolicy
+from delayer.core.units import LATEST_MS
 from delayer.format.envelope import Endpoints
 from delayer.intake.handle import KEEP_MS
 from delayer.store.backlog import PostgresBacklog

@@ -14,7 +14,7 @@ from delayer.core.delay_headers import LONGEST_TIMER_MS, OPT_TIME
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.marks import ID, LAST_DUE
 from delayer.core.message import BROKER_LEAD_MS, Parcel, Target
-from delayer.core.plan import LATEST_MS
+from delayer.core.units import LATEST_MS
 from delayer.format.headers import EXCHANGE, PROPERTIES, ROOM, ROUTING_KEY, header_text
 
 ID_BYTES: Final = 32

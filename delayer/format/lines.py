@@ -33,8 +33,8 @@ from delayer.amqp.values import SHORT_STRING
 from delayer.core.delay_headers import quote_value
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
-from delayer.core.plan import LATEST_MS
 from delayer.core.readable import escaped
+from delayer.core.units import LATEST_MS
 from delayer.format.rows import reason_text
 from delayer.schedule.record import ScheduleRecord
 from delayer.schedule.rhythm import Cron, Every, Rhythm

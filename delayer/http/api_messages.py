@@ -28,9 +28,9 @@ from delayer.core.hold import Hold
 from delayer.core.marks import ID
 from delayer.core.message import as_text, raw
 from delayer.core.operations import Cancel
-from delayer.core.plan import LATEST_MS, Refuse
+from delayer.core.plan import Refuse
 from delayer.core.readable import counted, instant
-from delayer.core.units import LONGEST_DURATION_MS
+from delayer.core.units import LATEST_MS, LONGEST_DURATION_MS
 from delayer.http import as_json, forms, render
 from delayer.http.compose import Publishable, Unsendable, compose
 from delayer.http.endpoints import Call, Endpoint, Fields, in_words, read_json

@@ -15,7 +15,7 @@ from delayer.core.cascade import LEVELS, Cascade, leads_to, strip_prefix
 from delayer.core.importing import ImportItem, given
 from delayer.core.levels import LEVEL_HEADERS, due_at_level
 from delayer.core.message import Parcel, Target, as_text
-from delayer.core.plan import LATEST_MS
+from delayer.core.units import LATEST_MS
 from delayer.format.envelope import Envelope, InvalidEnvelope, read_envelope
 from delayer.imports.queues import Queues, Reader
 

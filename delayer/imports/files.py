@@ -30,8 +30,8 @@ from delayer.core.delay_sources import routing_keys_of
 from delayer.core.hold import unfit
 from delayer.core.importing import ImportBatch, ImportItem, ImportSelection, Left, Run, Survey
 from delayer.core.message import Parcel, Target, as_text
-from delayer.core.plan import LATEST_MS
 from delayer.core.readable import counted
+from delayer.core.units import LATEST_MS
 from delayer.format import lines
 from delayer.format.lines import EndLine, NotALine
 from delayer.format.rows import checksum

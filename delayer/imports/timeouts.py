@@ -14,7 +14,7 @@ from delayer.core.delay_headers import UnreadableDelay
 from delayer.core.hold import Hold, unfit
 from delayer.core.importing import ImportItem, ImportSelection
 from delayer.core.message import Parcel, Target
-from delayer.core.plan import LATEST_MS
+from delayer.core.units import LATEST_MS
 
 RELATED: Final = "NServiceBus.RelatedToTimeoutId"
 """The header that the timeout manager adds when it dispatches."""

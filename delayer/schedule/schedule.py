@@ -13,9 +13,8 @@ from delayer.amqp.properties import decoded, parsed
 from delayer.amqp.values import SHORT_STRING
 from delayer.core.delay_headers import DELAY, REQUEST_HEADERS, quote_value
 from delayer.core.message import COPY_HEADERS, Target, as_text, is_direct_reply
-from delayer.core.plan import LATEST_MS, closes_channel
 from delayer.core.readable import instant
-from delayer.core.units import DAY_MS, LONGEST_DURATION_MS
+from delayer.core.units import DAY_MS, LATEST_MS, LONGEST_DURATION_MS
 from delayer.schedule.cron import BadCron, check_cron
 from delayer.schedule.rhythm import Every, Rhythm, next_after
 from delayer.schedule.wall import UnknownZone, check_zone
@@ -135,6 +134,8 @@ def _of_limits(schedule: Schedule) -> Iterator[str]:
 
 
 def _of_message(schedule: Schedule) -> Iterator[str]:
+    from delayer.core.plan import closes_channel  # noqa: PLC0415 - commands that read start without it
+
     for what, name in (("exchange", schedule.target.exchange), ("routing_key", schedule.target.routing_key)):
         if len(name) > SHORT_STRING:
             yield f"{what}: expected at most {SHORT_STRING} bytes, found {len(name)}"

@@ -19,7 +19,7 @@ from delayer.config.loading import load
 from delayer.config.model import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.errors import StoreLost
-from delayer.core.plan import LATEST_MS
+from delayer.core.units import LATEST_MS
 from delayer.daemon.app import Reload, changed, live_part
 from delayer.daemon.live_settings import LiveSettings
 from delayer.daemon.systemd import Notifier

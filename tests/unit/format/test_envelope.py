@@ -13,7 +13,7 @@ from delayer.core.cascade import Cascade, routing_key
 from delayer.core.delay_headers import LONGEST_TIMER_MS
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import BROKER_LEAD_MS, REPLACE, Parcel, Target
-from delayer.core.plan import LATEST_MS
+from delayer.core.units import LATEST_MS
 from delayer.format.envelope import (
     ID_BYTES,
     Endpoints,

@@ -10,7 +10,7 @@ import pytest
 
 from delayer.amqp.properties import Properties
 from delayer.core.importing import ImportSelection, Rewrite, read_rewrite
-from delayer.core.plan import LATEST_MS
+from delayer.core.units import LATEST_MS
 from delayer.imports.timeouts import RELATED, UNREAD, StoredTimeout, epoch_ms, item_of, misnamed, moment_of
 from tests.support.raw import wire_instant
 

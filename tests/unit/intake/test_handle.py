@@ -17,8 +17,8 @@ from delayer.core.errors import NotTaken, StoreLost, Unconfirmed
 from delayer.core.hold import NACKED, Hold, HoldKind, Outcome, closed_channel, returned, too_late, unanswered
 from delayer.core.marks import LAST_DUE
 from delayer.core.message import BROKER_LEAD_MS, Parcel, Target
-from delayer.core.plan import LATEST_MS
 from delayer.core.publisher import Isolated
+from delayer.core.units import LATEST_MS
 from delayer.format.envelope import Envelope, HoldNote, envelope_properties, read_envelope
 from delayer.format.release import released_properties
 from delayer.intake.dispatch import MAX_ATTEMPTS, Dispatch, Objection, Publication

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from delayer.amqp.properties import Properties, encode_headers, entry, long_string
 from delayer.core.message import Target
-from delayer.core.plan import LATEST_MS
+from delayer.core.units import LATEST_MS
 from delayer.schedule.occurrence import MESSAGE_ID, due_ms, message_id, occurrence
 from delayer.schedule.rhythm import Cron, Every
 from delayer.schedule.schedule import next_time, problems
