@@ -63,6 +63,7 @@ def _complain(result: Result, console: Console) -> None:
         "to be refused, and nowhere": result.doomed.missing,
         "refused otherwise": result.doomed.wrong,
         "left standing": [*verdict.standing.items()],
+        "a way that sent nothing": [way for way, sent in result.ways.items() if not sent],
         "surprise": result.surprises,
     }
     for what, found in complaints.items():
@@ -81,6 +82,7 @@ def summary(result: Result) -> dict[str, Any]:
         "seconds": round(result.seconds, 1),
         "messages": verdict.sent,
         "published_in_mode": dict(result.modes),
+        **{f"published_by_{way}": sent for way, sent in result.ways.items()},
         "faults": dict(result.faults),
         "met_nothing": dict(result.missed),
         "faults_injected": sum(result.faults.values()),

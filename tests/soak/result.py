@@ -25,11 +25,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Result:
-    """The findings of a soak. ``faults`` broke something, ``missed`` found nothing to break. ``aside``: the number of
-    messages in the strays queue; ``stranded``: those that never arrived. ``doomed``: the messages that had to be
-    refused. ``peaceful``: seconds without a fault that may repeat messages. ``rows``: the store's counter of releases,
-    and the number of rows of which a copy arrived under their number or an earlier id. These differ if one row arrived
-    under two ids."""
+    """The findings of a soak. ``faults`` broke something, ``missed`` found nothing to break. ``aside``: the number
+    of messages in the strays queue; ``stranded``: those that never arrived. ``doomed``: the messages that had to be
+    refused. ``ways``: messages sent in each. ``peaceful``: seconds without a fault that may repeat messages.
+    ``rows``: the store's counter of releases, and the number of rows of which a copy arrived under their number or
+    an earlier id. These differ if one row arrived under two ids."""
 
     options: Options
     begun: datetime
@@ -45,6 +45,7 @@ class Result:
     rows: tuple[int, int]
     largest_mb: float
     modes: Mapping[str, int]
+    ways: Mapping[str, int]
     surprises: list[str] = field(default_factory=list)
 
     @property
@@ -64,5 +65,5 @@ class Result:
         """Whether every promise held, and no surprise happened."""
         verdict = self.verdict
         broken = self.lost or len(verdict.early) or len(verdict.changed) or self.unmarked or not self.doomed.kept
-        grown = self.largest_mb > LARGEST_MB
-        return not (broken or self.stranded or grown or any(verdict.standing.values()) or self.surprises)
+        grown, idle = self.largest_mb > LARGEST_MB, not all(self.ways.values())
+        return not (broken or self.stranded or grown or idle or any(verdict.standing.values()) or self.surprises)

@@ -23,6 +23,8 @@ from tests.faults.fleet import Fleet
 from tests.faults.kinds import KINDS, Planned, schedule, things
 from tests.soak.result import Options, Result
 from tests.soak.traffic import Traffic
+from tests.support.http_ledger import HttpLedger
+from tests.support.mixed_ledger import MixedLedger
 from tests.support.servers import Postgres, RabbitMQ, StartFailed
 from tests.support.verdict import Window, covered
 
@@ -69,7 +71,14 @@ class Soak:
             where = self.options.directory
             try:
                 opened = Fleet.open(
-                    rabbitmq, postgres, where, mode="store", seed=self.options.seed, bug=self.options.bug
+                    rabbitmq,
+                    postgres,
+                    where,
+                    mode="store",
+                    seed=self.options.seed,
+                    bug=self.options.bug,
+                    ledger=MixedLedger,
+                    environ=HttpLedger.environ(),
                 )
                 async with opened as self.fleet:
                     return await self._attack(self.fleet)
@@ -190,6 +199,7 @@ class Soak:
             (released, back),
             traffic.largest / 1e6,
             traffic.modes,
+            traffic.ways,
             surprises,
         )
 

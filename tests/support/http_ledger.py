@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from delayer.amqp.values import Outgoing
 from tests.support.ledger import PAUSE, Ledger
-from tests.support.letters import long, text
+from tests.support.letters import Form, long, text
 from tests.support.sql_ledger import SqlLetters
 from tests.support.web import Answer, Web, tokens_file
 
@@ -40,6 +40,9 @@ def encoded(value: Any) -> bytes:
 
 class HttpLetters(SqlLetters):
     """Letters with the headers that JSON can express, sorted by name."""
+
+    def form(self, _number: int, _absolute: bool | None) -> Form:
+        return Form.HTTP
 
     def headers(self, number: int) -> dict[str, Any]:
         return SHAPES[number % len(SHAPES)]

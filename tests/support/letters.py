@@ -35,13 +35,15 @@ _MASK: Final = (1 << 64) - 1
 
 
 class Form(IntEnum):
-    """The form in which a letter says its delay."""
+    """The form in which a letter says its delay. SQL and HTTP are ways of their own, with a due instant."""
 
     INT32 = 0
     INT64 = 1
     STRING = 2
     EPOCH = 3
     RFC3339 = 4
+    SQL = 5
+    HTTP = 6
 
     @property
     def absolute(self) -> bool:
@@ -199,7 +201,7 @@ def message_id_of(number: int) -> bytes:
 
 def _delay(form: Form, due_ms: int, delay_ms: int) -> tuple[list[tuple[bytes, bytes]], list[tuple[bytes, bytes]]]:
     """The header that says the delay, and its remains at the destination: x-delay with its sign turned."""
-    if form is Form.EPOCH:
+    if form in (Form.EPOCH, Form.SQL, Form.HTTP):
         return [(b"x-deliver-at", long(due_ms))], []
     if form is Form.RFC3339:
         instant = datetime.fromtimestamp(due_ms // 1000, UTC)

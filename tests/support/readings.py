@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from tests.support.letters import DOOMED_KEYS, KEYS, NUMBER
+from tests.support.letters import DOOMED_KEYS, KEYS, NUMBER, Form
 from tests.support.verdict import Arrival, Owed
 
 _FRAME: Final = struct.Struct(">BHI")
@@ -86,7 +86,10 @@ class Readings:
             _count(self._again, number)
 
     def unaccounted(self, number: int, owed: Owed, arrivals: Sequence[Arrival]) -> str:
-        """A note on the ids that the reads of a message do not explain; empty if there are none."""
+        """A note on the ids that the reads of a message do not explain; empty if there are none, and for messages sent
+        by SQL, which no proxy sees."""
+        if owed.form is Form.SQL:
+            return ""
         read, due = self.read(number), self.due(number)
         names = {one.id for one in arrivals}
         random = sum(len(id) == _RANDOM_ID for id in names)

@@ -14,8 +14,6 @@ import asyncpg
 from delayer.amqp.values import Outgoing
 from tests.support.ledger import PAUSE, Ledger
 from tests.support.letters import KEYS, NUMBER, Form, Letter, Letters, long, short, table_of, text
-from tests.support.proxy import Listener
-from tests.support.readings import Readings
 from tests.support.verdict import Owed
 
 _SEND: Final = (
@@ -52,7 +50,7 @@ class SqlLetters(Letters):
     """Each letter names its due instant, because that is what the function makes of a delay."""
 
     def form(self, _number: int, _absolute: bool | None) -> Form:
-        return Form.EPOCH
+        return Form.SQL
 
     def headers(self, number: int) -> dict[str, Any]:
         return SHAPES[number % len(SHAPES)]
@@ -84,10 +82,6 @@ class SqlLedger(Ledger):
     def __init__(self, url: str, chance: Any, **names: Any) -> None:
         super().__init__(url, chance, **names)
         self._letters = SqlLetters(chance.getrandbits(64))
-
-    def listener(self) -> Listener:
-        """A listener whose readings do not count, because rows of the inbox do not pass the intake queue."""
-        return Readings(self._into).listener()
 
     def _arguments(self, message: Outgoing) -> tuple[Any, ...]:
         number = int(message.token)

@@ -30,6 +30,7 @@ GOOD = Result(
     (900, 900),
     90.0,
     {"store": 1_000},
+    {"AMQP": 1_000},
 )
 TWO_FACES = {1: [Arrival(1.0, b"7", 5, False), Arrival(2.0, b"7", 6, False)]}
 BROKEN = {
@@ -46,6 +47,7 @@ BROKEN = {
     "not refused": replace(GOOD, doomed=Doomed(5, [1], 0, [])),
     "refused and changed": replace(GOOD, doomed=Doomed(5, [], 0, ["doomed 1"])),
     "a daemon that grows": replace(GOOD, largest_mb=LARGEST_MB + 1),
+    "a way that sent nothing": replace(GOOD, ways={"AMQP": 1_000, "SQL": 0}),
     "something else": replace(GOOD, surprises=["the end"]),
 }
 
