@@ -24,9 +24,9 @@ from delayer.cli.output import note, note_no_match, print_json, print_table
 from delayer.core.filters import Token, read_token
 from delayer.core.message import as_text
 from delayer.core.readable import instant
+from delayer.fields import as_json as for_programs
 from delayer.format import reading
 from delayer.format.reading import address
-from delayer.http import as_json as for_programs
 from delayer.store import held_messages
 from delayer.store.held_messages import HeldEntry
 

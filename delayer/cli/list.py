@@ -28,9 +28,9 @@ from delayer.config.model import Settings
 from delayer.core.filters import place_text, read_place
 from delayer.core.message import as_text
 from delayer.core.readable import format_relative_time, instant
+from delayer.fields import as_json as for_programs
 from delayer.format import reading
 from delayer.format.reading import address
-from delayer.http import as_json as for_programs
 from delayer.store import waiting
 from delayer.store.admin import audit_log as audit_trail
 from delayer.store.admin import detail

@@ -17,8 +17,8 @@ from delayer.cli.schedule_looking import change, name_argument, state_of
 from delayer.config.texts import typed_header
 from delayer.core.filters import Token
 from delayer.core.readable import readable
-from delayer.http import as_json as for_programs
-from delayer.http.schedule_fields import (
+from delayer.fields import as_json as for_programs
+from delayer.fields.schedules import (
     differences,
     mistakes,
     new_schedule,

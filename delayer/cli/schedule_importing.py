@@ -17,7 +17,7 @@ from delayer.cli.output import note, print_json
 from delayer.cli.schedule_looking import change, url_of_schedules
 from delayer.core.message import Target, raw
 from delayer.core.readable import counted
-from delayer.http.schedule_fields import texts_of
+from delayer.fields.schedules import texts_of
 from delayer.imports.beat import translate_beat
 from delayer.imports.beat_files import BeatUnreadable, read_beat_file, read_beat_settings
 from delayer.imports.crontab import translate_crontab

@@ -16,9 +16,9 @@ from delayer.cli.options import as_json, ask_store, limit_option, read_as, reque
 from delayer.cli.output import note, print_json, print_table, when
 from delayer.core.filters import Token
 from delayer.core.readable import duration, format_relative_time, instant, readable
-from delayer.http import as_json as for_programs
-from delayer.http.schedule_fields import name_of, name_or_none, texts_of
-from delayer.http.shapes import TimeJson
+from delayer.fields import as_json as for_programs
+from delayer.fields.schedules import name_of, name_or_none, texts_of
+from delayer.fields.shapes import TimeJson
 from delayer.schedule.cron import BadCron
 from delayer.schedule.record import ScheduleRecord
 from delayer.schedule.rhythm import rhythm_in_words

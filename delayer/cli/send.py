@@ -35,7 +35,7 @@ from delayer.core.plan import Refuse
 from delayer.core.readable import duration as duration_in_words
 from delayer.core.readable import instant, readable
 from delayer.daemon.live_settings import policy_of
-from delayer.http.compose import Unsendable, compose
+from delayer.fields.compose import Unsendable, compose
 from delayer.intake.handle import classify
 
 DECLARED: Final = "`delayer topology apply`, then `delayer check`"

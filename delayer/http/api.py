@@ -13,12 +13,13 @@ from starlette.routing import Route
 from delayer.config.texts import service_of
 from delayer.core import horizon
 from delayer.core.filters import Token
-from delayer.http import as_json, forms, openapi, recent, render
+from delayer.fields import as_json
+from delayer.fields.shapes import BacklogJson, HeldMessagesJson, LatenessJson, LiveJson, SetAsideJson
+from delayer.http import forms, openapi, recent, render
 from delayer.http.api_messages import MOST_BYTES, PATH, Listing, MessagesApi
 from delayer.http.api_schedules import SchedulesApi
 from delayer.http.endpoints import Api, Call, Endpoint
 from delayer.http.pages import Pages
-from delayer.http.shapes import BacklogJson, HeldMessagesJson, LatenessJson, LiveJson, SetAsideJson
 from delayer.http.view import NO_STORE, ROWS
 from delayer.set_aside.messages import SetAsideName
 from delayer.store import held_messages

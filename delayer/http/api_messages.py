@@ -31,13 +31,14 @@ from delayer.core.operations import Cancel
 from delayer.core.plan import Refuse
 from delayer.core.readable import counted, instant
 from delayer.core.units import LATEST_MS, LONGEST_DURATION_MS
-from delayer.http import as_json, forms, render
-from delayer.http.compose import Publishable, Unsendable, compose
+from delayer.fields import as_json
+from delayer.fields.compose import Publishable, Unsendable, compose
+from delayer.fields.shapes import ChangeJson, MessageJson, MessagesJson, SentJson, SentLineJson, SentLinesJson
+from delayer.http import forms, render
 from delayer.http.endpoints import Call, Endpoint, Fields, in_words, read_json
 from delayer.http.pages import Pages
 from delayer.http.problems import HttpProblem, WrongField
 from delayer.http.recent import host_ms
-from delayer.http.shapes import ChangeJson, MessageJson, MessagesJson, SentJson, SentLineJson, SentLinesJson
 from delayer.http.view import NO_STORE, ROWS
 from delayer.store import requests, waiting
 from delayer.store.admin.actions import NewDue

@@ -18,13 +18,14 @@ from delayer.config.errors import Expected
 from delayer.config.tokens import Role
 from delayer.config.values import DURATION
 from delayer.core.filters import Token
-from delayer.http import as_json, forms, render
+from delayer.fields import as_json
+from delayer.fields.schedules import FIELDS, name_or_none, new_schedule, with_fields
+from delayer.fields.shapes import RunJson, ScheduleJson, SchedulesJson, TimesJson
+from delayer.http import forms, render
 from delayer.http.endpoints import Call, Endpoint, Fields
 from delayer.http.pages import Pages
 from delayer.http.problems import HttpProblem, WrongField
 from delayer.http.recent import host_ms
-from delayer.http.schedule_fields import FIELDS, name_or_none, new_schedule, with_fields
-from delayer.http.shapes import RunJson, ScheduleJson, SchedulesJson, TimesJson
 from delayer.http.view import ROWS
 from delayer.schedule.cron import LONGEST, BadCron
 from delayer.schedule.record import ScheduleRecord

@@ -17,9 +17,9 @@ from delayer.config.values import duration_ms
 from delayer.core import readable
 from delayer.core.filters import Filter, Token, read_place, read_token
 from delayer.core.message import raw
+from delayer.fields.schedules import name_or_none
 from delayer.format.refusal import RetryEdits
 from delayer.http.problems import HttpProblem
-from delayer.http.schedule_fields import name_or_none
 from delayer.schedule.schedule import ScheduleState
 from delayer.store.admin.actions import NewDue
 

@@ -18,8 +18,9 @@ from delayer.core.errors import StoreLost
 from delayer.core.filters import OWN, Filter, Token, place_text, read_token
 from delayer.core.message import raw
 from delayer.core.readable import delayed_rows
+from delayer.fields import as_json
 from delayer.format import reading
-from delayer.http import as_json, forms, recent, render
+from delayer.http import forms, recent, render
 from delayer.http.access import Sessions, cookie_of, name_of
 from delayer.http.forms import FieldError, parse_form
 from delayer.http.health import Answers

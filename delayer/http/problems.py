@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
-from delayer.http.shapes import SentLineJson, documented
+from delayer.fields.shapes import SentLineJson, documented
 
 MEDIA_TYPE: Final = "application/problem+json"
 RETRY_SECONDS: Final = "5"

@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from delayer.http import problems, shapes
+from delayer.fields import shapes
+from delayer.http import problems
 from tests.support import json_shapes
 from tests.support.json_shapes import COMMANDS
 

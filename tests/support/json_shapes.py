@@ -8,8 +8,8 @@ from typing import Any, Literal, NotRequired
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
-from delayer.http import shapes
-from delayer.http.shapes import (
+from delayer.fields import shapes
+from delayer.fields.shapes import (
     EntryJson,
     HeldEntryJson,
     MessageJson,

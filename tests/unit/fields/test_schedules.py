@@ -8,8 +8,8 @@ import pytest
 
 from delayer.config.errors import Expected
 from delayer.core.message import Target
+from delayer.fields.schedules import FIELDS, differences, new_schedule, read_schedules, texts_of, with_fields
 from delayer.format.reading import decode_properties
-from delayer.http.schedule_fields import FIELDS, differences, new_schedule, read_schedules, texts_of, with_fields
 from delayer.schedule.occurrence import occurrence
 from delayer.schedule.rhythm import Cron, Every
 from delayer.schedule.schedule import MOST_CAUGHT_UP, Schedule, problems

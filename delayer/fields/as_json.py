@@ -11,9 +11,7 @@ from zoneinfo import ZoneInfo
 from delayer.core.filters import Token
 from delayer.core.message import as_text
 from delayer.core.readable import instant
-from delayer.format import reading
-from delayer.format.reading import DecodedProperties
-from delayer.http.shapes import (
+from delayer.fields.shapes import (
     EntryJson,
     HeaderJson,
     HeldEntryJson,
@@ -22,6 +20,8 @@ from delayer.http.shapes import (
     ScheduleJson,
     TimesJson,
 )
+from delayer.format import reading
+from delayer.format.reading import DecodedProperties
 from delayer.schedule.record import ScheduleRecord, next_times
 from delayer.schedule.rhythm import Cron, Every, rhythm_in_words
 from delayer.schedule.wall import zone_of
