@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from delayer.core.cascade import delivery_binding
+from delayer.core.cascade import Cascade, delivery_binding, routing_key
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
 from delayer.format.envelope import HoldNote, envelope_properties
-from tests.acceptance.own_vhost import OwnVhost, delayed
+from tests.acceptance.own_vhost import OwnVhost
 from tests.acceptance.world import STORE, USER, World, secret_broker_url
 from tests.support.daemon import DaemonProcess, answered, command
 from tests.support.place import eventually
@@ -132,23 +132,27 @@ async def strays(config: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.words
 async def test_the_broker_found_no_queue_at_the_end_of_the_cascade(place: OwnVhost, tmp_path: Path) -> None:
-    """The binding of the due queue is gone: the message is visible as a stray, and an operator can retry it."""
+    """The binding of the due queue is gone: the message is visible as a stray, and an operator can retry it. A daemon
+    starts only then, because a running one restores the binding each time it begins to consume."""
     config = tmp_path / "delayer.toml"
     place.write(config, "native", {})
-    async with DaemonProcess(place.environ("native")) as daemon, await place.raw() as raw:
+    await command(config, "topology", "apply")
+    unbind = f"/api/bindings/{place.vhost}/e/delayer.delay-delivery/q/delays.due/{delivery_binding('delays.due')}"
+    place.rabbitmq.api("DELETE", unbind)
+    due_ms = time.time_ns() // 1_000_000 + 1_000
+    parcel = Parcel(due_ms, b"in", b"in", b"inbox", Target(b"out", b"inbox"), b"\0\0", b"lost on the way")
+    envelope = envelope_properties(parcel, b"0815")
+    async with await place.raw() as raw:
         inbox = await raw.inbox("inbox")
-        # The consumer of the due queue declares the binding before it begins.
-        await daemon.event("consuming", where=lambda event: event["queue"] == "delays.due")
-        unbind = f"/api/bindings/{place.vhost}/e/delayer.delay-delivery/q/delays.due/{delivery_binding('delays.due')}"
-        place.rabbitmq.api("DELETE", unbind)
-        await raw.publish(delayed("lost on the way", 1_000))
+        await raw.publish(Message(Cascade().entry(1), routing_key(1, b"delays.due"), envelope, parcel.body))
 
         [row] = await eventually(lambda: strays(config), lambda rows: len(rows) == 1)
         assert row["reason"] == "the broker found no queue for it at the end of the cascade"
         assert "On their way again: 1 of 1.\n" in await command(config, "strays", "retry", row["id"])
-        await inbox.got([b"lost on the way"])
         assert await strays(config) == []
-        assert await daemon.stop() == 0
+        async with DaemonProcess(place.environ("native")) as daemon:
+            await inbox.got([b"lost on the way"])
+            assert await daemon.stop() == 0
 
 
 async def test_after_ten_attempts_a_message_waits_for_an_operator(place: OwnVhost, tmp_path: Path) -> None:
