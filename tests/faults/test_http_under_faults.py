@@ -3,20 +3,14 @@ messages in flight are delivered twice, after a fault that may repeat them."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
-from pathlib import Path
 
 import pytest
-import uvloop
 
 from tests.faults.fault import Fault
-from tests.faults.fleet import Fleet
 from tests.faults.kinds import HOUR_MS
-from tests.faults.test_every_fault import NATIVE, SEED, STORE, Play, name_of
+from tests.faults.play import NATIVE, SEED, STORE, Play, name_of, playing
 from tests.support.http_ledger import HttpLedger
-from tests.support.servers import Postgres, RabbitMQ
 
 FAULTS = [
     (STORE, Fault("daemon killed", 0, 0.5)),
@@ -46,23 +40,13 @@ FAULTS = [
 
 @pytest.fixture(scope="module")
 def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
-    directory: Path = tmp_path_factory.mktemp("fleet")
-    with RabbitMQ() as rabbitmq, Postgres() as postgres, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        stack = AsyncExitStack()
-        opening = Fleet.open(
-            rabbitmq, postgres, directory, mode=STORE, seed=SEED + 2, ledger=HttpLedger, environ=HttpLedger.environ()
-        )
-        fleet = runner.run(stack.enter_async_context(opening))
-        ledger = fleet.ledger
+    directory = tmp_path_factory.mktemp("fleet")
+    with playing(directory, seed=SEED + 2, ledger=HttpLedger, environ=HttpLedger.environ()) as one:
+        fleet, ledger = one.fleet, one.fleet.ledger
         assert isinstance(ledger, HttpLedger)
-        ledger.account.windows = []
         ledger.addresses = lambda: [daemon.address for daemon in fleet.daemons]
-        try:
-            yield (one := Play(fleet, runner, doomed=0))
-            runner.run(one.end())
-            print(ledger.answers)
-        finally:
-            runner.run(stack.aclose())
+        yield one
+    print(ledger.answers)
 
 
 @pytest.mark.parametrize(("mode", "fault"), FAULTS, ids=name_of)

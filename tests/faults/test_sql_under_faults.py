@@ -3,19 +3,13 @@ flight are delivered twice, after a fault that may repeat them."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
-from pathlib import Path
 
 import pytest
-import uvloop
 
 from tests.faults.fault import Fault
-from tests.faults.fleet import Fleet
 from tests.faults.kinds import HOUR_MS
-from tests.faults.test_every_fault import NATIVE, SEED, STORE, Play, name_of
-from tests.support.servers import Postgres, RabbitMQ
+from tests.faults.play import NATIVE, SEED, STORE, Play, name_of, playing
 from tests.support.sql_ledger import SqlLedger
 
 FAULTS = [
@@ -56,20 +50,11 @@ class SqlPlay(Play):
 
 
 @pytest.fixture(scope="module")
-def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SqlPlay]:
-    directory: Path = tmp_path_factory.mktemp("fleet")
-    with RabbitMQ() as rabbitmq, Postgres() as postgres, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        stack = AsyncExitStack()
-        opening = Fleet.open(rabbitmq, postgres, directory, mode=STORE, seed=SEED + 1, ledger=SqlLedger)
-        fleet = runner.run(stack.enter_async_context(opening))
-        fleet.ledger.account.windows = []
-        try:
-            yield (one := SqlPlay(fleet, runner, doomed=0))
-            runner.run(one.end())
-        finally:
-            runner.run(stack.aclose())
+def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
+    with playing(tmp_path_factory.mktemp("fleet"), seed=SEED + 1, kind=SqlPlay, ledger=SqlLedger) as one:
+        yield one
 
 
 @pytest.mark.parametrize(("mode", "fault"), FAULTS, ids=name_of)
-def test_nothing_is_lost_that_was_sent_by_sql(play: SqlPlay, mode: str, fault: Fault) -> None:
+def test_nothing_is_lost_that_was_sent_by_sql(play: Play, mode: str, fault: Fault) -> None:
     play(mode, fault)
