@@ -33,7 +33,7 @@ from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, REJECTED, describe, to_store_lost
 from delayer.store.lanes.cursor import NEVER_MS, NOTHING, Claim, ReleaseCursor, RowPlace, place_of
 from delayer.store.lanes.session import KEEPALIVE_SECONDS, LaneSession
-from delayer.store.lanes.settling import FIRST, NO_LIMIT, Settlement, SkippedRows, outcomes_of
+from delayer.store.lanes.settling import NO_LIMIT, Settlement, SkippedRows, outcomes_of
 from delayer.store.rows.partitions import Days
 from delayer.store.schedules import occurrences
 
@@ -151,7 +151,7 @@ class PostgresClaimer:
         before = clock.now_lower_ms()  # Read before the statements are sent, so not later than the instants they use.
         claimed, limit = lane.ids_left_out(start), min(limit, lane.skipped.limit)
         where, skipped = (lane.number, *start, horizon_ms, claimed), lane.skipped
-        first = await connection.fetchrow(FIRST, *where) if skipped.limit == 1 else None
+        first = await connection.fetchrow(statements.NEXT_DUE, *where) if skipped.limit == 1 else None
         try:
             records = await connection.fetch(statements.CLAIM, *where, lane.window_ms, limit, max_bytes)
         except REJECTED as error:
@@ -165,7 +165,8 @@ class PostgresClaimer:
             # its rows while it waits for their locks. If its last row is not due yet by our estimate, the store's clock
             # may have been set, so this query also reads the clock.
             asked = clock.monotonic()
-            next_ms, server_ms = await connection.fetchrow(statements.NEXT_DUE, lane.number, *last, horizon_ms, claimed)
+            following = await connection.fetchrow(statements.NEXT_DUE, lane.number, *last, horizon_ms, claimed)
+            next_ms, server_ms, _ = following
             clock.observe(asked, server_ms, clock.monotonic())
             next_ms = horizon_ms if next_ms is None else next_ms  # The claim at the horizon finds rows beyond it.
             if not rows:

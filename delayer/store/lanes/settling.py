@@ -41,12 +41,6 @@ MOST: Final = 100
 """Maximum number of skipped rows. If the database rejects more, the rows are not the cause."""
 NEXT_STEP: Final = 'find what rejects it: triggers, constraints (docs/operations.md, "A row that the database rejects")'
 NO_LIMIT: Final = 1 << 30
-FIRST: Final = """
-SELECT id, due_at FROM message
-WHERE lane = $1 AND due_at >= $2 AND (due_at, id) > ($2, $3) AND due_at <= $4 AND id <> ALL($5)
-ORDER BY due_at, id LIMIT 1
-"""
-"""The first row of a claim, with the arguments of claim.sql."""
 
 
 class SkippedRows:
@@ -83,9 +77,10 @@ class SkippedRows:
         return due_ms
 
     def rejected(self, limit: int, first: Record | None, error: asyncpg.PostgresError) -> Rejected:
-        """Record a rejected claim of ``limit`` rows: the next takes half as many, or skips ``first``, its only row."""
+        """Record a rejected claim of ``limit`` rows: the next takes half as many, or skips its only row, which
+        ``first`` (of NEXT_DUE) names."""
         self.limit = max(1, limit // 2)
-        if first is not None:
+        if first is not None and first["id"] is not None:
             self.add(first["id"], first["due_at"], describe(error))
         return Rejected(f"lane {self._lane}: claim: {describe(error)}")
 
