@@ -218,7 +218,7 @@ class Channel:
     awaits the future directly cancels the future. ``number_freed`` is done when the number is free again. A channel
     that we closed ignores all frames until then."""
 
-    def __init__(self, connection: Connection, number: int, token_header: bytes | None = None) -> None:
+    def __init__(self, connection: Connection, number: int, token_header: bytes | None) -> None:
         """``token_header``: the header that has each publish's token; with it the channel opens in confirm mode."""
         self.number = number
         self.consumers: dict[bytes, Callable[[Delivery], None]] = {}

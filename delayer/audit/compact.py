@@ -137,7 +137,7 @@ class CompactionPlan(NamedTuple):
     now_ms: int
     after_ms: int
     windows: Sequence[CompactionWindow]
-    fewest: int = 0
+    fewest: int
     """Minimum number of messages in a segment."""
 
 

@@ -31,6 +31,8 @@ _HELPERS: Final = (
 
 LATE_ROUTES: Final = 5
 """Maximum number of routes with a lateness chart."""
+ROOM: Final = 240
+"""Maximum number of bars of a chart."""
 
 
 def page(report: AuditReport) -> str:
@@ -104,13 +106,11 @@ def _past_charts(past: Past) -> Iterator[Chart]:
             yield chart(title, bars, bars[0].start_ms, say=words.late if of == "p99_ms" else "{:,}".format)
 
 
-def chart(
-    title: str, bars: Sequence[Bar], now_ms: int, room: int = 240, say: Callable[[int], str] = "{:,}".format
-) -> Chart:
-    """Draw at most ``room`` bars, each as high as its highest slot, so peaks stay visible. ``say`` formats a value."""
+def chart(title: str, bars: Sequence[Bar], now_ms: int, say: Callable[[int], str] = "{:,}".format) -> Chart:
+    """Draw at most ROOM bars, each as high as its highest slot, so peaks stay visible. ``say`` formats a value."""
     width, start = bars[0].width_ms, bars[0].start_ms
     slots = (bars[-1].start_ms - start) // width + 1
-    together = -(-slots // room)
+    together = -(-slots // ROOM)
     heights: dict[int, int] = {}
     unread = set()
     for bar in bars:

@@ -128,7 +128,7 @@ class Pending:
     batch: Sequence[Outgoing]
     deadline: float
     """When the caller stops waiting, in the loop's time."""
-    pace: Pace | None = None
+    pace: Pace | None
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     in_doubt: set[int] = field(default_factory=set)
     """Messages that were written, got no answer, and are not to be published again now: the broker was silent as a

@@ -68,9 +68,7 @@ def key_matches(pattern: bytes, key: bytes) -> bool:
 class ExchangeRoutes:
     """An exchange with its bindings. ``alternate`` may come from its arguments or a policy."""
 
-    def __init__(
-        self, kind: str, bindings: Iterable[Binding], *, internal: bool = False, alternate: str | None = None
-    ) -> None:
+    def __init__(self, kind: str, bindings: Iterable[Binding], *, internal: bool, alternate: str | None) -> None:
         self.kind, self.internal, self.alternate = kind, internal, alternate
         self._exact: dict[bytes, list[Binding]] = {}
         self._patterns: list[tuple[bytes, Binding]] = []

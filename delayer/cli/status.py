@@ -165,15 +165,15 @@ def mode_text(mode: str, live: dict[str, Any]) -> str:
     )
 
 
-def watch_status(look_once: Callable[[], int], every: float = 2.0) -> int:
-    """Refresh every ``every`` seconds until interrupted. On a terminal, each refresh replaces the last."""
+def watch_status(look_once: Callable[[], int]) -> int:
+    """Refresh every two seconds until interrupted. On a terminal, each refresh replaces the last."""
     code = 0
     try:
         while True:
             click.clear()
             code = look_once()
             sys.stdout.flush()
-            time.sleep(every)
+            time.sleep(2.0)
     except KeyboardInterrupt:
         return code
 

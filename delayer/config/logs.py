@@ -153,18 +153,18 @@ class _Background(QueueHandler):
 _background: _Background | None = None
 
 
-def log_in_background(lines: int = 5_000) -> None:
-    """From now on write logs in a thread, so that a slow reader of stderr blocks no caller. Buffers up to ``lines``."""
+def log_in_background() -> None:
+    """From now on write logs in a thread, so that a slow reader of stderr blocks no caller. It buffers 5,000."""
     global _background  # noqa: PLW0603 - one for the life of the process: two would mix their lines
-    _background = _Background(lines)
+    _background = _Background(5_000)
 
 
-def flush_background(seconds: float = 0.3) -> None:
-    """Wait until all lines are written, up to this long: the daemon has 10 s to stop, and needs up to 8.5 before."""
+def flush_background() -> None:
+    """Wait until all lines are written, for at most 0.3 s: the daemon has 10 s to stop, and needs up to 8.5 before."""
     _limited.report()
     if _background is None:
         return
-    until = time.monotonic() + seconds
+    until = time.monotonic() + 0.3
     while time.monotonic() < until:
         if not _background.queue.unfinished_tasks:
             if not _background.dropped:

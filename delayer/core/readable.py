@@ -12,6 +12,9 @@ from delayer.core.secret import AS_PARAMETER, HIDDEN
 
 Say = Callable[[str, int, int | None], None]
 """Reports progress: the step, the amount done, and the total if known."""
+MOST_BYTES: Final = 512
+"""Maximum number of bytes, and MOST of characters, that a line shows of a value."""
+MOST: Final = 16_384
 COUNTS_AGE: Final = 12.0
 """Maximum age of the broker's counts in seconds: two ticks of a quorum queue, and the management API's pause."""
 
@@ -38,16 +41,14 @@ def mask(text: str) -> str:
     return text
 
 
-def readable(
-    value: str | bytes | bytearray | memoryview, *, keep_lines: bool = False, most_bytes: int = 512, most: int = 16_384
-) -> str:
+def readable(value: str | bytes | bytearray | memoryview, *, keep_lines: bool = False) -> str:
     """Make ``value`` one printable line: escape other bytes and characters, and mask passwords."""
     if isinstance(value, bytes | bytearray | memoryview):
         whole = bytes(value)
-        rest = len(whole) - most_bytes
-        value = whole[:most_bytes].decode("utf-8", "backslashreplace") + (f"… ({rest} more bytes)" * (rest > 0))
-    elif len(value) > most:
-        value = value[:most] + f"… ({len(value) - most} more characters)"
+        rest = len(whole) - MOST_BYTES
+        value = whole[:MOST_BYTES].decode("utf-8", "backslashreplace") + (f"… ({rest} more bytes)" * (rest > 0))
+    elif len(value) > MOST:
+        value = value[:MOST] + f"… ({len(value) - MOST} more characters)"
     value = mask(value)
     return (_UNPRINTABLE_BUT_LINES if keep_lines else _UNPRINTABLE).sub(_escape, value)
 

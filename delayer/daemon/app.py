@@ -196,15 +196,15 @@ def run_daemon(load: Callable[[], Settings]) -> NoReturn:
     os._exit(code)
 
 
-def tune_gc(allocations: int = 200_000) -> None:
-    """Exclude imported modules from the garbage collector, and run it every ``allocations`` allocations.
+def tune_gc() -> None:
+    """Exclude imported modules from the garbage collector, and run it every 200,000 allocations.
 
     Python's default of 700 is a third of a batch, and collecting took a third of the time of classifying a batch.
     Messages do not form cycles; delayer/retry.py collects after failures.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(allocations, 10, 10)
+    gc.set_threshold(200_000, 10, 10)
 
 
 async def _serve(settings: Settings, load: Callable[[], Settings], spans: Spans | None) -> None:

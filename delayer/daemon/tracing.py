@@ -48,9 +48,9 @@ class Spans:
         made.spans = self
         return made
 
-    def flush(self, milliseconds: int = 1000) -> None:
-        """Send the last spans, waiting at most this long for the collector."""
-        self._provider.force_flush(milliseconds)
+    def flush(self) -> None:
+        """Send the last spans, waiting at most a second for the collector."""
+        self._provider.force_flush(1000)
 
     def record(self, message: Outgoing, headers: dict[bytes, Any], began_ms: float, ended_ms: float) -> None:
         """Record the two spans of a message that was published from ``began_ms`` to ``ended_ms`` (epoch)."""

@@ -14,6 +14,8 @@ from delayer.retry import first_set
 
 STEP_MS: Final = 5_000
 MOST_SENT: Final = 50
+KEPT: Final = 180
+"""How many steps are kept."""
 RATE_KINDS: Final = ("parked", "released", "cascaded", "refused", "held")
 
 
@@ -33,14 +35,14 @@ def host_ms() -> int:
 
 
 class Recent:
-    """This process's last ``kept`` steps; 180 are a quarter of an hour."""
+    """This process's last KEPT steps: a quarter of an hour."""
 
-    def __init__(self, counters: Counters, now_ms: int, kept: int = 180) -> None:
+    def __init__(self, counters: Counters, now_ms: int) -> None:
         self._counters = counters
         self._at_ms = now_ms
         self._totals = self._now()
         self._sent = Counter(counters.released_to)
-        self.steps: deque[Step] = deque(maxlen=kept)
+        self.steps: deque[Step] = deque(maxlen=KEPT)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """End a step every five seconds until ``stopping`` is set."""

@@ -30,6 +30,11 @@ _UNSEEN: Final = re.compile(
 """Invisible characters and those that turn the direction of text; the page shows their code points."""
 
 
+SHOWN: Final = 40
+"""Maximum number of a message's properties and headers on the page."""
+LONGEST: Final = 300
+
+
 def ahead(at_ms: int | None, now_ms: int | None = None) -> str:
     """Format how far off an instant is, from ``now_ms`` or from this host's clock."""
     return format_relative_time(at_ms, host_ms() if now_ms is None else now_ms)
@@ -57,13 +62,13 @@ def address(exchange: bytes, routing_key: bytes) -> str:
     return name(reading.address(exchange, routing_key))
 
 
-def properties(raw: bytes, most: int = 40, longest: int = 300) -> list[tuple[str, str]]:
-    """List a message's first properties and headers with their values, which are cut after ``longest``."""
+def properties(raw: bytes) -> list[tuple[str, str]]:
+    """List a message's first properties and headers with their values, which are cut after LONGEST characters."""
     read = reading.decode_properties(raw)
     found = [*read.properties.items(), *((f"{header.name} ({header.type})", header.value) for header in read.headers)]
-    texts = [(name, value_text(value)) for name, value in found[:most]]
-    shown = [(name, text[:longest] + "…" * (len(text) > longest)) for name, text in texts]
-    shown += [("…", f"{len(found) - most} more: `delayer refused list --json`")] if len(found) > most else []
+    texts = [(name, value_text(value)) for name, value in found[:SHOWN]]
+    shown = [(name, text[:LONGEST] + "…" * (len(text) > LONGEST)) for name, text in texts]
+    shown += [("…", f"{len(found) - SHOWN} more: `delayer refused list --json`")] if len(found) > SHOWN else []
     return shown + ([("not readable", read.broken)] if read.broken else [])
 
 

@@ -118,6 +118,8 @@ QUERIES: Final = 4
 IDLE: Final = 1.5
 """How many times the longest publish such a request may be idle for the store."""
 
+BRIEFLY: Final = 0.2
+"""Seconds that a page waits for the numbers in its menu."""
 STORE_ERRORS: Final = (StoreLost, BadStoreUrl, SchemaOutdated)
 NO_STORE: Final = (
     "No store is configured: the broker keeps the waiting messages. The overview counts them by level; they cannot be "
@@ -129,7 +131,7 @@ NO_STORE: Final = (
 class Snapshot(Generic[T]):
     """``value``: the last result, None if no query has succeeded. ``error``: why the last query failed, or empty."""
 
-    value: T | None = None
+    value: T | None
     error: str = ""
     age: float | None = None
     """Seconds since ``value`` was read."""
@@ -143,14 +145,13 @@ class Snapshot(Generic[T]):
 @dataclass(eq=False, repr=False)
 class Cached(Generic[T]):
     """A query, repeated at most every ``seconds``; after ``late`` seconds without an answer it is an error. After
-    success it rests at least ``rest`` times its duration; after failure only ``seconds``, because the server may be
+    success it rests at least twenty times its duration; after failure only ``seconds``, because the server may be
     back."""
 
     look: Callable[[], Awaitable[T]]
     seconds: float
     name: str
     late: float = 5.0
-    rest: float = 20.0
     clock: Callable[[], float] = monotonic
 
     def __post_init__(self) -> None:
@@ -187,7 +188,7 @@ class Cached(Generic[T]):
         try:
             self._value = await self.look()
             self._error, self._seen_at = "", self.clock()
-            pause = max(pause, self.rest * (self._seen_at - began))
+            pause = max(pause, 20.0 * (self._seen_at - began))
         except (BrokerLost, TimeoutError, *STORE_ERRORS) as error:
             self._error = str(error) or type(error).__name__
             if isinstance(error, StoreLost) and error.advice:
@@ -229,14 +230,14 @@ class View:
         for part in self._parts:
             part.forget()
 
-    async def set_aside(self, patience: float = 0.2) -> dict[str, int | None]:
+    async def set_aside(self) -> dict[str, int | None]:
         """Count held and refused messages and strays, by the page that lists them, for the menu. None means unknown."""
         settings = self.settings
-        depths = (await self.depths.get(patience)).fresh
+        depths = (await self.depths.get(BRIEFLY)).fresh
         queues = {} if depths is None else depths.queues
         found = {"/refused": queues.get(settings.refused.queue), "/strays": queues.get(cascade_of(settings).strays)}
         if self.has_store:
-            store = (await self.store.get(patience)).fresh
+            store = (await self.store.get(BRIEFLY)).fresh
             found["/held"] = None if store is None or store.upgrade_pending else store.held
         return found
 

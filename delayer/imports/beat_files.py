@@ -41,9 +41,9 @@ class BeatSource(NamedTuple):
     has them. Without UTC and a zone, Celery uses the zone of the host."""
 
     entries: Mapping[str, Any]
-    zone: str | None = None
-    queue: str | None = None
-    is_utc: bool = True
+    zone: str | None
+    queue: str | None
+    is_utc: bool
 
 
 class _StandIn:
@@ -142,7 +142,7 @@ def read_beat_file(path: Path) -> BeatSource:
     if not isinstance(entries, dict):
         raise BeatUnreadable(f"{path}: expected beat's entries, found none. Next: check that beat wrote this file.")
     is_utc = bool(values.get(b"utc_enabled", True))
-    return BeatSource(entries, zone if isinstance(zone, str) else None, is_utc=is_utc)
+    return BeatSource(entries, zone if isinstance(zone, str) else None, None, is_utc)
 
 
 def _module_of(path: Path) -> str:

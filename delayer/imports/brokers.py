@@ -55,7 +55,7 @@ class Destinations:
 
     broker_url: str
     management_url: str | None
-    verified: bool = field(default=True, kw_only=True)
+    verified: bool = field(kw_only=True)
     remarks: list[str] = field(default_factory=list, init=False)
     _known: dict[Target, str] = field(default_factory=dict, init=False)
 

@@ -91,7 +91,7 @@ class CascadeLevels(Queues):
     falling = True
     cascade: Cascade
     due_queue: bytes
-    to_exchange: bytes | None = None
+    to_exchange: bytes | None
     lowest: int = 0
 
     @property

@@ -85,7 +85,7 @@ class Preview:
     survey: Survey
     problems: Mapping[Target, str]
     unfinished: Run | None
-    own: bool = False
+    own: bool
     refusal: str = ""
 
     @property
@@ -118,11 +118,11 @@ class ImportReport:
     begun: Run
     run: Run
     resumed: bool
+    doubts: list[str]
     again: int = 0
     seconds: float = 0.0
     left: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
-    doubts: list[str] = field(default_factory=list)
 
     @property
     def this_time(self) -> dict[str, int]:

@@ -60,7 +60,7 @@ class RowFilter(NamedTuple):
 class TimeoutTable:
     """A timeout table and its staging table, as statement builders. ``endpoint``: choose only its timeouts."""
 
-    def __init__(self, source: sa.Table, token: str, endpoint: str | None = None) -> None:
+    def __init__(self, source: sa.Table, token: str, endpoint: str | None) -> None:
         """Raises ImportImpossible for a table without the columns of timeouts."""
         self.name = source.name
         self.source = source

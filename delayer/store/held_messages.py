@@ -104,6 +104,8 @@ async def pages(connection: Connection, wanted: Filter) -> AsyncIterator[dict[in
         after = page.after
 
 
+SCANNED: Final = 100_000
+"""How many held messages are counted at most."""
 _GROUPS: Final = (
     "SELECT kind, to_exchange, to_key, count(*) AS messages, min(reason) AS reason, min(retry_at) AS retry_ms,"
     " count(*) FILTER (WHERE retry_at IS NULL) AS by_hand FROM (SELECT * FROM held ORDER BY id LIMIT $1) AS first"
@@ -111,14 +113,14 @@ _GROUPS: Final = (
 )
 
 
-async def count_groups(connection: Connection, scan: int = 100_000) -> Sequence[asyncpg.Record]:
-    """The largest groups of the first ``scan`` held messages, with one reason each. Raises the driver's errors."""
-    return list(await connection.fetch(_GROUPS, scan))
+async def count_groups(connection: Connection) -> Sequence[asyncpg.Record]:
+    """The largest groups of the first SCANNED held messages, with one reason each. Raises the driver's errors."""
+    return list(await connection.fetch(_GROUPS, SCANNED))
 
 
-async def count_by_schedule(connection: Connection, scan: int = 100_000) -> dict[str, int]:
-    """How many of the first ``scan`` held messages each schedule has made, by its name. Raises the driver's errors."""
-    rows = await connection.fetch(_OF_SCHEDULES, _NAMED_BY, scan)
+async def count_by_schedule(connection: Connection) -> dict[str, int]:
+    """How many of the first SCANNED held messages each schedule has made, by its name. Raises the driver's errors."""
+    rows = await connection.fetch(_OF_SCHEDULES, _NAMED_BY, SCANNED)
     return {name.decode("utf-8", "replace"): number for name, number in rows}
 
 

@@ -60,7 +60,7 @@ PAST: Final = {
 """The first words of the answer to a change, by verb."""
 
 
-def describe_unchanged(found: Counter[FoundIn], counted: int | None = None) -> tuple[int, list[str]]:
+def describe_unchanged(found: Counter[FoundIn], counted: int | None) -> tuple[int, list[str]]:
     """The number of messages that matched, and those that were not changed, in sentences. ``counted``: how many matched
     before the change. Then messages may have left or arrived since. Pure.
 

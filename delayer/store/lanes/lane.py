@@ -326,7 +326,7 @@ class PostgresLane:
     pool: asyncpg.Pool
     days: Days
     release_seconds: float
-    history: bool = False
+    history: bool
 
     def __post_init__(self) -> None:
         self.claimers = [PostgresClaimer(self, session) for session in self.sessions]

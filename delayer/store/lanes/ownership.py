@@ -50,7 +50,7 @@ def share(lanes: int, live: int, rank: int) -> int:
 
 
 class LaneOwnership:
-    def __init__(self, link: BrokerLink, away_seconds: float = AWAY_SECONDS) -> None:
+    def __init__(self, link: BrokerLink, away_seconds: float) -> None:
         self.own: Sequence[PostgresLane] = ()
         """The lanes of this process to park into, without those of limited routes."""
         self.ordinary: Sequence[int] = ()
