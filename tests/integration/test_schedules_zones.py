@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from zoneinfo import reset_tzpath
@@ -183,11 +184,37 @@ async def test_what_an_older_host_writes_during_a_renewal_is_computed_again(
         store.zones = ZoneWatch(lambda: [new])
         with zones_of(new):
             await store.maintain()
-            assert await reading.zone_version(admin) == "2099a"
+            assert await reading.zone_version(admin) < "2099b"
         monkeypatch.setattr(zones, "_renew", renew)
         with zones_of(new):
             await store.maintain()
         assert hour_of(await check_waiting(admin)) != 22
+        assert await reading.zone_version(admin) == "2099b"
+
+
+@pytest.mark.parametrize("other", ["2099b", "2099c"])
+async def test_a_renewal_that_is_cut_off_is_repeated_whatever_other_hosts_do(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    """During the renewal a command on another host wrote an occurrence, by the same data or newer ones."""
+    old, new = copy_of(tmp_path, "2099a", "Asia/Tokyo"), copy_of(tmp_path, "2099b", "Europe/Berlin")
+    there = new if other == "2099b" else copy_of(tmp_path, other, "Europe/Berlin")
+    async with opened(database) as store, sql(database) as admin:
+        await changes.apply(admin, [schedule(name, rhythm=BERLIN) for name in "ab"], who="me")
+        await renew_by(old, store)
+        assert hour_of(await check_waiting(admin, "a")) == 22
+
+        async def cut_off(_connection: asyncpg.Connection) -> int:
+            monkeypatch.setattr(zone_data, "zone_directories", lambda: [there])
+            await changes.edit(admin, "b", lambda one: replace(one, body=b"new"), who="me")
+            raise asyncpg.ConnectionDoesNotExistError
+
+        with monkeypatch.context() as patched, pytest.raises(asyncpg.ConnectionDoesNotExistError):
+            patched.setattr(zones, "_renew", cut_off)
+            await renew_by(new, store)
+        assert await reading.zone_version(admin) == "2099a", "some are still by these"
+        await renew_by(new, store)
+        assert hour_of(await check_waiting(admin, "a")) != 22
         assert await reading.zone_version(admin) == "2099b"
 
 

@@ -26,6 +26,9 @@ from delayer.store.schedules.occurrences import NEXT_STEP
 
 log = structlog.get_logger(__name__)
 
+_RENEWING: Final = (
+    "UPDATE store SET zone_version = split_part(zone_version, $1, 1) || $1 || $2::text RETURNING zone_version"
+)
 _RENEWED: Final = "UPDATE store SET zone_version = $1 WHERE zone_version = $2"
 PAGE: Final = 64
 """How many schedules are read at once, and renewed in one transaction."""
@@ -65,9 +68,9 @@ class ZoneWatch:
             try:
                 if not await connection.fetchval(_LOCK) or version <= await reading.zone_version(connection):
                     return
-                await connection.execute("UPDATE store SET zone_version = $1", reading.RENEWING)
+                mark = await connection.fetchval(_RENEWING, reading.RENEWING, version)
                 renewed = await _renew(connection)
-                await connection.execute(_RENEWED, version, reading.RENEWING)
+                await connection.execute(_RENEWED, version, mark)
             finally:
                 pool.end(connection)  # This frees the lock, and ends the setting.
         self._renewed = version
