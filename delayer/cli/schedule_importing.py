@@ -67,7 +67,7 @@ def crontab(
     """Bring in a crontab: each command becomes the body of a message, for a consumer that runs it.
 
     Text behind a % is in the header x-cron-stdin, and the user of --system in x-cron-user. Names come from the
-    programs. Missed occurrences are skipped, as cron does.
+    programs. A line CRON_TZ=ZONE sets the zone of the lines after it. Missed occurrences are skipped, as cron does.
 
     \b
     Examples:

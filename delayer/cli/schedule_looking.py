@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Final, TypeVar
 
 import click
@@ -59,10 +60,9 @@ def change(context: click.Context, doing: str, act: Callable[[Connection], Await
     return asyncio.run(acted())
 
 
-def look_at(context: click.Context, name: str) -> ScheduleRecord:
-    """Read a schedule. Raises ScheduleUnknown."""
-    found = ask_store(url_of_schedules(context), "show a schedule", lambda connection: reading.get(connection, name))
-    if found is None:
+async def _read(connection: Connection, name: str) -> ScheduleRecord:
+    """Read a schedule. Raises ScheduleUnknown, the driver's errors."""
+    if (found := await reading.get(connection, name)) is None:
         raise ScheduleUnknown(name)
     return found
 
@@ -131,8 +131,11 @@ def show(context: click.Context, *, name: str, as_json: bool) -> None:
       delayer schedule show report
       delayer schedule show report --json | jq -r .next_message
     """
-    record = look_at(context, name)
-    held = ask_store(url_of_schedules(context), "show a schedule", held_messages.count_by_schedule)
+
+    async def look(connection: Connection) -> tuple[ScheduleRecord, dict[str, int]]:
+        return await _read(connection, name), await held_messages.count_by_schedule(connection)
+
+    record, held = ask_store(url_of_schedules(context), "show a schedule", look)
     if as_json:
         print_json(for_programs.schedule(record, held))
         return
@@ -179,7 +182,7 @@ def preview(context: click.Context, *, name: str, count: int, as_json: bool) -> 
       delayer schedule preview report
       delayer schedule preview report --count 400 --json
     """
-    record = look_at(context, name)
+    record = ask_store(url_of_schedules(context), "preview a schedule", partial(_read, name=name))
     try:
         found = for_programs.times(record, time.time_ns() // 1_000_000, count)
     except (BadCron, UnknownZone) as wrong:

@@ -171,13 +171,14 @@ class SchedulesApi:
 
     async def show_schedule(self, call: Call) -> ScheduleJson:
         """Show a schedule."""
-        record = await self._found(call.name)
         async with self.looks, read_connection(self.pages.answers.url, "show a schedule") as connection:
+            record = await _read(connection, call.name)
             return as_json.schedule(record, await held_messages.count_by_schedule(connection))
 
     async def preview_schedule(self, call: Call) -> TimesJson:
         """Compute the next times of a schedule. Jitter is not included."""
-        record = await self._found(call.name)
+        async with self.looks, read_connection(self.pages.answers.url, "preview a schedule") as connection:
+            record = await _read(connection, call.name)
         try:
             return await asyncio.to_thread(as_json.times, record, host_ms(), call.query.count)
         except (BadCron, UnknownZone) as wrong:
@@ -241,13 +242,6 @@ class SchedulesApi:
         run = partial(changes.run_now, name=call.name, who=call.who)
         return {"id": str(Token(await self._change("run", run)))}
 
-    async def _found(self, name: str) -> ScheduleRecord:
-        async with self.looks, read_connection(self.pages.answers.url, "show a schedule") as connection:
-            found = await reading.get(connection, name)
-        if found is None:
-            raise HttpProblem(404, str(ScheduleUnknown(name[:100])))
-        return found
-
     async def _change(self, doing: str, act: Callable[[Any], Awaitable[T]], status: int = 422) -> T:
         """Make a change in one transaction. ``status``: of a refusal."""
 
@@ -268,3 +262,10 @@ class SchedulesApi:
             raise HttpProblem(status, f"{refused}", errors=wrong) from None
         finally:
             self.pages.answers.forget()
+
+
+async def _read(connection: Any, name: str) -> ScheduleRecord:
+    """Read a schedule. Raises HttpProblem, the driver's errors."""
+    if (found := await reading.get(connection, name)) is None:
+        raise HttpProblem(404, str(ScheduleUnknown(name[:100])))
+    return found

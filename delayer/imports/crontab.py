@@ -19,6 +19,7 @@ from delayer.imports.translation import Translation
 from delayer.schedule.cron import MACROS
 from delayer.schedule.rhythm import Cron
 from delayer.schedule.schedule import SKIP, Schedule
+from delayer.schedule.wall import UnknownZone, check_zone
 
 _VARIABLE: Final = re.compile(r"""\s*(["']?)(?P<name>\w+)\1\s*=\s*(["']?)(?P<value>.*?)\3\s*""", re.ASCII)
 _PERCENT: Final = re.compile(r"(?<!\\)%")
@@ -53,7 +54,11 @@ class _Crontab:
 
     def _set(self, where: str, name: str, value: str) -> None:
         if name == "CRON_TZ":
-            self.zone = value
+            self.zone = value  # Even if it is none: then the lines after it are left out.
+            try:
+                check_zone(value)
+            except UnknownZone as wrong:
+                self.result.refuse(where, f"CRON_TZ: {wrong}")
         elif name == "RANDOM_DELAY" and re.fullmatch("[0-9]{1,4}", value):
             self.jitter_ms = int(value) * MINUTE_MS
         else:

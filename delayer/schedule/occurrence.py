@@ -9,8 +9,9 @@ from delayer.amqp.properties import Properties, changed, entry, long_string, spl
 from delayer.core.message import Parcel
 from delayer.schedule.schedule import SCHEDULE, Schedule
 
-MESSAGE_ID: Final = b"00000000-0000-0000-0000-000000000000"
-"""Stands for the occurrence's message id in a schedule's properties, for frameworks that need it in a header too."""
+MESSAGE_ID: Final = b"{{the message_id of the occurrence}}"
+"""Stands for the occurrence's message id in a schedule's properties, for frameworks that need it in a header too. It is
+as long as one. It is no UUID, because an application may have any of these in a header of its own."""
 
 
 def message_id(schedule: UUID, at: int | str) -> str:

@@ -282,7 +282,7 @@ class PostgresStore:
 
     async def _maintain_zones(self) -> None:
         try:
-            await self.zones.run_upkeep(self.pool)
+            await self.zones.run_upkeep(self.pool, self.locks.owner)
         finally:
             self.locks.zone_version = self.zones.loaded
 

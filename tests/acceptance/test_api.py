@@ -89,6 +89,8 @@ async def test_keys_cancel_and_reschedule_what_waits(place: OwnVhost, store: str
         message = {"exchange": "in", "routing_key": "inbox", "key": "order-1", "delay": "1h"}
         for body in ("first", "second"):
             assert (await this.ask("POST", "/api/messages", {**message, "body": body})).status == 202
+        reserved = await this.ask("POST", "/api/messages", {**message, "key": "delayer.schedule/tick"})
+        assert (reserved.status, "belong to schedules" in reserved.json["detail"]) == (422, True), reserved.text
 
         async def there() -> list[str | None]:
             return [one["key"] for one in (await this.ask("GET", "/api/messages")).json["messages"]]

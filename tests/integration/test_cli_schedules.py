@@ -9,11 +9,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import asyncpg
 import pytest
 from click.testing import Result
 
+from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.schedule.schedule import ScheduleState
 from delayer.schedule.zone_data import zone_data, zone_directories
+from delayer.store import held_messages, pool
 from delayer.store.admin import audit_log
 from delayer.store.schedules import changes
 from delayer.store.schedules.zones import ZoneWatch
@@ -22,7 +25,7 @@ from tests.integration.test_schedules import claimed, scene
 from tests.support.fakes import WHY
 from tests.support.rows import conserved
 from tests.support.schedules import HOUR_MS, check_waiting, record, rewind, schedule
-from tests.support.store import opened, sql
+from tests.support.store import opened, owned, parcel, sql
 
 BERLIN = ["berlin", "--cron", "30 2 * * *", "--zone", "Europe/Berlin", "--to", "delayer.out", "--routing-key", "k"]
 TICK = ["tick", "--every", "1h", "--to", "delayer.out", "--routing-key", "k", "--body", "tick"]
@@ -243,6 +246,34 @@ async def test_held_occurrences_are_counted(delayer: Run, database: str) -> None
     command = "delayer held list --header x-delayer-schedule=tick"
     assert f"2: `{command}` says why" in delayer("schedule", "show", "tick").stdout
     assert len(json.loads(delayer(*command.split()[1:], "--json").stdout)["messages"]) == 2
+
+
+async def test_held_messages_without_the_name_of_a_schedule_are_not_counted(delayer: Run, database: str) -> None:
+    """Such as one whose headers end where the length of the name would be."""
+    header = b"\x12x-delayer-scheduleS\0\0\0"
+    texts = (header, header + b"\x09cut", b"x-delayer-schedule")
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        await changes.add(admin, schedule(), who="me")
+        odd = [encode_headers(entry(b"x", long_string(text)))[:-1] for text in texts]  # Cut off behind the headers.
+        assert odd[0].endswith(header)
+        await store.hold(lane, [(parcel(0, route=b"", properties=properties), WHY) for properties in odd])
+        assert (await held_messages.count_by_schedule(admin)).get("tick", 0) == 0
+
+
+@pytest.mark.parametrize("command", ["show", "preview"])
+async def test_a_look_at_a_schedule_opens_one_connection(
+    delayer: Run, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    delayer("schedule", "add", *TICK)
+    connect, opened = pool.connect, []
+
+    async def counted(*arguments: Any, **more: Any) -> asyncpg.Connection:
+        opened.append(arguments)
+        return await connect(*arguments, **more)
+
+    monkeypatch.setattr(pool, "connect", counted)
+    delayer("schedule", command, "tick")
+    assert len(opened) == 1
 
 
 async def test_lists_name_the_schedule_of_a_message(delayer: Run) -> None:

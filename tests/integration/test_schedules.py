@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -187,6 +188,23 @@ async def test_the_history_names_the_schedule(database: str) -> None:
     assert [tuple(row) for row in rows] == [
         ("cancelled", "tick", 1), ("held", "tick", 1), ("released", "tick", 2), ("released", None, 1),
     ]  # fmt: skip
+
+
+async def test_the_history_names_the_schedule_of_all_that_is_cancelled(database: str) -> None:
+    """The occurrence that waits, one that is held, one that was moved, and one of `run`; but not of other messages."""
+    async with opened(database, history_days=7) as store, owned(store) as lanes, sql(database) as admin:
+        await changes.add(admin, schedule(), who="me")
+        await rewind(admin, HOUR_MS)
+        await scan(lanes)
+        lane, [due] = await claimed(lanes)
+        await lane.claimers[0].settle([], [(due, WHY)])
+        await actions.reschedule(admin, [(await record(admin)).waiting_id or 0], when=NewDue(by_ms=HOUR_MS))
+        await changes.run_now(admin, "tick", who="me")
+        await store.park(lane, [parcel(store.now_lower_ms() + HOUR_MS)], [])
+        ids = [id_ for (id_,) in await admin.fetch("SELECT id FROM message UNION ALL SELECT id FROM held")]
+        assert len(await actions.cancel(admin, ids)) == 5
+        rows = await admin.fetch("SELECT schedule FROM history WHERE what = 'cancelled'")
+    assert Counter(name for (name,) in rows) == {"tick": 4, None: 1}
 
 
 async def test_a_cancelled_occurrence_does_not_stop_the_next(database: str) -> None:

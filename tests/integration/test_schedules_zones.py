@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from zoneinfo import reset_tzpath
@@ -26,8 +27,8 @@ from delayer.store.schedules.zones import ZoneWatch
 from tests.support.logged import capture_logs
 from tests.support.place import eventually
 from tests.support.rows import conserved
-from tests.support.schedules import HOUR_MS, HOURLY, check_waiting, record, schedule
-from tests.support.store import opened, sql
+from tests.support.schedules import HOUR_MS, HOURLY, check_waiting, record, rewind, schedule
+from tests.support.store import opened, owned, release_all, sql
 
 BERLIN = Cron("0 7 * * *", "Europe/Berlin")
 
@@ -57,7 +58,7 @@ def zones_of(place: Path) -> Iterator[None]:
 async def renew_by(place: Path, store: PostgresStore) -> None:
     """The upkeep of a daemon that has just started with these zones."""
     with zones_of(place):
-        await ZoneWatch(lambda: [place]).run_upkeep(store.pool)
+        await ZoneWatch(lambda: [place]).run_upkeep(store.pool, store.locks.owner)
 
 
 def hour_of(one: ScheduleRecord) -> int:
@@ -85,13 +86,13 @@ async def test_a_schedule_without_its_zone_goes_on_when_the_data_have_it(databas
     async with opened(database) as store, sql(database) as admin:
         added = await changes.add(admin, schedule(rhythm=BERLIN), who="me")
         await admin.execute("UPDATE schedule SET zone = 'Europe/Atlantis'")
-        await ZoneWatch(lambda: [copy_of(tmp_path, "2099a", "Europe/Berlin")]).run_upkeep(store.pool)
+        await ZoneWatch(lambda: [copy_of(tmp_path, "2099a", "Europe/Berlin")]).run_upkeep(store.pool, store.locks.owner)
         assert (await check_waiting(admin)).state is ScheduleState.FAILED
         with pytest.raises(ScheduleRefused, match=r"^state: expected a schedule with .*: .*Atlantis"):
             await changes.resume(admin, "tick", who="me")
         assert (await check_waiting(admin)).state is ScheduleState.FAILED
         await admin.execute("UPDATE schedule SET zone = 'Europe/Berlin'")
-        await ZoneWatch(lambda: [copy_of(tmp_path, "2099b", "Europe/Berlin")]).run_upkeep(store.pool)
+        await ZoneWatch(lambda: [copy_of(tmp_path, "2099b", "Europe/Berlin")]).run_upkeep(store.pool, store.locks.owner)
         after = await check_waiting(admin)
         assert (after.state, after.waiting_ms) == (ScheduleState.ACTIVE, added.waiting_ms)
         await conserved(admin)
@@ -108,18 +109,39 @@ async def test_a_daemon_whose_zone_data_catch_up_computes_again(
         place = [old]
         watch = ZoneWatch(lambda: place)
         with zones_of(old):
-            await watch.run_upkeep(store.pool)
+            await watch.run_upkeep(store.pool, store.locks.owner)
             assert hour_of(await changes.add(admin, schedule(rhythm=BERLIN), who="me")) == 22
         place[:] = [new]
         with zones_of(new):
             await admin.execute("ALTER TABLE schedule RENAME TO missing")
             with pytest.raises(asyncpg.UndefinedTableError):
-                await watch.run_upkeep(store.pool)
+                await watch.run_upkeep(store.pool, store.locks.owner)
             await admin.execute("ALTER TABLE missing RENAME TO schedule")
             watch = ZoneWatch(lambda: place) if is_restarted else watch
-            await watch.run_upkeep(store.pool)
+            await watch.run_upkeep(store.pool, store.locks.owner)
         assert hour_of(await check_waiting(admin)) != 22
         assert await reading.zone_version(admin) == "2099b"
+
+
+async def test_a_daemon_knows_which_zone_data_it_had_since_its_last_upkeep(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store does not, if another daemon did not see this one when it renewed all."""
+    async with opened(database) as store, sql(database) as admin:
+        old, new = copy_of(tmp_path, "2099a", "Asia/Tokyo"), copy_of(tmp_path, "2099b", "Europe/Berlin")
+        place = [old]
+        watch = ZoneWatch(lambda: place)
+        monkeypatch.setattr(zone_data, "zone_directories", lambda: [new])
+        with zones_of(old):
+            await watch.run_upkeep(store.pool, store.locks.owner)
+        await renew_by(new, store)
+        with zones_of(old):
+            assert hour_of(await changes.add(admin, schedule(rhythm=BERLIN), who="me")) == 22
+        assert await reading.zone_version(admin) == "2099b"
+        place[:] = [new]
+        with zones_of(new):
+            await watch.run_upkeep(store.pool, store.locks.owner)
+        assert hour_of(await check_waiting(admin)) != 22
 
 
 async def test_two_hosts_with_different_zone_data_do_not_work_for_ever(database: str, tmp_path: Path) -> None:
@@ -133,7 +155,7 @@ async def test_two_hosts_with_different_zone_data_do_not_work_for_ever(database:
             await other.maintain()
             await other.locks.look()
             await admin.execute("ALTER TABLE schedule RENAME TO missing")
-            await store.zones.run_upkeep(store.pool)
+            await store.zones.run_upkeep(store.pool, store.locks.owner)
             await admin.execute("ALTER TABLE missing RENAME TO schedule")
         assert await check_waiting(admin) == before
 
@@ -155,6 +177,33 @@ async def test_the_newer_daemon_computes_again_what_the_older_one_wrote(database
                 assert hour_of(await check_waiting(admin)) == 22, "the other one would put its version down again"
                 other.locks.leave()
                 await eventually(lambda: _is_alone(admin))
+                await store.maintain()
+            assert hour_of(await check_waiting(admin)) != 22
+            assert await reading.zone_version(admin) == "2099b"
+
+
+async def test_what_an_older_daemon_wrote_before_it_died_is_computed_again(database: str, tmp_path: Path) -> None:
+    """It wrote it after the renewal, and died before its next upkeep."""
+    old, new = copy_of(tmp_path, "2099a", "Asia/Tokyo"), copy_of(tmp_path, "2099b", "Europe/Berlin")
+    async with opened(database, owner="here:1") as store, opened(database, owner="there:2") as other:
+        store.zones, other.zones = ZoneWatch(lambda: [new]), ZoneWatch(lambda: [old])
+        async with sql(database) as admin, owned(other) as lanes:
+            await admin.execute("DELETE FROM lane WHERE number <> $1", lanes[0].number)
+            with zones_of(old):
+                await other.maintain()
+                await other.locks.look()
+                await changes.add(admin, schedule(rhythm=BERLIN), who="me")
+            with zones_of(new):
+                await store.maintain()
+                await store.locks.look()
+            await rewind(admin, DAY_MS)
+            with zones_of(old):
+                await lanes[0].scan()
+                assert len(await release_all(lanes[0])) == 1
+                assert hour_of(await check_waiting(admin)) == 22
+            other.locks.leave()
+            await eventually(lambda: _is_alone(admin))
+            with zones_of(new):
                 await store.maintain()
             assert hour_of(await check_waiting(admin)) != 22
             assert await reading.zone_version(admin) == "2099b"
@@ -183,11 +232,37 @@ async def test_what_an_older_host_writes_during_a_renewal_is_computed_again(
         store.zones = ZoneWatch(lambda: [new])
         with zones_of(new):
             await store.maintain()
-            assert await reading.zone_version(admin) == "2099a"
+            assert await reading.zone_version(admin) < "2099b"
         monkeypatch.setattr(zones, "_renew", renew)
         with zones_of(new):
             await store.maintain()
         assert hour_of(await check_waiting(admin)) != 22
+        assert await reading.zone_version(admin) == "2099b"
+
+
+@pytest.mark.parametrize("other", ["2099b", "2099c"])
+async def test_a_renewal_that_is_cut_off_is_repeated_whatever_other_hosts_do(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    """During the renewal a command on another host wrote an occurrence, by the same data or newer ones."""
+    old, new = copy_of(tmp_path, "2099a", "Asia/Tokyo"), copy_of(tmp_path, "2099b", "Europe/Berlin")
+    there = new if other == "2099b" else copy_of(tmp_path, other, "Europe/Berlin")
+    async with opened(database) as store, sql(database) as admin:
+        await changes.apply(admin, [schedule(name, rhythm=BERLIN) for name in "ab"], who="me")
+        await renew_by(old, store)
+        assert hour_of(await check_waiting(admin, "a")) == 22
+
+        async def cut_off(_connection: asyncpg.Connection) -> int:
+            monkeypatch.setattr(zone_data, "zone_directories", lambda: [there])
+            await changes.edit(admin, "b", lambda one: replace(one, body=b"new"), who="me")
+            raise asyncpg.ConnectionDoesNotExistError
+
+        with monkeypatch.context() as patched, pytest.raises(asyncpg.ConnectionDoesNotExistError):
+            patched.setattr(zones, "_renew", cut_off)
+            await renew_by(new, store)
+        assert await reading.zone_version(admin) == "2099a", "some are still by these"
+        await renew_by(new, store)
+        assert hour_of(await check_waiting(admin, "a")) != 22
         assert await reading.zone_version(admin) == "2099b"
 
 

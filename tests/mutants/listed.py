@@ -66,7 +66,8 @@ MUTANTS: Sequence[Mutant] = (
         "delayer/store/schedules/zones.py",
         "tests/integration/test_schedules_zones.py",
         ("zone-data-do-not-catch-up", "min(version, self.loaded or version)", "version"),
-        ("older-daemons-are-not-asked", "and await _is_older_one_alive(connection, version)", ""),
+        ("older-daemons-are-not-asked", "and await _oldest_alive(connection, version, owner) < version", ""),
+        ("older-daemons-are-forgotten", "await _oldest_alive(connection, version, owner), mark", "version, mark"),
     ),
     *of(
         "delayer/store/rows/partitions.py",

@@ -15,10 +15,9 @@ from typing import Any, Final, NamedTuple
 import asyncpg
 from asyncpg import Connection
 
-from delayer.core.message import Parcel, is_occurrence
+from delayer.core.message import Parcel
 from delayer.core.units import DAY_MS
 from delayer.format.reading import schedule_of
-from delayer.schedule.record import name_of
 from delayer.store import pool
 from delayer.store.errors import describe
 from delayer.store.rows import partitions
@@ -39,7 +38,7 @@ _THERE: Final = "SELECT to_regclass($1) IS NOT NULL"
 
 OF_HELD: Final = (
     "route, to_exchange, to_key, due_at, NULL::timestamptz AS parked_at,"
-    " octet_length(body) + octet_length(properties) AS size"
+    " octet_length(body) + octet_length(properties) AS size, CASE WHEN route = '' THEN properties END AS properties"
 )
 """The columns of a row of ``held`` for :func:`of_row`, after its id. Its ``parked_at`` is when it was held. For a
 waiting row, DELETE_ROWS (places.py) returns them."""
@@ -73,11 +72,13 @@ def of_parcel(
 
 
 def of_row(row: Mapping[str, Any], now_ms: float) -> HistoryEntry:
-    """The entry of a cancelled row, waiting or held (:data:`OF_HELD`)."""
+    """The entry of a cancelled row, waiting or held (:data:`OF_HELD`), or of a keyed message in a segment, which no
+    schedule made."""
     due_ms, parked_ms = row["due_at"], row["parked_at"]
     places = row["route"], row["to_exchange"], row["to_key"]
     delay_ms = None if parked_ms is None else due_ms - parked_ms
-    schedule = name_of(row["key"]) if is_occurrence(row["key"]) else None
+    properties = row.get("properties")
+    schedule = None if properties is None else schedule_of(properties) or None
     late_ms = round(now_ms - due_ms)
     return HistoryEntry(CANCELLED, row["id"], *places, due_ms, late_ms, delay_ms, row["size"], schedule=schedule)
 

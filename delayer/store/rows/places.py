@@ -21,7 +21,8 @@ AT_PLACES: Final = f"FROM {WANTED} CROSS JOIN LATERAL (SELECT * FROM message AS 
 DELETE_ROWS: Final = f"""
 DELETE FROM message AS m USING {WANTED} WHERE {AT}
 RETURNING m.id, m.lane, m.key, m.route, m.to_exchange, m.to_key, m.due_at, m.parked_at,
-          octet_length(m.body) + octet_length(m.properties) AS size
+          octet_length(m.body) + octet_length(m.properties) AS size,
+          CASE WHEN m.route = '' THEN m.properties END AS properties
 """
 """Delete the rows, in the order in which a release locks them."""
 KEYS_OF_ROWS: Final = f"SELECT m.key FROM message AS m JOIN {WANTED} ON {AT} WHERE m.key IS NOT NULL"

@@ -40,7 +40,10 @@ from delayer.store.schedules import occurrences, reading, table
 
 _LANES: Final = "SELECT number FROM lane WHERE route IS NULL ORDER BY number"
 _NOW: Final = "SELECT statement_timestamp()"
-_LOWER_ZONE_VERSION: Final = 'UPDATE store SET zone_version = $1 WHERE zone_version COLLATE "C" > $1'
+_LOWER_ZONE_VERSION: Final = """
+UPDATE store SET zone_version = least(split_part(zone_version, $2, 1) COLLATE "C", $1)
+WHERE split_part(zone_version, $2, -1) COLLATE "C" > $1
+"""
 
 
 class LogEntry(NamedTuple):
@@ -232,7 +235,7 @@ async def lower_zone_version(connection: Connection, version: str) -> None:
     """Record that a waiting occurrence may have been computed by this version of the zone data, if it is the oldest. A
     daemon with newer data then computes all of them again (zones.py). Raises the driver's errors."""
     if version != zone_data.UNKNOWN:
-        await connection.execute(_LOWER_ZONE_VERSION, version)
+        await connection.execute(_LOWER_ZONE_VERSION, version, reading.RENEWING)
 
 
 async def insert_imported(connection: Connection, records: Sequence[ScheduleRecord]) -> Changes:

@@ -18,8 +18,9 @@ _COUNTS: Final = (
 )
 # The name of a presence ends with version and owner (locks.py); the server cuts a long one.
 RENEWING: Final = "~"
-"""In place of a version while a daemon computes all next occurrences again. It sorts after all of them, so whoever has
-older data lowers it, and the daemon then notices that it is not done."""
+"""Stands between two versions while a daemon computes all next occurrences again: the one before, and the daemon's. If
+the daemon dies, the one before is left. Whoever has older data than the daemon takes the mark away, and the daemon then
+notices that it is not done."""
 _ZONE_VERSIONS: Final = """
 SELECT split_part(application_name, ' ', 3), array_agg(split_part(application_name, ' ', 4) ORDER BY application_name)
 FROM pg_stat_activity
@@ -86,6 +87,6 @@ async def zone_versions(connection: Connection) -> Mapping[str, Sequence[str]]:
 
 async def zone_version(connection: Connection) -> str:
     """The oldest version of the zone data by which a waiting occurrence may have been computed. "": none was yet, or
-    it may be any, because an import brought one, or a daemon is computing all of them. Raises the driver's errors."""
-    found: str = await connection.fetchval("SELECT zone_version FROM store")
-    return "" if found == RENEWING else found
+    it may be any, because an import brought one. Raises the driver's errors."""
+    found: str = await connection.fetchval("SELECT split_part(zone_version, $1, 1) FROM store", RENEWING)
+    return found

@@ -3,7 +3,9 @@
 The store remembers the oldest version of the data by which one of them may have been computed. A daemon or a command
 whose host has older data lowers it to its own, and an import to "". A daemon whose host has newer data computes all of
 them again: at once, and once more when no daemon with older data is left. Until then it does not, because two hosts
-with different data would work forever. A schedule that failed for lack of its zone continues once the data have it.
+with different data would work forever. The older version stays in the store until the work is done and these daemons
+have left, so another daemon does it again if this one dies. A schedule that failed for lack of its zone continues once
+the data have it.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from delayer.store.schedules.occurrences import NEXT_STEP
 
 log = structlog.get_logger(__name__)
 
+_RENEWING: Final = (
+    "UPDATE store SET zone_version = split_part(zone_version, $1, 1) || $1 || $2::text RETURNING zone_version"
+)
 _RENEWED: Final = "UPDATE store SET zone_version = $1 WHERE zone_version = $2"
 PAGE: Final = 64
 """How many schedules are read at once, and renewed in one transaction."""
@@ -45,9 +50,10 @@ class ZoneWatch:
         self._directories = directories
         self._renewed = ""
 
-    async def run_upkeep(self, connections: asyncpg.Pool) -> None:
+    async def run_upkeep(self, connections: asyncpg.Pool, owner: str) -> None:
         """Compute the next occurrences again if this host's zone data are newer than those by which they may have been
-        computed, unless another daemon does. Raises StoreLost, the driver's errors."""
+        computed, unless another daemon does. ``owner``: the name of this daemon's presence. Raises StoreLost, the
+        driver's errors."""
         data = zone_data(self._directories())
         version = UNKNOWN if data is None else data.version
         async with pool.borrow(connections) as connection:
@@ -59,15 +65,16 @@ class ZoneWatch:
             before = await reading.zone_version(connection)
             if version == UNKNOWN or version <= before:
                 return
-            if version == self._renewed and await _is_older_one_alive(connection, version):
+            if version == self._renewed and await _oldest_alive(connection, version, owner) < version:
                 return  # It would lower the version again.
             await connection.execute("SET idle_session_timeout = '10s'")  # A daemon that hangs loses the lock.
             try:
                 if not await connection.fetchval(_LOCK) or version <= await reading.zone_version(connection):
                     return
-                await connection.execute("UPDATE store SET zone_version = $1", reading.RENEWING)
+                mark = await connection.fetchval(_RENEWING, reading.RENEWING, version)
                 renewed = await _renew(connection)
-                await connection.execute(_RENEWED, version, reading.RENEWING)
+                # A live daemon with older data may write more by these, and die before it lowers the version.
+                await connection.execute(_RENEWED, await _oldest_alive(connection, version, owner), mark)
             finally:
                 pool.end(connection)  # This frees the lock, and ends the setting.
         self._renewed = version
@@ -75,9 +82,11 @@ class ZoneWatch:
             log.info("zone data changed", version=version, before=before, schedules=renewed)
 
 
-async def _is_older_one_alive(connection: Connection, version: str) -> bool:
-    """Whether a live daemon computes times by older zone data than this version."""
-    return any(one < version for one in await reading.zone_versions(connection))
+async def _oldest_alive(connection: Connection, version: str, owner: str) -> str:
+    """The oldest zone data by which a live daemon computes times: ``version`` is that of ``owner``, whose presence may
+    still have the one before."""
+    others = await reading.zone_versions(connection)
+    return min([version, *(one for one, names in others.items() if {*names} - {owner})])
 
 
 async def _renew(connection: Connection) -> int:

@@ -100,7 +100,9 @@ def test_names_are_unique() -> None:
         ("0~59 1 * * * x", "line 1", "for a random part write a fixed time and a jitter"),
         ("0 0 30 2 * x", "line 1", "this date never comes"),
         ("@fortnightly x", "line 1", "cron: expected five fields"),
-        ("CRON_TZ=Mars/Olympus\n@daily x", "line 2", "zone: expected an IANA name"),
+        ("CRON_TZ=Mars/Olympus", "line 1", "CRON_TZ: expected an IANA name such as Europe/Berlin or UTC, found"),
+        ("CRON_TZ=", "line 1", "CRON_TZ: expected an IANA name"),
+        ("CRON_TZ=UTC 0 7 * * * x", "line 1", "CRON_TZ: expected an IANA name"),
     ],
 )
 def test_what_has_no_equal_is_named(text: str, where: str, why: str) -> None:
@@ -108,6 +110,13 @@ def test_what_has_no_equal_is_named(text: str, where: str, why: str) -> None:
     assert result.schedules == []
     ((found_where, found_why),) = result.untranslated
     assert found_where == where and why in found_why
+
+
+@pytest.mark.parametrize("value", ["Mars/Olympus", "", "UTC 0 7 * * * y"])
+def test_lines_in_a_zone_that_cannot_be_read_are_left_out(value: str) -> None:
+    result = translate(f"CRON_TZ={value}\n@daily x\nCRON_TZ=UTC\n@daily z")
+    assert [where for where, _ in result.untranslated] == ["line 1", "line 2"]
+    assert [(each.name, each.rhythm) for each in result.schedules] == [("z", Cron("0 0 * * *", "UTC"))]
 
 
 def test_a_line_of_a_system_without_a_command_is_named() -> None:

@@ -113,12 +113,13 @@ def test_all_problems_are_listed() -> None:
 
 
 def test_an_occurrence_is_the_message_with_its_id_and_its_schedule() -> None:
-    base = encode_headers(entry(b"id", long_string(MESSAGE_ID)) + entry(b"x-tenant", long_string(b"7")))
+    none = b"00000000-0000-0000-0000-000000000000"
+    base = encode_headers(entry(b"id", long_string(MESSAGE_ID)) + entry(b"x-tenant", long_string(none)))
     parcel = occurrence(schedule(properties=base), NOW)
     own = message_id(UUID(int=47), NOW).encode()
     properties = Properties.parse(parcel.properties)
     assert [(one.name, one.content) for one in properties.headers_items()] == [
-        (b"id", own), (b"x-tenant", b"7"), (b"x-delayer-schedule", b"tick"),
+        (b"id", own), (b"x-tenant", none), (b"x-delayer-schedule", b"tick"),
     ]  # fmt: skip
     assert properties.short("message_id") == own
     assert parcel.target == Target(b"delayer.out", b"k") == (parcel.exchange, parcel.routing_key)
