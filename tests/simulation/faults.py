@@ -10,7 +10,7 @@ from typing import Final
 
 import detangle
 
-from tests.simulation import pauses
+from tests.simulation import clock, pauses
 from tests.simulation.store.server import HOST as STORE
 from tests.simulation.world import BROKER, Node, World
 from tests.support.verdict import Window
@@ -142,6 +142,25 @@ async def broker_apart(_: World, node: Node) -> None:
     await _apart(node.host, BROKER)
 
 
+async def mode_switched(_: World, node: Node) -> None:
+    """Every message that arrives meanwhile takes the cascade, and what waits in the store leaves it on time."""
+    native = node.settings.model_copy(update={"mode": "native"})
+    await node.reload(native)
+    await asyncio.sleep(detangle.uniform(1.0, 60.0))
+    await node.reload(node.settings)
+
+
+async def reloaded(_: World, node: Node) -> None:
+    await node.reload(node.settings)
+
+
+async def clock_stepped(_: World, node: Node) -> None:
+    """The time of day of one daemon's host is wrong for a while."""
+    clock.ahead[node.host] = detangle.choice([-3_600.0, -5.0, 5.0, 3_600.0])
+    await asyncio.sleep(detangle.uniform(1.0, 60.0))
+    del clock.ahead[node.host]
+
+
 async def _apart(one: str, other: str) -> None:
     detangle.network().disconnect(one, other)
     await asyncio.sleep(detangle.uniform(0.1, 40.0))
@@ -155,5 +174,5 @@ OF_BROKER: Final[Mapping[str, Fault]] = {
 OF_STORE: Final[Mapping[str, Fault]] = {
     **OF_BROKER, "daemon stopped": daemon_stopped, "daemon paused": daemon_paused, "store killed": store_killed,
     "store stopped": store_stopped, "store cut": store_cut, "store frozen": store_frozen, "store apart": store_apart,
-    "broker apart": broker_apart,
+    "broker apart": broker_apart, "mode switched": mode_switched, "reloaded": reloaded, "clock stepped": clock_stepped,
 }  # fmt: skip

@@ -12,6 +12,7 @@ from delayer.store.lanes.cursor import NEVER_MS
 from delayer.store.lanes.lane import PostgresLane
 from tests.simulation.faults import Trouble
 from tests.simulation.pauses import is_paused
+from tests.simulation.scheduled import INCONSISTENT
 from tests.simulation.store.process import Locked
 from tests.simulation.store.server import SimulatedStore
 from tests.simulation.world import Node
@@ -19,7 +20,8 @@ from tests.simulation.world import Node
 LATE_SECONDS: Final = 5.0
 """In peace a due row is released by then."""
 _BEGIN: Final = (
-    "BEGIN ISOLATION LEVEL REPEATABLE READ; LOCK TABLE message, message_key, held, counter IN ACCESS SHARE MODE NOWAIT"
+    "BEGIN ISOLATION LEVEL REPEATABLE READ;"
+    " LOCK TABLE message, message_key, held, counter, schedule IN ACCESS SHARE MODE NOWAIT"
 )
 _WRONG_COUNTS: Final = """
 SELECT * FROM (
@@ -49,7 +51,9 @@ AND (due_at, id) <= (timestamptz 'epoch' + {place[0]} * interval '1 millisecond'
 """
 LASTING_LOOKS: Final = 15
 """A notification may be on its way to a lane for so many seconds, or the lane may not know yet that it is lost."""
-_STANDING: Final = "SELECT (SELECT count(*) FROM message), (SELECT count(*) FROM held)"
+_STANDING: Final = (
+    "SELECT (SELECT count(*) FROM message), (SELECT count(*) FROM held), (SELECT count(*) FROM delayer_inbox)"
+)
 
 
 Ask = Callable[[str], list[tuple[str | None, ...]]]
@@ -85,6 +89,8 @@ class Watch:
         assert not wrong, f"counters differ from rows (lane, came, went, counted held, held, waiting): {wrong}"
         wrong = ask(_WRONG_KEYS)
         assert not wrong, f"keys differ from rows: {wrong[:5]}"
+        wrong = ask(INCONSISTENT)
+        assert not wrong, f"schedules and their occurrences differ: {wrong[:5]}"
         self._check_lasting(ask)
         if self._trouble.is_peace:
             late = ask(_LATE.format(seconds=LATE_SECONDS))
@@ -115,5 +121,5 @@ class Watch:
         return [row[0] for row in ask(asked)]
 
     def standing(self) -> dict[str, int]:
-        [(waiting, held)] = self._store.watch.query(_STANDING)
-        return {"waiting": int(waiting or 0), "held": int(held or 0)}
+        [counts] = self._store.watch.query(_STANDING)
+        return dict(zip(("waiting", "held", "inbox"), (int(count or 0) for count in counts), strict=True))
