@@ -12,7 +12,7 @@ import detangle
 
 from tests.simulation import clock, pauses
 from tests.simulation.store.server import HOST as STORE
-from tests.simulation.world import BROKER, Node, World
+from tests.simulation.world import BROKER, DESTINATION, Node, World
 from tests.support.verdict import Window
 
 AFTERMATH: Final = 60.0
@@ -58,6 +58,14 @@ async def alarm(world: World, _: Node) -> None:
     world.broker.alarm("memory")
     await asyncio.sleep(detangle.uniform(0.1, 20.0))
     world.broker.alarm("")
+
+
+async def destination_away(world: World, _: Node) -> None:
+    """The exchange of the destination is deleted, and declared again later."""
+    exchanges = world.broker.vhosts["/"].exchanges
+    exchange = exchanges.pop(DESTINATION)
+    await asyncio.sleep(detangle.uniform(0.5, 40.0))
+    exchanges[DESTINATION] = exchange
 
 
 async def minority(world: World, _: Node) -> None:
@@ -174,5 +182,6 @@ OF_BROKER: Final[Mapping[str, Fault]] = {
 OF_STORE: Final[Mapping[str, Fault]] = {
     **OF_BROKER, "daemon stopped": daemon_stopped, "daemon paused": daemon_paused, "store killed": store_killed,
     "store stopped": store_stopped, "store cut": store_cut, "store frozen": store_frozen, "store apart": store_apart,
-    "broker apart": broker_apart, "mode switched": mode_switched, "reloaded": reloaded, "clock stepped": clock_stepped,
+    "broker apart": broker_apart, "destination away": destination_away, "mode switched": mode_switched,
+    "reloaded": reloaded, "clock stepped": clock_stepped,
 }  # fmt: skip

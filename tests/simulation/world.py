@@ -27,6 +27,8 @@ from tests.support.sql_ledger import SqlLedger
 
 BROKER: Final = "broker"
 PORT: Final = 5672
+DESTINATION: Final = "delayer.out"
+"""The exchange that the ledger consumes from."""
 URL: Final = f"amqp://guest:guest@{BROKER}:{PORT}/"
 COMMITS: Final = (0.0005, 0.001, 0.004, 0.03)
 
@@ -131,7 +133,7 @@ class World:
                     store.close()
 
     def node(self, host: str, **tables: Any) -> Node:
-        route = [{"from": "delayer.in", "to": "delayer.out"}]
+        route = [{"from": "delayer.in", "to": DESTINATION}]
         return Node(host, Settings.model_validate({"broker": {"url": URL}, "route": route, **tables}))
 
     @property
