@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import detangle
+import structlog
 
 from tests.simulation import clock, pauses
 from tests.simulation.store.server import HOST as STORE
@@ -18,15 +20,30 @@ from tests.support.verdict import Window
 AFTERMATH: Final = 60.0
 """After that many seconds everything works again; only messages that met a fault may come twice."""
 
+log = structlog.get_logger(__name__)
 Fault = Callable[[World, Node], Awaitable[None]]
+
+
+@dataclass
+class Plan:
+    """What a run is asked for. ``kinds``: its faults are of these kinds only. ``keep``: the places of the faults that
+    take place; the others are left out. ``drawn``: the kinds of all faults, once the run has drawn them."""
+
+    kinds: Sequence[str] = ()
+    keep: Collection[int] | None = None
+    drawn: list[str] = field(default_factory=list)
+
+    def takes_place(self, place: int) -> bool:
+        return self.keep is None or place in self.keep
 
 
 class Trouble:
     """The faults of a run, one after the other. ``counts``: how many of each kind."""
 
-    def __init__(self, world: World, nodes: Sequence[Node]) -> None:
+    def __init__(self, world: World, nodes: Sequence[Node], plan: Plan) -> None:
         self._world = world
         self._nodes = nodes
+        self._plan = plan
         self._quiet_from = 0.0
         self._windows = world.ledger.account.windows = []
         self.counts: dict[str, int] = {}
@@ -38,11 +55,17 @@ class Trouble:
 
     async def run(self, faults: Mapping[str, Fault], kinds: Sequence[str], seconds: float) -> None:
         """Spread faults of these kinds over so many seconds."""
-        for kind in kinds:
+        self._plan.drawn = list(kinds)
+        for place, kind in enumerate(kinds):
             await asyncio.sleep(seconds / (len(kinds) + 1) * detangle.uniform(0.5, 1.5))
+            if not self._plan.takes_place(place):
+                continue
             self.counts[kind] = self.counts.get(kind, 0) + 1
             begun, self._quiet_from = time.time(), float("inf")
-            await faults[kind](self._world, detangle.choice(list(self._nodes)))
+            node = detangle.choice(list(self._nodes))
+            log.warning("fault", kind=kind, daemon=node.host)
+            await faults[kind](self._world, node)
+            log.warning("fault over", kind=kind)
             self._quiet_from = time.time() + AFTERMATH
             self._windows.append(Window(begun * 1000, self._quiet_from * 1000))
 

@@ -106,10 +106,11 @@ def a_reload_without_routes() -> None:
 
 @dataclass(frozen=True)
 class Bug:
-    """``mode``: of a simulation that can meet it."""
+    """``mode``: of a simulation that can meet it. ``faults``: the kinds that it needs; empty: any."""
 
     plant: Callable[[], None]
     mode: str = "store"
+    faults: Sequence[str] = ()
 
 
 PLANTED: Final = {
@@ -121,8 +122,8 @@ PLANTED: Final = {
         Bug(a_cursor_ahead),
         Bug(two_owners),
         Bug(a_wide_window),
-        Bug(a_breaker_that_stays_open),
-        Bug(a_reload_without_routes),
+        Bug(a_breaker_that_stays_open, faults=["destination away"]),
+        Bug(a_reload_without_routes, faults=["reloaded"]),
         Bug(a_cut_envelope, "native"),
         Bug(an_overtaken_cancel, "keys"),
         Bug(a_wrong_counter, "keys"),

@@ -28,6 +28,8 @@ STEADY: Final = [f"steady-{number}" for number in range(4)]
 CHANGED: Final = [f"changed-{number}" for number in range(3)]
 ALL: Final = 1_000
 """More occurrences than any fault makes overdue, so that each is sent late."""
+COMMIT_MS: Final = 1_000
+"""The most that a release takes from the publish to the commit, without a fault."""
 CHANGES_EACH: Final = 0.2
 """The chance of a change by an operator with each publish."""
 INCONSISTENT: Final = """
@@ -137,7 +139,9 @@ def judge(ledger: Scheduling) -> None:
     owed = {Occurrence(name, due_ms) for name, times in ledger.owed.items() for due_ms in times}
     assert len(owed) > len(STEADY), "the schedules did not run"
     assert not (missing := sorted(owed - steady)), f"{len(missing)} of {len(owed)} are lost: {missing[:5]}"
-    assert not (wrong := sorted(steady - owed)), f"{len(wrong)} came that no rhythm has: {wrong[:5]}"
+    # An occurrence whose release could not commit after the publish waits again, until the schedule is paused.
+    wrong = [one for one in sorted(steady - owed) if not _excused(ledger, one, max(ledger.came[one]) + COMMIT_MS)]
+    assert not wrong, f"{len(wrong)} came that no rhythm has: {wrong[:5]}"
     early = [one for one, times in ledger.came.items() if min(times) < one.due_ms]
     assert not early, f"{len(early)} came early: {early[:5]}"
     again = [one for one, times in ledger.came.items() if len(times) > 1 and not _excused(ledger, one, max(times))]

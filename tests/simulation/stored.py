@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ import detangle
 from tests.faults.features import cancels, keys, modes
 from tests.faults.features.striking import excused
 from tests.simulation import scheduled
-from tests.simulation.faults import OF_STORE, Trouble
+from tests.simulation.faults import OF_STORE, Plan, Trouble
 from tests.simulation.store.process import ClockedPostgres
 from tests.simulation.store.server import URL
 from tests.simulation.watch import Watch
@@ -126,7 +126,9 @@ FEATURES: Final = {
 }
 
 
-async def stored(feature: Feature, postgres: ClockedPostgres, seconds: float, rate: int) -> tuple[str, dict[str, int]]:
+async def stored(
+    feature: Feature, postgres: ClockedPostgres, plan: Plan, seconds: float, rate: int
+) -> tuple[str, dict[str, int]]:
     """Publish for so many seconds, then wait until nothing is owed any more. Returns the verdict and a count of the
     faults. Raises AssertionError."""
     async with World.open(postgres, ledger=feature.ledger) as world:
@@ -137,9 +139,10 @@ async def stored(feature: Feature, postgres: ClockedPostgres, seconds: float, ra
             await node.consuming()
         if feature.begin:
             await feature.begin(world.ledger)
-        trouble = Trouble(world, nodes)
+        trouble = Trouble(world, nodes, plan)
         watch = Watch(world.store, nodes, trouble)
-        work = asyncio.create_task(_work(feature, world, nodes, trouble, watch, seconds, rate))
+        faults = trouble.run(OF_STORE, kinds_of(plan, seconds), seconds)
+        work = asyncio.create_task(_work(feature, world, nodes, faults, watch, seconds, rate))
         looking = asyncio.create_task(watch.run())
         await asyncio.wait([work, looking], return_when=asyncio.FIRST_COMPLETED)
         for task in (looking, work):
@@ -156,14 +159,25 @@ async def stored(feature: Feature, postgres: ClockedPostgres, seconds: float, ra
         return str(verdict), trouble.counts
 
 
+def kinds_of(plan: Plan, seconds: float) -> list[str]:
+    """Draw the faults of a run: none, some or many; many if their kinds are given."""
+    often = round(seconds / 45)
+    count = often if plan.kinds else detangle.choice([0, round(seconds / 180), often])
+    return [detangle.choice([*(plan.kinds or (*OF_STORE, *FREQUENT))]) for _ in range(count)]
+
+
 async def _work(
-    feature: Feature, world: World, nodes: Sequence[Node], trouble: Trouble, watch: Watch, seconds: float, rate: int
+    feature: Feature,
+    world: World,
+    nodes: Sequence[Node],
+    trouble: Coroutine[Any, Any, None],
+    watch: Watch,
+    seconds: float,
+    rate: int,
 ) -> None:
     loop, ledger = asyncio.get_running_loop(), world.ledger
     ends = loop.time() + seconds
-    count = detangle.choice([0, round(seconds / 180), round(seconds / 45)])
-    kinds = [detangle.choice([*OF_STORE, *FREQUENT]) for _ in range(count)]
-    faults = asyncio.create_task(trouble.run(OF_STORE, kinds, seconds))
+    faults = asyncio.create_task(trouble)
     quiet = detangle.flip(0.3)
     while loop.time() < ends:
         await _phase(feature, ledger, rate, min(ends, loop.time() + detangle.uniform(10.0, 60.0)), quiet=quiet)
