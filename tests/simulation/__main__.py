@@ -1,6 +1,4 @@
-"""Run simulations: ``python -m tests.simulation [--seconds N] [--rate N] [--seed N] [--runs N]``.
-
-Each run has its own seed. Exits with 1 if a run breaks a promise, and prints its seed."""
+"""Run simulations: ``python -m tests.simulation --help``. The exit code is 1 if a run broke a promise."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from tests.simulation import clock
 
 clock.install()
 
-from tests.simulation.run import main  # noqa: E402 - after the clocks
+from tests.simulation.command import main  # noqa: E402 - after the clocks
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

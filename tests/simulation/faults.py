@@ -5,28 +5,45 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import detangle
+import structlog
 
-from tests.simulation import pauses
+from tests.simulation import clock, pauses
 from tests.simulation.store.server import HOST as STORE
-from tests.simulation.world import BROKER, Node, World
+from tests.simulation.world import BROKER, DESTINATION, Node, World
 from tests.support.verdict import Window
 
 AFTERMATH: Final = 60.0
 """After that many seconds everything works again; only messages that met a fault may come twice."""
 
+log = structlog.get_logger(__name__)
 Fault = Callable[[World, Node], Awaitable[None]]
+
+
+@dataclass
+class Plan:
+    """What a run is asked for. ``kinds``: its faults are of these kinds only. ``keep``: the places of the faults that
+    take place; the others are left out. ``drawn``: the kinds of all faults, once the run has drawn them."""
+
+    kinds: Sequence[str] = ()
+    keep: Collection[int] | None = None
+    drawn: list[str] = field(default_factory=list)
+
+    def takes_place(self, place: int) -> bool:
+        return self.keep is None or place in self.keep
 
 
 class Trouble:
     """The faults of a run, one after the other. ``counts``: how many of each kind."""
 
-    def __init__(self, world: World, nodes: Sequence[Node]) -> None:
+    def __init__(self, world: World, nodes: Sequence[Node], plan: Plan) -> None:
         self._world = world
         self._nodes = nodes
+        self._plan = plan
         self._quiet_from = 0.0
         self._windows = world.ledger.account.windows = []
         self.counts: dict[str, int] = {}
@@ -38,11 +55,17 @@ class Trouble:
 
     async def run(self, faults: Mapping[str, Fault], kinds: Sequence[str], seconds: float) -> None:
         """Spread faults of these kinds over so many seconds."""
-        for kind in kinds:
+        self._plan.drawn = list(kinds)
+        for place, kind in enumerate(kinds):
             await asyncio.sleep(seconds / (len(kinds) + 1) * detangle.uniform(0.5, 1.5))
+            if not self._plan.takes_place(place):
+                continue
             self.counts[kind] = self.counts.get(kind, 0) + 1
             begun, self._quiet_from = time.time(), float("inf")
-            await faults[kind](self._world, detangle.choice(list(self._nodes)))
+            node = detangle.choice(list(self._nodes))
+            log.warning("fault", kind=kind, daemon=node.host)
+            await faults[kind](self._world, node)
+            log.warning("fault over", kind=kind)
             self._quiet_from = time.time() + AFTERMATH
             self._windows.append(Window(begun * 1000, self._quiet_from * 1000))
 
@@ -58,6 +81,14 @@ async def alarm(world: World, _: Node) -> None:
     world.broker.alarm("memory")
     await asyncio.sleep(detangle.uniform(0.1, 20.0))
     world.broker.alarm("")
+
+
+async def destination_away(world: World, _: Node) -> None:
+    """The exchange of the destination is deleted, and declared again later."""
+    exchanges = world.broker.vhosts["/"].exchanges
+    exchange = exchanges.pop(DESTINATION)
+    await asyncio.sleep(detangle.uniform(0.5, 40.0))
+    exchanges[DESTINATION] = exchange
 
 
 async def minority(world: World, _: Node) -> None:
@@ -142,6 +173,25 @@ async def broker_apart(_: World, node: Node) -> None:
     await _apart(node.host, BROKER)
 
 
+async def mode_switched(_: World, node: Node) -> None:
+    """Every message that arrives meanwhile takes the cascade, and what waits in the store leaves it on time."""
+    native = node.settings.model_copy(update={"mode": "native"})
+    await node.reload(native)
+    await asyncio.sleep(detangle.uniform(1.0, 60.0))
+    await node.reload(node.settings)
+
+
+async def reloaded(_: World, node: Node) -> None:
+    await node.reload(node.settings)
+
+
+async def clock_stepped(_: World, node: Node) -> None:
+    """The time of day of one daemon's host is wrong for a while."""
+    clock.ahead[node.host] = detangle.choice([-3_600.0, -5.0, 5.0, 3_600.0])
+    await asyncio.sleep(detangle.uniform(1.0, 60.0))
+    del clock.ahead[node.host]
+
+
 async def _apart(one: str, other: str) -> None:
     detangle.network().disconnect(one, other)
     await asyncio.sleep(detangle.uniform(0.1, 40.0))
@@ -155,5 +205,6 @@ OF_BROKER: Final[Mapping[str, Fault]] = {
 OF_STORE: Final[Mapping[str, Fault]] = {
     **OF_BROKER, "daemon stopped": daemon_stopped, "daemon paused": daemon_paused, "store killed": store_killed,
     "store stopped": store_stopped, "store cut": store_cut, "store frozen": store_frozen, "store apart": store_apart,
-    "broker apart": broker_apart,
+    "broker apart": broker_apart, "destination away": destination_away, "mode switched": mode_switched,
+    "reloaded": reloaded, "clock stepped": clock_stepped,
 }  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Final
 
 import detangle
 
-from tests.simulation.faults import OF_BROKER, Trouble
+from tests.simulation.faults import OF_BROKER, Plan, Trouble
 from tests.simulation.world import World
 
 DAEMONS: Final = 2
@@ -15,7 +15,7 @@ DAEMONS: Final = 2
 SHORTEST_MS, LONGEST_MS = 1_000, 300_000
 
 
-async def native(seconds: float, rate: int) -> tuple[str, dict[str, int]]:
+async def native(plan: Plan, seconds: float, rate: int) -> tuple[str, dict[str, int]]:
     """Publish for so many seconds, then wait until everything came. Returns the verdict and a count of the faults.
     Raises AssertionError."""
     async with World.open() as world:
@@ -25,7 +25,7 @@ async def native(seconds: float, rate: int) -> tuple[str, dict[str, int]]:
             await node.consuming()
         loop = asyncio.get_running_loop()
         ends = loop.time() + seconds
-        trouble = Trouble(world, nodes)
+        trouble = Trouble(world, nodes, plan)
         kinds = [*(["cut"] * 3), "alarm", "minority", "daemon", detangle.choice(["kill", "stop"])]
         detangle.shuffle(kinds)
         faults = asyncio.create_task(trouble.run(OF_BROKER, kinds, seconds))

@@ -11,8 +11,10 @@ from types import FunctionType
 from typing import Any, Final
 
 from delayer.amqp.values import CONFIRMED, Outgoing
+from delayer.broker.circuit_breaker import CircuitBreaker
 from delayer.broker.publisher import AmqpPublisher
 from delayer.daemon.live_settings import LiveSettings
+from delayer.format import envelope
 from delayer.intake.handle import IntakeHandler
 from delayer.store import postgres, statements
 from delayer.store.lanes import locks
@@ -87,12 +89,28 @@ def a_wide_window() -> None:
     postgres.FAR_MS = 5_000
 
 
+def a_breaker_that_stays_open() -> None:
+    """No batch probes a destination again."""
+    rewrite(CircuitBreaker.partition, ("if breaker.until > now or (silent and not our_turn):", "if True:"))
+
+
+def a_cut_envelope() -> None:
+    """The last byte of a body is lost in the cascade."""
+    rewrite(envelope.into_cascade, ("parcel.body", "parcel.body[:-1]"))
+
+
+def a_reload_without_routes() -> None:
+    """A daemon that has reloaded its configuration knows no route."""
+    rewrite(LiveSettings.adopt, ("policy_of(settings,", "policy_of(settings.model_copy(update={'routes': ()}),"))
+
+
 @dataclass(frozen=True)
 class Bug:
-    """``mode``: of a simulation that can meet it."""
+    """``mode``: of a simulation that can meet it. ``faults``: the kinds that it needs; empty: any."""
 
     plant: Callable[[], None]
     mode: str = "store"
+    faults: Sequence[str] = ()
 
 
 PLANTED: Final = {
@@ -104,6 +122,9 @@ PLANTED: Final = {
         Bug(a_cursor_ahead),
         Bug(two_owners),
         Bug(a_wide_window),
+        Bug(a_breaker_that_stays_open, faults=["destination away"]),
+        Bug(a_reload_without_routes, faults=["reloaded"]),
+        Bug(a_cut_envelope, "native"),
         Bug(an_overtaken_cancel, "keys"),
         Bug(a_wrong_counter, "keys"),
     )

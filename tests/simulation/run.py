@@ -2,45 +2,50 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import hashlib
 import json
 import logging
-import os
 import resource
-import sys
-import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import structlog
 from detangle import Decision, NetConfig, RandomWalk, SimConfig, SimLoop, execute
-from detangle.errors import SimulationError
+from detangle._context import current_host
 
 from tests.simulation import clock, pauses
-from tests.simulation.native import native
-from tests.simulation.planted import PLANTED
-from tests.simulation.store.process import ClockedPostgres
-from tests.simulation.stored import FEATURES, stored
+from tests.simulation.faults import Plan
 
 FORGET_SECONDS: Final = 60.0
-Scenario = Callable[[float, int], Awaitable[tuple[str, dict[str, int]]]]
+Scenario = Callable[[Plan, float, int], Awaitable[tuple[str, dict[str, int]]]]
+
+
+class Case(NamedTuple):
+    """One simulation: ``rate`` messages a second for so many virtual seconds. ``kinds`` and ``keep``: see Plan."""
+
+    mode: str
+    seed: int
+    seconds: float
+    rate: int
+    kinds: tuple[str, ...] = ()
+    keep: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Result:
-    """``hash``: of every decision and event; equal runs have equal hashes."""
+    """``drawn``: the kinds of all faults, in order. ``hash``: of every decision and event; equal runs have equal
+    hashes."""
 
     seed: int
     failure: str
     verdict: str
     faults: dict[str, int]
+    drawn: Sequence[str]
     virtual_seconds: float
     cpu_seconds: float
     steps: int
@@ -94,9 +99,11 @@ def forget(loop: SimLoop, decisions: Decisions) -> None:
     loop.call_at_exact(loop.time() + FORGET_SECONDS, forget, loop, decisions)
 
 
-def simulate(seed: int, scenario: Scenario, seconds: float, rate: int, *, log: bool = False) -> Result:
+def simulate(case: Case, scenario: Scenario, *, log: bool = False) -> Result:
+    """Run a simulation in this process, which should not run another one."""
     events = hashlib.sha256()
-    strategy = RandomWalk(seed)
+    plan = Plan(case.kinds, case.keep)
+    strategy = RandomWalk(case.seed)
     strategy.start(0)
     network = NetConfig(latency=(0.0002, 0.003), fragment=0.02)
     config = SimConfig(max_steps=10**9, timer_jitter=0.002, net=network)
@@ -108,14 +115,14 @@ def simulate(seed: int, scenario: Scenario, seconds: float, rate: int, *, log: b
         def set_up(loop: SimLoop) -> None:
             loop.decisions = decisions  # type: ignore[assignment]
             loop.call_at_exact(FORGET_SECONDS, forget, loop, decisions)
-            stack.enter_context(clock.virtual(loop, seed))
+            stack.enter_context(clock.virtual(loop, case.seed))
             pauses.install(loop)
             loop.set_task_factory(numbered)
 
         gc.collect()
         gc.freeze()  # as the daemon does; it collects after each failure
         began = clock.cpu_seconds()
-        run = execute(scenario, (seconds, rate), config=config, strategy=strategy, setup=set_up)
+        run = execute(scenario, (plan, case.seconds, case.rate), config=config, strategy=strategy, setup=set_up)
         real = clock.cpu_seconds() - began
     gc.unfreeze()
     events.update(f"{decisions.hash}".encode())
@@ -123,10 +130,11 @@ def simulate(seed: int, scenario: Scenario, seconds: float, rate: int, *, log: b
     if run.value is not None:
         verdict, faults = run.value
     return Result(
-        seed,
+        case.seed,
         failure,
         verdict,
         faults,
+        plan.drawn,
         run.virtual_time,
         real,
         run.steps,
@@ -145,68 +153,9 @@ def _note_logs(events: Any, shown: bool) -> None:
         line = f"{level} {event}"
         events.update(line.encode())
         if shown:
-            print(f"{clock._loop.time() if clock._loop else 0:10.4f} {line}")
+            at = clock._loop.time() if clock._loop else 0.0
+            print(f"{at:10.4f} {current_host.get() or '-':<10} {line}", flush=True)
         raise structlog.DropEvent
 
     structlog.reset_defaults()
     structlog.configure(processors=[note], cache_logger_on_first_use=False)
-
-
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
-    parser.add_argument("--mode", choices=("native", *FEATURES), default="native")
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--rate", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--runs", type=int, default=1)
-    parser.add_argument("--first", action="store_true", help="stop at the first failure")
-    parser.add_argument("--log", action="store_true")
-    parser.add_argument("--plant", choices=PLANTED, help="a bug that the simulation should find, in its mode")
-    asked = parser.parse_args(arguments)
-    mode = asked.mode
-    if asked.plant:
-        PLANTED[asked.plant].plant()
-        mode = PLANTED[asked.plant].mode
-    failed = 0
-    with scenario_of(mode) as scenario:
-        for seed in range(asked.seed, asked.seed + asked.runs):
-            failed += in_a_fork(lambda seed=seed: simulate(seed, scenario, asked.seconds, asked.rate, log=asked.log))
-            if failed and asked.first:
-                break
-    return 1 if failed else 0
-
-
-def in_a_fork(run: Callable[[], Result]) -> bool:
-    """Print the result of a run in a child process, so that each begins with the same state: it must not depend on the
-    runs before it. Whether it failed."""
-    sys.stdout.flush()
-    if not (child := os.fork()):
-        try:
-            result = run()
-            print(result, flush=True)
-            os._exit(bool(result.failure))
-        except BaseException:  # noqa: BLE001 - the child must not go on as its parent would
-            traceback.print_exc()
-            sys.stderr.flush()
-        os._exit(2)
-    _, status = os.waitpid(child, 0)
-    if (code := os.waitstatus_to_exitcode(status)) not in (0, 1):
-        raise RuntimeError(f"a run ended with {code}")
-    return code == 1
-
-
-@contextmanager
-def scenario_of(mode: str) -> Iterator[Scenario]:
-    """The modes with a store have a Postgres for all their runs."""
-    if mode == "native":
-        yield native
-        return
-    postgres = ClockedPostgres()
-    try:
-        postgres.start()
-        yield partial(stored, FEATURES[mode], postgres)
-    finally:
-        postgres.close()
-
-
-__all__ = ["SimulationError", "main", "simulate"]

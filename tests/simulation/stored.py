@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import detangle
 
-from tests.faults.features import cancels, keys
+from tests.faults.features import cancels, keys, modes
 from tests.faults.features.striking import excused
-from tests.simulation.faults import OF_STORE, Trouble
+from tests.simulation import scheduled
+from tests.simulation.faults import OF_STORE, Plan, Trouble
 from tests.simulation.store.process import ClockedPostgres
 from tests.simulation.store.server import URL
 from tests.simulation.watch import Watch
 from tests.simulation.world import Node, World
 from tests.support.ledger import Ledger
+from tests.support.sql_ledger import SqlLedger
 
 DAEMONS: Final = 2
 LONGEST_MS: Final = 180_000
@@ -38,6 +40,9 @@ class Feature:
     judge: Callable[[Any], object]
     all_come: bool = False
     """Whether everything that is sent comes."""
+    begin: Callable[[Any], Awaitable[None]] | None = None
+    finish: Callable[[Any], Awaitable[None]] | None = None
+    """What goes before the faults, and after them."""
 
 
 class TimedKeys(keys.Keyed):
@@ -69,7 +74,7 @@ async def _publish(ledger: Ledger, rate: int) -> None:
     await ledger.publish(rate, longest_ms=detangle.choice([5_000, 30_000, 60_000, LONGEST_MS]))
 
 
-async def _publish_in_bursts(ledger: TimedKeys, rate: int) -> None:
+async def _publish_in_bursts(ledger: keys.Keyed, rate: int) -> None:
     """Now and then the same keys follow closely, even in one batch."""
     await _publish(ledger, rate)
     if detangle.flip(0.1):
@@ -93,6 +98,13 @@ def _judge_keys(ledger: TimedKeys) -> None:
     assert not (stale := ledger.came_though_replaced()), f"{len(stale)} came though they were replaced: {stale[:5]}"
 
 
+def _judge_modes(ledger: modes.Modal) -> None:
+    """A fault may take longer than a letter may wait."""
+    found = modes.judged(ledger)
+    late = [number for number in found.late if not excused(ledger.account, number, time.time() * 1000)]
+    replace(found, late=late).assert_kept()
+
+
 def _judge_cancels(ledger: cancels.Cancelling) -> None:
     cancels.judged(ledger.account, ledger.asked, ledger.told).assert_kept()
 
@@ -100,11 +112,23 @@ def _judge_cancels(ledger: cancels.Cancelling) -> None:
 FEATURES: Final = {
     "store": Feature(Ledger, _publish, _judge_plain, all_come=True),
     "keys": Feature(TimedKeys, _publish_in_bursts, _judge_keys),
+    "modes": Feature(modes.Modal, _publish_in_bursts, _judge_modes),
     "cancels": Feature(cancels.Cancelling, _publish_and_cancel, _judge_cancels),
+    "sql": Feature(SqlLedger, _publish, _judge_plain, all_come=True),
+    "schedules": Feature(
+        scheduled.Scheduling,
+        scheduled.send,
+        scheduled.judge,
+        all_come=True,
+        begin=scheduled.begin,
+        finish=scheduled.Scheduling.finish,
+    ),
 }
 
 
-async def stored(feature: Feature, postgres: ClockedPostgres, seconds: float, rate: int) -> tuple[str, dict[str, int]]:
+async def stored(
+    feature: Feature, postgres: ClockedPostgres, plan: Plan, seconds: float, rate: int
+) -> tuple[str, dict[str, int]]:
     """Publish for so many seconds, then wait until nothing is owed any more. Returns the verdict and a count of the
     faults. Raises AssertionError."""
     async with World.open(postgres, ledger=feature.ledger) as world:
@@ -113,9 +137,12 @@ async def stored(feature: Feature, postgres: ClockedPostgres, seconds: float, ra
         for node in nodes:
             await node.start()
             await node.consuming()
-        trouble = Trouble(world, nodes)
+        if feature.begin:
+            await feature.begin(world.ledger)
+        trouble = Trouble(world, nodes, plan)
         watch = Watch(world.store, nodes, trouble)
-        work = asyncio.create_task(_work(feature, world, nodes, trouble, watch, seconds, rate))
+        faults = trouble.run(OF_STORE, kinds_of(plan, seconds), seconds)
+        work = asyncio.create_task(_work(feature, world, nodes, faults, watch, seconds, rate))
         looking = asyncio.create_task(watch.run())
         await asyncio.wait([work, looking], return_when=asyncio.FIRST_COMPLETED)
         for task in (looking, work):
@@ -132,20 +159,33 @@ async def stored(feature: Feature, postgres: ClockedPostgres, seconds: float, ra
         return str(verdict), trouble.counts
 
 
+def kinds_of(plan: Plan, seconds: float) -> list[str]:
+    """Draw the faults of a run: none, some or many; many if their kinds are given."""
+    often = round(seconds / 45)
+    count = often if plan.kinds else detangle.choice([0, round(seconds / 180), often])
+    return [detangle.choice([*(plan.kinds or (*OF_STORE, *FREQUENT))]) for _ in range(count)]
+
+
 async def _work(
-    feature: Feature, world: World, nodes: Sequence[Node], trouble: Trouble, watch: Watch, seconds: float, rate: int
+    feature: Feature,
+    world: World,
+    nodes: Sequence[Node],
+    trouble: Coroutine[Any, Any, None],
+    watch: Watch,
+    seconds: float,
+    rate: int,
 ) -> None:
     loop, ledger = asyncio.get_running_loop(), world.ledger
     ends = loop.time() + seconds
-    count = detangle.choice([0, round(seconds / 180), round(seconds / 45)])
-    kinds = [detangle.choice([*OF_STORE, *FREQUENT]) for _ in range(count)]
-    faults = asyncio.create_task(trouble.run(OF_STORE, kinds, seconds))
+    faults = asyncio.create_task(trouble)
     quiet = detangle.flip(0.3)
     while loop.time() < ends:
         await _phase(feature, ledger, rate, min(ends, loop.time() + detangle.uniform(10.0, 60.0)), quiet=quiet)
         for node in nodes:
             node.check()
     await faults
+    if feature.finish:
+        await feature.finish(ledger)
     if feature.all_come:
         await ledger.all_back(timeout=LONGEST_MS / 1000 + REST)
     await _nothing_left(world, watch)

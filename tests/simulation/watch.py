@@ -10,8 +10,10 @@ from typing import Final
 
 from delayer.store.lanes.cursor import NEVER_MS
 from delayer.store.lanes.lane import PostgresLane
+from delayer.store.pool import COMMAND_SECONDS
 from tests.simulation.faults import Trouble
 from tests.simulation.pauses import is_paused
+from tests.simulation.scheduled import INCONSISTENT
 from tests.simulation.store.process import Locked
 from tests.simulation.store.server import SimulatedStore
 from tests.simulation.world import Node
@@ -19,7 +21,8 @@ from tests.simulation.world import Node
 LATE_SECONDS: Final = 5.0
 """In peace a due row is released by then."""
 _BEGIN: Final = (
-    "BEGIN ISOLATION LEVEL REPEATABLE READ; LOCK TABLE message, message_key, held, counter IN ACCESS SHARE MODE NOWAIT"
+    "BEGIN ISOLATION LEVEL REPEATABLE READ;"
+    " LOCK TABLE message, message_key, held, counter, schedule IN ACCESS SHARE MODE NOWAIT"
 )
 _WRONG_COUNTS: Final = """
 SELECT * FROM (
@@ -47,9 +50,13 @@ _BEHIND: Final = """
 SELECT id FROM message WHERE lane = {lane} AND id <> ALL('{{{taken}}}')
 AND (due_at, id) <= (timestamptz 'epoch' + {place[0]} * interval '1 millisecond', {place[1]})
 """
-LASTING_LOOKS: Final = 15
-"""A notification may be on its way to a lane for so many seconds, or the lane may not know yet that it is lost."""
-_STANDING: Final = "SELECT (SELECT count(*) FROM message), (SELECT count(*) FROM held)"
+OVERLOOKED_LOOKS: Final = 15
+"""A notification may be on its way to a lane for so many seconds."""
+OWNERS_LOOKS: Final = round(COMMAND_SECONDS) + 5
+"""A statement that no server answers may keep a process so many seconds from knowing that its lane is lost."""
+_STANDING: Final = (
+    "SELECT (SELECT count(*) FROM message), (SELECT count(*) FROM held), (SELECT count(*) FROM delayer_inbox)"
+)
 
 
 Ask = Callable[[str], list[tuple[str | None, ...]]]
@@ -85,6 +92,8 @@ class Watch:
         assert not wrong, f"counters differ from rows (lane, came, went, counted held, held, waiting): {wrong}"
         wrong = ask(_WRONG_KEYS)
         assert not wrong, f"keys differ from rows: {wrong[:5]}"
+        wrong = ask(INCONSISTENT)
+        assert not wrong, f"schedules and their occurrences differ: {wrong[:5]}"
         self._check_lasting(ask)
         if self._trouble.is_peace:
             late = ask(_LATE.format(seconds=LATE_SECONDS))
@@ -94,15 +103,16 @@ class Watch:
         """What may be for a moment, or until a process notices a fault, but not for long."""
         found: dict[tuple[object, ...], str] = {}
         lanes = [lane for node in self._nodes if not is_paused(node.host) for lane in node.lanes()]
+        owners = Counter(lane.number for lane in lanes)
         for lane in lanes:
-            for row in self._overlooked(ask, lane):
+            for row in self._overlooked(ask, lane) if owners[lane.number] == 1 else ():
                 found[id(lane), row] = f"row {row} is behind the cursor of lane {lane.number}: {lane.cursor}"
-        for number, count in Counter(lane.number for lane in lanes).items():
+        for number, count in owners.items():
             if count > 1:
                 found["lane", number] = f"lane {number} has {count} owners"
         self._looks = {what: self._looks.get(what, 0) + 1 for what in found}
         for what, looks in self._looks.items():
-            assert looks < LASTING_LOOKS, found[what]
+            assert looks < (OWNERS_LOOKS if what[0] == "lane" else OVERLOOKED_LOOKS), found[what]
 
     @staticmethod
     def _overlooked(ask: Ask, lane: PostgresLane) -> list[str | None]:
@@ -115,5 +125,5 @@ class Watch:
         return [row[0] for row in ask(asked)]
 
     def standing(self) -> dict[str, int]:
-        [(waiting, held)] = self._store.watch.query(_STANDING)
-        return {"waiting": int(waiting or 0), "held": int(held or 0)}
+        [counts] = self._store.watch.query(_STANDING)
+        return dict(zip(("waiting", "held", "inbox"), (int(count or 0) for count in counts), strict=True))

@@ -13,17 +13,22 @@ import detangle
 from detangle import SimLoop
 
 from delayer.config.model import Settings
+from delayer.daemon.app import Reload
 from delayer.daemon.systemd import Notifier
 from delayer.daemon.wiring import Daemon
 from delayer.store.lanes.lane import PostgresLane
 from tests.simulation.broker.broker import Pace, SimulatedBroker
 from tests.simulation.store.process import ClockedPostgres
 from tests.simulation.store.server import HOST as STORE
+from tests.simulation.store.server import URL as STORE_URL
 from tests.simulation.store.server import SimulatedStore
 from tests.support.ledger import Ledger
+from tests.support.sql_ledger import SqlLedger
 
 BROKER: Final = "broker"
 PORT: Final = 5672
+DESTINATION: Final = "delayer.out"
+"""The exchange that the ledger consumes from."""
 URL: Final = f"amqp://guest:guest@{BROKER}:{PORT}/"
 COMMITS: Final = (0.0005, 0.001, 0.004, 0.03)
 
@@ -74,6 +79,11 @@ class Node:
         await asyncio.wait([self._running])
         self._running.result()
 
+    async def reload(self, settings: Settings) -> None:
+        """Read the configuration again, as after SIGHUP."""
+        reload = Reload(self.daemon, lambda: settings, Notifier({}))
+        await detangle.spawn(reload._reload(), host=self.host, name=f"reload {self.host}")
+
     async def kill(self) -> None:
         """The process is gone at once; its sockets are reset, as the kernel does for a process that died."""
         network = detangle.network()
@@ -113,6 +123,8 @@ class World:
         broker = await detangle.spawn(serve(), host=BROKER)
         store = await detangle.spawn(store_of(postgres), host=STORE) if postgres else None
         async with ledger.open(URL, random.Random(detangle.randint(0, 1 << 30))) as opened:
+            if isinstance(opened, SqlLedger):
+                opened.store = STORE_URL
             broker.overhears = lambda connection: opened.listener() if connection.name.startswith("delayer") else bool
             try:
                 yield cls(broker, store, opened)
@@ -121,7 +133,7 @@ class World:
                     store.close()
 
     def node(self, host: str, **tables: Any) -> Node:
-        route = [{"from": "delayer.in", "to": "delayer.out"}]
+        route = [{"from": "delayer.in", "to": DESTINATION}]
         return Node(host, Settings.model_validate({"broker": {"url": URL}, "route": route, **tables}))
 
     @property

@@ -1,0 +1,181 @@
+"""The command of the simulation: chosen seeds, new ones for a while, or all that failed before. Each runs in a process
+of its own. The command shrinks a failing one, and tells its story."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count, cycle
+from pathlib import Path
+from typing import Final
+
+from tests.simulation import clock
+from tests.simulation.faults import OF_STORE
+from tests.simulation.native import native
+from tests.simulation.planted import PLANTED
+from tests.simulation.run import Case, Result, Scenario, simulate
+from tests.simulation.store.process import ClockedPostgres
+from tests.simulation.stored import FEATURES, stored
+
+KNOWN: Final = Path(__file__).with_name("seeds.jsonl")
+"""Every case that failed once, with the reason."""
+MODES: Final = ("native", *FEATURES)
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--mode", choices=MODES, default="store")
+    parser.add_argument("--seconds", type=float, default=600.0, help="virtual seconds of traffic in each run")
+    parser.add_argument("--rate", type=int, default=5, help="messages a second")
+    parser.add_argument("--seed", type=int, help="the first seed; without it, a new one")
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument(
+        "--faults", action="append", default=[], choices=OF_STORE, help="only this kind; may be repeated"
+    )
+    parser.add_argument("--keep", help="only the faults at these places, as in 0,3")
+    parser.add_argument(
+        "--new", type=float, metavar="SECONDS", help="new seeds, in all modes, for so many real seconds"
+    )
+    parser.add_argument("--known", action="store_true", help="all cases that failed before")
+    parser.add_argument("--first", action="store_true", help="stop at the first failure")
+    parser.add_argument(
+        "--shrink", action="store_true", help="leave out what a failure does not need, and tell its story"
+    )
+    parser.add_argument("--log", action="store_true")
+    parser.add_argument("--plant", choices=PLANTED, help="a bug that the simulation should find, in its mode")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked = parsed(arguments)
+    if asked.plant:
+        PLANTED[asked.plant].plant()
+    failed = 0
+    with Simulations() as simulations:
+        for case in cases_of(asked):
+            result = simulations.run(case, log=asked.log)
+            print(result, flush=True)
+            if result.failure:
+                failed += 1
+                print(f"to repeat: python -m tests.simulation {words_of(case)}", flush=True)
+                if asked.shrink:
+                    tell(shrunk(case, result, simulations.run), simulations)
+                if asked.first:
+                    break
+    return 1 if failed else 0
+
+
+def cases_of(asked: argparse.Namespace) -> Iterator[Case]:
+    if asked.known:
+        for line in KNOWN.read_text().splitlines():
+            yield case_of(json.loads(line))
+        return
+    seed = random.SystemRandom().randrange(1 << 31) if asked.seed is None else asked.seed
+    if asked.new:
+        ends = clock.real_seconds() + asked.new
+        for number, mode in zip(count(seed), cycle(MODES)):
+            if clock.real_seconds() >= ends:
+                return
+            yield Case(mode, number, asked.seconds, asked.rate)
+    keep = None if asked.keep is None else tuple(int(place) for place in asked.keep.split(",") if place)
+    mode, kinds = asked.mode, tuple(asked.faults)
+    if asked.plant:
+        mode, kinds = PLANTED[asked.plant].mode, tuple(PLANTED[asked.plant].faults)
+    for number in range(seed, seed + asked.runs):
+        yield Case(mode, number, asked.seconds, asked.rate, kinds, keep)
+
+
+def case_of(line: dict[str, object]) -> Case:
+    """A case of KNOWN."""
+    fields = {name: line[name] for name in ("mode", "seed", "seconds", "rate")}
+    return Case(**fields, kinds=tuple(line.get("kinds", ())))  # type: ignore[arg-type]
+
+
+def words_of(case: Case) -> str:
+    """The arguments that repeat a case."""
+    words = [f"--mode {case.mode} --seed {case.seed} --seconds {case.seconds:g} --rate {case.rate}"]
+    words += [f"--faults '{kind}'" for kind in case.kinds]
+    if case.keep is not None:
+        words.append(f"--keep '{','.join(map(str, case.keep))}'")
+    return " ".join(words)
+
+
+def shrunk(case: Case, result: Result, run: Callable[[Case], Result]) -> Case:
+    """A case that fails too, with as few faults and as little time as leaving out one after the other, and halving,
+    can reach."""
+    keep = list(range(len(result.drawn)) if case.keep is None else case.keep)
+    for place in reversed(keep.copy()):
+        fewer = tuple(one for one in keep if one != place)
+        if run(case._replace(keep=fewer)).failure:
+            keep.remove(place)
+    case = case._replace(keep=tuple(keep))
+    while case.seconds > 1 and run(half := case._replace(seconds=case.seconds / 2)).failure:
+        case = half
+    return case
+
+
+def tell(case: Case, simulations: Simulations) -> None:
+    """Print who did what in a case: the time in virtual seconds, the host, and its log line."""
+    print(f"the shortest that fails: python -m tests.simulation {words_of(case)}\nits story:", flush=True)
+    print(simulations.run(case, log=True), flush=True)
+
+
+class Simulations:
+    """Runs each case in a child process, so that each begins with the same state. Those with a store share a Postgres,
+    which starts with the first of them."""
+
+    def __init__(self) -> None:
+        self._postgres: ClockedPostgres | None = None
+
+    def __enter__(self) -> Simulations:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._postgres is not None:
+            self._postgres.close()
+
+    def run(self, case: Case, *, log: bool = False) -> Result:
+        """Raises RuntimeError if the process ends without a result."""
+        scenario = self._scenario(case.mode)
+        sys.stdout.flush()
+        reading, writing = os.pipe()
+        if not (child := os.fork()):
+            with _exiting():
+                os.write(writing, pickle.dumps(simulate(case, scenario, log=log)))
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            answer = pipe.read()
+        _, status = os.waitpid(child, 0)
+        if status or not answer:
+            raise RuntimeError(f"the run {words_of(case)} ended with {os.waitstatus_to_exitcode(status)}")
+        result: Result = pickle.loads(answer)
+        return result
+
+    def _scenario(self, mode: str) -> Scenario:
+        if mode == "native":
+            return native
+        if self._postgres is None:
+            self._postgres = ClockedPostgres()
+            self._postgres.start()
+        return partial(stored, FEATURES[mode], self._postgres)
+
+
+@contextmanager
+def _exiting() -> Iterator[None]:
+    """The child must not go on as its parent would."""
+    try:
+        yield
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(2)
+    sys.stdout.flush()
+    os._exit(0)
