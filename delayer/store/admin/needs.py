@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 from asyncpg import Connection
 
+from delayer.store import statements
 from delayer.store.lanes.locks import LIMITED_SESSIONS
 from delayer.store.postgres import PARKERS
 from delayer.store.rows import history
@@ -72,11 +73,10 @@ async def lock_need(connection: Connection, history_days: int = 0) -> LockNeed:
     return LockNeed(*await connection.fetchrow(_LOCK_TABLE))._replace(history_days=history_days)
 
 
-_CONNECTIONS: Final = """
+_CONNECTIONS: Final = f"""
 SELECT allowed, raise,
        (SELECT count(*) FROM lane WHERE route IS NULL), (SELECT count(*) FROM lane WHERE route IS NOT NULL),
-       (SELECT count(*) FROM pg_stat_activity
-        WHERE datname = current_database() AND application_name LIKE 'delayer presence%')
+       (SELECT count(*) FROM ({statements.DAEMONS}) AS daemons)
 FROM pg_database, pg_roles, LATERAL (VALUES
     (current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int
      - coalesce(current_setting('reserved_connections', true)::int, 0), ''),  -- from Postgres 16 on
@@ -131,12 +131,13 @@ RIGHTS: Final[Mapping[str, str]] = {
 """The rights of a daemon, as docs/security.md grants them."""
 OF_HISTORY: Final[Mapping[str, str]] = {"history": "OWNER", "history_default": "SELECT, DELETE"}
 
-# The roles of live daemons. Without a live daemon, the current role, unless it only reads: then it is an operator's.
-# Only the named function of a CASE is called.
+# The roles of live daemons. They have some right on lanes; any session may have the name of a daemon's. Without a live
+# daemon, the current role, unless it only reads: then it is an operator's. Only the named function of a CASE is called.
 _MISSING: Final = """
 WITH live AS (
     SELECT DISTINCT usename AS role FROM pg_stat_activity
     WHERE datname = current_database() AND application_name LIKE 'delayer presence%'
+          AND has_table_privilege(usesysid, 'lane', 'SELECT, INSERT, UPDATE')
 ), roles AS (
     SELECT role FROM live
     UNION SELECT current_user
