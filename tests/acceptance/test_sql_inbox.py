@@ -220,13 +220,16 @@ async def test_a_row_that_the_store_rejects_is_refused_alone(place: OwnVhost, st
 
 
 @pytest.mark.deadline(120)
-async def test_a_full_refused_queue_stops_no_good_message(place: OwnVhost, store: str) -> None:
-    """Refused messages stay in the inbox until there is room. The rest pass them."""
+@pytest.mark.parametrize("prefetch", ["5000", "4"])
+async def test_a_full_refused_queue_stops_no_good_message(place: OwnVhost, store: str, prefetch: str) -> None:
+    """Refused messages stay in the inbox until there is room. The rest pass them, even if the refused ones are more
+    than the prefetch."""
     limit = {"pattern": r"^delays\.refused$", "apply-to": "queues", "priority": 1}
     limit |= {"definition": {"max-length": 1, "overflow": "reject-publish"}}
     place.rabbitmq.api("PUT", f"/api/policies/{place.vhost}/full", limit)
     bad = [b"bad %d" % number for number in range(20)]
-    async with place.working(place.environ("store", store)) as (daemon, raw, inbox), application(store) as app:
+    environ = place.environ("store", store) | {"INTAKE__PREFETCH": prefetch}
+    async with place.working(environ) as (daemon, raw, inbox), application(store) as app:
         for body in bad:
             await send(app, body.decode(), None, headers='{"x-delay": "soon"}')
             await asyncio.sleep(0.05)  # a quorum queue takes a whole burst, and reports its limit only then

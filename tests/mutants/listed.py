@@ -316,6 +316,7 @@ MUTANTS: Sequence[Mutant] = (
         "delayer/store/inbox.py",
         "tests/integration/test_sql_reader.py",
         ("inbox-freed-with-rows-in-flight", "if not wanted and not (self._rows or self._settled):", "if not wanted:"),
+        ("postponed-rows-come-first", "ranges.take(sorted(self._postponed.ids))", "pass"),
         ("inbox-ranges-stay-open", "            self._ranges.close(closed)\n", "            pass\n"),
     ),
     *of(
