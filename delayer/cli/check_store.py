@@ -61,7 +61,8 @@ async def check_store(report: CheckReport, settings: Settings, url: str) -> Cloc
                 # The lanes of routes that no daemon has used yet.
                 limited = len({route.from_ for route in settings.routes if route.max_rate})
                 need = need._replace(limited=max(need.limited, limited))
-                connections = connections._replace(limited=max(connections.limited, limited))
+                tokens = bool(settings.http.listen and settings.http.tokens_file)
+                connections = connections._replace(limited=max(connections.limited, limited), tokens=tokens)
     except StoreUnfit as unfit:
         report.add("store", "off", unfit, unfit.advice)
         return None

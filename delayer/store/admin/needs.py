@@ -15,6 +15,7 @@ from asyncpg import Connection
 from delayer.store import statements
 from delayer.store.lanes.locks import LIMITED_SESSIONS
 from delayer.store.postgres import PARKERS
+from delayer.store.requests import MOST_ATTEMPTS
 from delayer.store.rows import history
 from delayer.store.rows.keys import LOCKS
 
@@ -91,19 +92,20 @@ ORDER BY allowed LIMIT 1  -- NULL, no limit, comes last
 class ConnectionNeed(NamedTuple):
     """``allowed``: the connections for ordinary roles, by the least of the limits of server, database and role.
     ``command``: the statement that raises it; empty: max_connections. ``lanes``: without ``limited`` routes.
-    ``daemons``: live."""
+    ``daemons``: live. ``tokens``: whether they answer requests over HTTP that change something."""
 
     allowed: int
     command: str
     lanes: int
     limited: int
     daemons: int
+    tokens: bool = False
 
     @property
     def needed(self) -> int:
-        """Connections of all daemons: two per lane, one for the SQL inbox, and per daemon its presence, parks, and
-        sessions for limited routes."""
-        each = 1 + PARKERS + (LIMITED_SESSIONS if self.limited else 0)
+        """Connections of all daemons: two per lane, one for the SQL inbox, and per daemon its presence, parks, sessions
+        for limited routes, and requests with an Idempotency-Key."""
+        each = 1 + PARKERS + (LIMITED_SESSIONS if self.limited else 0) + (MOST_ATTEMPTS if self.tokens else 0)
         return 2 * self.lanes + 1 + max(self.daemons, 1) * each
 
 
