@@ -16,5 +16,5 @@ if connection is None:
 
 context.configure(connection=connection, version_table=VERSION_TABLE, transaction_per_migration=False)
 with context.begin_transaction():
-    connection.execute(text("SELECT pg_advisory_xact_lock(hashtext('delayer schema upgrade'))"))
+    connection.execute(text("SELECT pg_advisory_xact_lock(hashtext('delayer schema upgrade'), 0)"))
     context.run_migrations()

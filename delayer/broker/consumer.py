@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -299,6 +299,10 @@ class AmqpSubscription:
         except (BrokerLost, TimeoutError) as lost:
             # The broker may deliver the last acknowledged messages again, as after any loss.
             log.warning("consumer not ended in order", queue=self.queue, reason=str(lost) or "no answer in time")
+
+    def postpone(self, _tags: Sequence[int]) -> bool:
+        """See intake.ports.Subscription. The broker returns deliveries to their places, so they come first again."""
+        return False
 
     def stop(self) -> None:
         """Also drops the buffer."""

@@ -12,7 +12,7 @@ from delayer.core.errors import StoreLost
 from delayer.core.readable import counted, duration
 from delayer.schedule.schedule import ScheduleState
 from delayer.schedule.zone_data import zone_data, zone_directories
-from delayer.store import schema, servers
+from delayer.store import foreign_locks, schema, servers
 from delayer.store.admin import needs, stats
 from delayer.store.errors import STORE_RUNS, BadStoreUrl, StoreUnfit, check_arrow
 from delayer.store.schedules import reading
@@ -61,7 +61,8 @@ async def check_store(report: CheckReport, settings: Settings, url: str) -> Cloc
                 # The lanes of routes that no daemon has used yet.
                 limited = len({route.from_ for route in settings.routes if route.max_rate})
                 need = need._replace(limited=max(need.limited, limited))
-                connections = connections._replace(limited=max(connections.limited, limited))
+                tokens = bool(settings.http.listen and settings.http.tokens_file)
+                connections = connections._replace(limited=max(connections.limited, limited), tokens=tokens)
     except StoreUnfit as unfit:
         report.add("store", "off", unfit, unfit.advice)
         return None
@@ -85,6 +86,8 @@ async def check_store(report: CheckReport, settings: Settings, url: str) -> Cloc
     if open_to_all:
         found = f"every role may call {counted(open_to_all, 'function')} of the SQL inbox, as after `pg_restore -x`"
         report.add("rights", "off", found, 'revoke it: docs/security.md, "Postgres: applications that send by SQL"')
+    for foreign in seen.foreign:
+        report.add("locks", "off", foreign, foreign_locks.ADVICE)
     _locks(report, need)
     _connections(report, connections)
     _lanes(report, seen)

@@ -39,6 +39,7 @@ from delayer.imports.cascade import CascadeLevels
 from delayer.store import waiting
 from delayer.store.admin import actions, audit_log, draining, setup
 from delayer.store.admin.importing import ImportStore
+from delayer.store.admin.stats import INBOX_SECONDS
 from delayer.store.session import read_connection
 
 NAME: Final = "delayer drain"
@@ -75,12 +76,17 @@ def store_backlog(now: draining.DrainBacklog, *, keys_too: bool) -> DrainPlan:
             by_itself=True,
         ),
         LeftBehind(now.soon, "store", "they are due within a minute", "none: the daemon releases them", by_itself=True),
-        LeftBehind(now.inbox, "SQL inbox", "they came in meanwhile", "none: the daemon moves them", by_itself=True),
+        LeftBehind(now.inbox, "SQL inbox", "they came in meanwhile", "none: the daemon moves them", by_itself=True)
+        if now.inbox is not None
+        else LeftBehind(
+            None, "SQL inbox", f"it cannot be counted within {INBOX_SECONDS} s",
+            'docs/operations.md, "An SQL inbox that is not read"',
+        ),
         LeftBehind(now.packed, "segments", "they are compacted", f"delayer restore, and {AGAIN}"),
         LeftBehind(now.broken, "segments", "their segments are unreadable", "docs/backlog.md"),
         LeftBehind(now.held, "held", "their destination did not take them", "delayer held list; retry or drop"),
     ]  # fmt: skip
-    return max(0, now.rows - now.soon - now.keyed), [one for one in found if one.messages]
+    return max(0, now.rows - now.soon - now.keyed), [one for one in found if one.messages != 0]
 
 
 LOWEST: Final = 5

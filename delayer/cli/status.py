@@ -31,6 +31,7 @@ from delayer.core.secret import Secret
 from delayer.store import schema
 from delayer.store.admin import stats
 from delayer.store.errors import STORE_RUNS, BadStoreUrl
+from delayer.store.foreign_locks import ADVICE
 
 WINDOWS: Final = (("60", "1 min"), ("300", "5 min"), ("900", "15 min"))
 _HERE: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
@@ -280,6 +281,7 @@ async def _store(settings: Settings) -> dict[str, Any] | None:
         "schema": seen.schema_found,
         **{name: getattr(seen, name) for name in ("waiting", "held", "counters", "next_due_ms", "store_now_ms")},
         "inbox": seen.inbox and seen.inbox._asdict(),
+        "foreign_locks": list(map(str, seen.foreign)),
         "lanes": list(map(json_of_lane, seen.lanes)),
         "segments": {
             "count": seen.segments.segments,
@@ -299,6 +301,8 @@ def _print_store(store: dict[str, Any] | None) -> None:
     now_ms = store["store_now_ms"]
     next_due = when(store["next_due_ms"], now_ms)
     click.echo(f"waiting: {store['waiting']}   held: {store['held']}   next due in the store: {next_due}")
+    for one in store["foreign_locks"]:
+        click.echo(f"LOCKED: {one}. Next: {ADVICE}.")
     if store["inbox"] is None:
         click.echo(f"SQL inbox: not counted within {stats.INBOX_SECONDS} s")
     elif store["inbox"]["messages"]:

@@ -201,8 +201,11 @@ KEY: Final = b"x-delay-key"
 KEY_MODE: Final = b"x-delay-key-mode"
 KEY_CEILING: Final = b"x-delay-key-ceiling"
 CANCEL: Final = b"x-delay-cancel"
+BY_SQL: Final = b"x-delayer-sql"
+"""Marks a message sent by SQL whose ``x-deliver-at`` counts on every route, also if it comes again by AMQP, from the
+refused queue."""
 REQUEST_HEADERS: Final = frozenset(
-    {DELIVER_AT, OPT_DELAY, OPT_TIME, ROUTING_KEY, EXCHANGE, KEY, KEY_MODE, KEY_CEILING, CANCEL}
+    {DELIVER_AT, OPT_DELAY, OPT_TIME, ROUTING_KEY, EXCHANGE, KEY, KEY_MODE, KEY_CEILING, CANCEL, BY_SQL}
 )
 """The headers of a request, except ``x-delay``, which stays in the message with its sign flipped."""
 ETA: Final = b"eta"

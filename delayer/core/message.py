@@ -145,6 +145,8 @@ class LaneTable(NamedTuple):
     rank: int
     intake: int = 0
     """The epoch of the intake: how often a process has begun to apply operations with keys."""
+    foreign: Sequence[str] = ()
+    """The sessions of other roles that have locks of the store."""
 
     @property
     def routes(self) -> Mapping[bytes, int]:

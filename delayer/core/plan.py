@@ -19,7 +19,9 @@ from delayer.amqp.values import SHORT_STRING
 from delayer.core import nservicebus, retry_policy
 from delayer.core.cascade import MAX_SECONDS, NAME_BYTES, strip_prefix
 from delayer.core.delay_headers import (
+    BY_SQL,
     CANCEL,
+    DELIVER_AT,
     EXCHANGE,
     KEY,
     KEY_CEILING,
@@ -58,6 +60,7 @@ from delayer.core.retry_policy import FailedAttempt, NoFailure, RetryPolicy, fai
 from delayer.core.units import LATEST_MS
 
 _INTEGER: Final = re.compile(rb"[+-]?[0-9]{1,255}")
+_DUE_BY_SQL: Final = (DELIVER_AT.decode(), OWN_SOURCES[DELIVER_AT.decode()], False)
 T = TypeVar("T")
 
 
@@ -313,7 +316,8 @@ def _retried(
 
 def delay_of(request: DelayRequest, route: Route, now_ms: int) -> Asked | None:
     """Read the first form of delay present, except those left by an earlier trip; None without. Raises Unacceptable."""
-    for form, read, lasting in route.sources:
+    sources = (_DUE_BY_SQL, *route.sources) if BY_SQL in request.headers else route.sources
+    for form, read, lasting in sources:
         try:
             asked = read(request)
         except UnreadableDelay as unreadable:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from delayer.amqp.properties import MAX_DEPTH, Properties, changed, encode_headers, entry, int64, long_string, sized
 from delayer.amqp.values import SHORT_STRING, Delivery
+from delayer.core.delay_headers import BY_SQL, DELIVER_AT
 
 UNENCODABLE: Final = b""
 """Properties that no delivery can have."""
@@ -39,6 +40,8 @@ def _encode(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> bytes:
     """
     if "x-death" in headers:
         raise ValueError("no broker has dead-lettered a row: a retry would believe the queue that this names")
+    if DELIVER_AT.decode() in headers:
+        headers = {**headers, BY_SQL.decode(): True}
     table = b"".join(entry(name.encode(), _encode_value(value)) for name, value in headers.items())
     base = encode_headers(table) if table else _NO_HEADERS
     values = {name: bytes((value,)) if name == "priority" else _short(value) for name, value in properties.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from struct import Struct
 from typing import Final
 
-from delayer.amqp.errors import MalformedProperties, MalformedTable
+from delayer.amqp.errors import MalformedTable
 from delayer.amqp.properties import (
     Cut,
     Properties,
@@ -28,6 +28,15 @@ from delayer.core.message import COPY_HEADERS
 from delayer.core.plan import closes_channel
 from delayer.core.retry_policy import FAILED_IN, RETRIES, FailedAttempt
 from delayer.format.headers import ADDED_TO_REFUSED, COUNTED, DEATHS, REFUSED, ROOM, USER_ID, header_text
+
+
+class Unpublishable(Exception):
+    """The broker would close the channel over these properties, although they are well-formed. The text has the whole
+    reason."""
+
+    def __init__(self, wrong: str) -> None:
+        super().__init__(f"the broker would close the channel: {wrong}")
+
 
 _HISTORY: Final = b"x-delayer-history"
 _ERROR: Final = b"x-delayer-error"
@@ -92,10 +101,10 @@ _DEATH: Final = b"-death-"
 
 def released_properties(properties: Properties, id: bytes, due_ms: int) -> bytes:
     """Edit the properties of a message as it leaves for its destination. ``x-delay`` becomes negative, which is the
-    delay plugin's mark for a delay that is over. Raises MalformedTable, and MalformedProperties if the broker would
-    close the channel over them: decide() has not seen a message that was imported or taken over."""
+    delay plugin's mark for a delay that is over. Raises MalformedTable, and Unpublishable: decide() has not seen a
+    message that was imported or taken over."""
     if wrong := why_unpublishable(properties):
-        raise MalformedProperties(wrong)
+        raise Unpublishable(wrong)
     append = b"".join((_ID_HEAD, _U32.pack(len(id)), id, _DUE_HEAD, _I64.pack(due_ms)))
     wanted = _CUT
     if "user_id" in properties.places:

@@ -61,6 +61,7 @@ def not_ready(state: DaemonState, intake: str, store: StoreOverview | None, erro
             if lane.stuck_ms and (lane.number in state.lanes or not lane.alive)
         }
         found += [f"lane {number} has {what}" for number, what in stuck.items()]
+        found += map(str, store.foreign)
         if store.inbox is not None and store.inbox.unread_ms:
             waited = duration(store.inbox.unread_ms / 1000)
             found.append(f"the SQL inbox is not read: a message in it was sent {waited} ago")

@@ -214,7 +214,7 @@ class View:
         self.depths = Cached[Depths](inside.depths, 15.0, "queues")
         # Requests share one query, because two concurrent reads of a queue would each see half of it.
         names: tuple[SetAsideName, ...] = ("refused", "strays")
-        self.requests = Requests(lambda: self.url, QUERIES, IDLE * inside.publish_seconds)
+        self.requests = Requests(lambda: self.url, IDLE * inside.publish_seconds)
         self.aside = {name: Cached(partial(inside.look_aside, name, ROWS), 3.0, name, late=inf) for name in names}
 
     @property

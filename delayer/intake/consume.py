@@ -185,7 +185,7 @@ class QueueConsumer:
                 self.handler.flush()
                 await session.wait_while(lambda: self.handler.is_waiting)
             # Some messages wait for room, for example in a full refused queue. The rest need not wait longer.
-            if isinstance(lost, NotTaken) and session.acks.has_accepted:
+            if isinstance(lost, NotTaken) and (session.acks.has_accepted or session.acks.has_postponed):
                 retry.succeeded()
             raise
         finally:

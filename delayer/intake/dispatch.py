@@ -169,6 +169,7 @@ class Dispatch:
         through: list[Publication] = []
         objections: list[Objection] = []
         stuck: list[str] = []
+        postponed: list[int] = []
         now_ms = self.live.now_lower_ms()
         for publication, outcome in zip(publications, outcomes, strict=True):
             if isinstance(outcome, Confirmed):
@@ -179,6 +180,8 @@ class Dispatch:
             elif outcome is not None:
                 exchange = publication.outgoing.exchange.decode("utf-8", "replace")
                 stuck.append(f"exchange {exchange!r}: {outcome.text}")
+                postponed.append(publication.delivery.tag)
+        acks.postpone(postponed)
         acks.accept(publication.delivery.tag for publication in through)
         self.counters.settled([one.counted for one in publications], outcomes, schedule, now_ms)
         self.counters.sent(one.parcel.target for one in through if one.parcel is not None)
@@ -214,6 +217,7 @@ class Dispatch:
         self._accept_held([one for one, _, outcome in each if isinstance(outcome, Confirmed)], acks)
         if lost is not None:
             raise lost
+        acks.postpone([one.delivery.tag for one, _, outcome in each if not isinstance(outcome, Confirmed)])
         for _, outgoing, outcome in each:
             if outcome is not None and not isinstance(outcome, Confirmed):
                 exchange = outgoing.exchange.decode()

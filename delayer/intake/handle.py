@@ -34,7 +34,7 @@ from delayer.core.publisher import Isolated
 from delayer.format.envelope import Endpoints, Envelope, InvalidEnvelope, into_broker, into_cascade, read_envelope
 from delayer.format.headers import ROOM
 from delayer.format.reading import message_id
-from delayer.format.release import note_failure, released_properties
+from delayer.format.release import Unpublishable, note_failure, released_properties
 from delayer.intake.consume import Handler
 from delayer.intake.dispatch import Dispatch, Objection, Publication, to_refused
 from delayer.intake.ports import Backlog, IntakeSettings
@@ -421,8 +421,9 @@ class DueHandler(KeepingHandler):
             try:
                 envelope = read_envelope(Properties.parse(delivery.properties), delivery.body, names.max_properties)
                 publication = _next_publication(delivery, envelope, now_ms, names)
-            except (InvalidEnvelope, MalformedProperties, MalformedTable) as broken:
-                reason = f"not a message of the cascade: {broken}"
+            except (InvalidEnvelope, MalformedProperties, MalformedTable, Unpublishable) as broken:
+                said = "" if isinstance(broken, Unpublishable) else "not a message of the cascade: "
+                reason = f"{said}{broken}"
                 publications.append(to_refused(delivery, reason, names, self._new_id()))
                 continue
             parcel, held, limit_ms = publication.parcel, envelope.held, limits.get(envelope.parcel.route)
@@ -450,7 +451,7 @@ def _publish_at_ms(envelope: Envelope, now_ms: int) -> int:
 def _next_publication(delivery: Delivery, envelope: Envelope, now_ms: int, names: Endpoints) -> Publication:
     """Build the next publish of a message: to its destination, or through the cascade if it is due in a second or more.
     It never goes straight into the due queue again, because a broker whose clock is ahead, or that no longer delays,
-    would return it immediately, forever. Raises MalformedProperties, MalformedTable."""
+    would return it immediately, forever. Raises MalformedProperties, MalformedTable, Unpublishable."""
     id, parcel, held, _ = envelope
     released = released_properties(Properties.parse(parcel.properties), id, parcel.due_ms)
     seconds = min(whole_seconds_until(envelope.next_ms, now_ms), MAX_SECONDS)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Final
 
 from delayer.core.counters import Counters
-from delayer.core.delay_headers import DELIVER_AT
 from delayer.core.operations import Applied, Operation
 from delayer.core.plan import Policy
 from delayer.intake.dispatch import Dispatch
@@ -20,7 +19,6 @@ from delayer.intake.ports import Inbox, IntakeSettings
 
 NAME: Final = "delayer_inbox"
 """The name of the inbox where queues are named."""
-_FORM: Final = DELIVER_AT.decode()
 _UNROUTED: Final = (
     "pass one of these as exchange to delayer_send, and give all daemons of this store the same routes; routes with "
     "retry take no message by SQL"
@@ -42,15 +40,10 @@ class InboxHandler(IntakeHandler):
         return await self._inbox.move(operations, tags)
 
     def _policy(self) -> Policy:
-        """Return the policy for rows: the arguments ``delay`` and ``due`` count on every route, before its other forms.
-        They arrive as the header of a due time. Routes with ``retry`` are left out: no dead letter comes by SQL, and a
-        forged x-death would choose any queue."""
+        """Return the policy for rows. Routes with ``retry`` are left out: no dead letter comes by SQL, and a forged
+        x-death would choose any queue."""
         policy = super()._policy()
         if policy is not self._seen or self._adapted is self._seen:
-            routes = {
-                source: replace(route, delay_from=(_FORM, *(form for form in route.delay_from if form != _FORM)))
-                for source, route in policy.routes.items()
-                if route.retry is None
-            }
+            routes = {source: route for source, route in policy.routes.items() if route.retry is None}
             self._seen, self._adapted = policy, replace(policy, routes=routes, unrouted=_UNROUTED)
         return self._adapted

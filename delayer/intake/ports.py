@@ -80,6 +80,10 @@ class Subscription(Protocol):
     def ack(self, tag: int, *, multiple: bool) -> None:
         """Acknowledge one delivery, or all up to it. Does nothing once the channel is gone."""
 
+    def postpone(self, tags: Sequence[int]) -> bool:
+        """Note that one of our own queues did not take what became of these deliveries, which return to the queue. Says
+        whether the next subscription reads the deliveries behind them first. Their order does not matter."""
+
     def stop(self) -> None:
         """Stop the batches. Earlier deliveries can still be settled; :meth:`close` ends the consumer itself."""
 

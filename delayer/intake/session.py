@@ -48,7 +48,7 @@ class AckTracker:
         self._single: set[int] = set()  # Acknowledged one by one, although an earlier one is not accepted.
         self._kept: dict[int, int] = {}
         self.kept_bytes = 0
-        self.has_accepted = False
+        self.has_accepted = self.has_postponed = False
 
     @property
     def outstanding(self) -> int:
@@ -101,6 +101,11 @@ class AckTracker:
         if self._accepted and self._order and self._order[0] in self._kept:
             self.flush()
             reach("intake.acked")
+
+    def postpone(self, tags: Sequence[int]) -> None:
+        """Note deliveries that none of our own queues took. If possible, the next session reads others first."""
+        if tags and self._subscription.postpone(tags):
+            self.has_postponed = True
 
     def flush(self) -> None:
         """Acknowledge accepted deliveries one by one, although one before them is not accepted. At the end of a session

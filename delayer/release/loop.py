@@ -26,7 +26,7 @@ from delayer.core.hold import Hold, Outcome, too_late, unfit
 from delayer.core.message import Due
 from delayer.core.publisher import Isolated, Publisher
 from delayer.core.rate_limit import TokenBucket
-from delayer.format.release import released_properties
+from delayer.format.release import Unpublishable, released_properties
 from delayer.held import report_held
 from delayer.release.ports import Claimer, Lane, Releases, ReleaseSettings
 from delayer.retry import Backoff, Pause, raise_first, take_failures
@@ -267,6 +267,8 @@ def prepare_outgoing(row: Due, max_properties: int) -> Outgoing | Hold:
     token = token or b"%d" % row.id
     try:
         properties = released_properties(Properties.parse(stored), token, row.due_ms)
+    except Unpublishable as wrong:
+        return unfit(str(wrong))
     except (MalformedProperties, MalformedTable) as broken:
         return unfit(f"malformed properties: {broken}")
     if len(properties) > max_properties:

@@ -107,8 +107,10 @@ class PostgresBacklog:
 
     @property
     def reason(self) -> str:
-        """Why the store gives this process no lane. Empty if it has one, if no store is configured, and if a reachable
-        store waits for the broker, whose connection is then the reason."""
+        """Why the store gives this process no lane, or another role may keep it from its work. Empty if it has one, if
+        no store is configured, and if a reachable store waits for the broker, whose connection is then the reason."""
+        if self.reached and self._ownership.foreign:
+            return "; ".join(self._ownership.foreign)
         if not self.configured or self.usable:
             return ""
         if self.spare.is_set():

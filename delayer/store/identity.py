@@ -13,7 +13,7 @@ from asyncpg import Connection
 
 from delayer.core.errors import StoreLost
 from delayer.core.topology import Exchange
-from delayer.store import pool
+from delayer.store import pool, statements
 
 ONE_BROKER: Final = "give each broker and virtual host a database of its own: correct broker.url or store.url"
 ACCEPT: Final = "if the broker was rebuilt, run `delayer topology apply --accept-broker`; otherwise {}"
@@ -44,9 +44,8 @@ class StoreIdentity(NamedTuple):
         return StoreLost(f"{text}, or to this one before it was rebuilt", ACCEPT.format(ONE_BROKER))
 
 
-_READ: Final = """
-SELECT id, has_broker, (SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()
-                        AND application_name LIKE 'delayer presence%' AND pid <> $1) FROM store
+_READ: Final = f"""
+SELECT id, has_broker, (SELECT count(*) FROM ({statements.DAEMONS}) AS daemons WHERE pid <> $1) FROM store
 """
 
 

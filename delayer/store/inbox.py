@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Final, NamedTuple
 
@@ -43,6 +43,11 @@ LOOK_SECONDS: Final = 60.0
 MOST_RANGES: Final = 1_000
 """With more, every read would be slow. They grow while any program has an old transaction open."""
 BATCH_BYTES: Final = 8 << 20
+POSTPONE_SECONDS: Final = 10.0
+"""How long rows are passed over that none of our own queues took. Then a new subscription tries them again, often
+enough for the consumer to be unsteady meanwhile (UNSTEADY_SECONDS in intake/consume.py)."""
+MOST_POSTPONED: Final = 100_000
+"""With as many rows, no more are passed over: each id takes memory, and each gap between them a look into the index."""
 _HORIZON: Final = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint, pg_current_xact_id()::text::bigint"
 
 
@@ -53,17 +58,35 @@ class _Mark(NamedTuple):
     xid: int
 
 
+@dataclass
+class Postponed:
+    """The ids of rows to pass over, over several subscriptions, and until when, in seconds of the event loop."""
+
+    ids: set[int] = field(default_factory=set)
+    until: float = 0.0
+
+    def add(self, ids: Sequence[int], now: float) -> bool:
+        """Returns False if there are too many."""
+        if len(self.ids) + len(ids) > MOST_POSTPONED:
+            return False
+        self.ids.update(ids)
+        self.until = now + POSTPONE_SECONDS
+        return True
+
+    def is_over(self, now: float) -> bool:
+        return bool(self.ids) and now >= self.until
+
+
 class InboxSubscription:
-    """Satisfies intake.ports.Subscription."""
+    """Satisfies intake.ports.Subscription. ``postponed``: outlives it."""
 
-    overrun = False
-
-    def __init__(self, backlog: PostgresBacklog, prefetch: int) -> None:
+    def __init__(self, backlog: PostgresBacklog, prefetch: int, postponed: Postponed | None = None) -> None:
         self.prefetch = prefetch
         self.behind = False
         self._backlog = backlog
         self._session: LaneSession | None = None
-        self._ranges = OpenRanges()
+        self._postponed = postponed or Postponed()
+        self._ranges = self._all_ranges()
         self._mark: _Mark | None = None
         self._mark_at = self._read_at = self._look_at = 0.0
         self._tags = count(1)
@@ -103,7 +126,7 @@ class InboxSubscription:
         if not session.is_open:
             raise StoreLost("the connection that reads the SQL inbox is gone")
         if not wanted and not (self._rows or self._settled):
-            self._session, self._ranges, self._mark = None, OpenRanges(), None
+            self._session, self._ranges, self._mark = None, self._all_ranges(), None
             await session.close()
         return self._session
 
@@ -130,14 +153,21 @@ class InboxSubscription:
         return batch
 
     def _next_ranges(self) -> OpenRanges:
-        """Return the ranges to read, now and then all ids. No row is read twice: all others that were read are gone."""
+        """Return the ranges to read, now and then all ids. No row is read twice: all others that were read are gone, or
+        postponed."""
         now, there = asyncio.get_running_loop().time(), [*self._rows.values(), *self._settled]
         if not there and now >= self._look_at:
             self._look_at = now + LOOK_SECONDS
-            return OpenRanges()
+            return self._all_ranges()
         if len(self._ranges) > MOST_RANGES:
-            self._ranges.merge(MOST_RANGES // 2, there)
+            self._ranges.merge(MOST_RANGES // 2, [*there, *self._postponed.ids])
         return self._ranges
+
+    def _all_ranges(self) -> OpenRanges:
+        """All ids, except those of postponed rows."""
+        ranges = OpenRanges()
+        ranges.take(sorted(self._postponed.ids))
+        return ranges
 
     async def _find_closed(self, connection: Connection) -> int | None:
         """Return the id up to which the next read finds all rows that will ever be there; None if that is not known, or
@@ -174,6 +204,16 @@ class InboxSubscription:
         if self._settled:
             self._woken.set()
 
+    @property
+    def overrun(self) -> bool:
+        """Whether a new subscription should try the postponed rows again."""
+        return self._postponed.is_over(asyncio.get_running_loop().time())
+
+    def postpone(self, tags: Sequence[int]) -> bool:
+        """See intake.ports.Subscription. The rows stay in the table, and are tried again after POSTPONE_SECONDS."""
+        ids = [self._rows[tag] for tag in tags if tag in self._rows]
+        return self._postponed.add(ids, asyncio.get_running_loop().time())
+
     def stop(self) -> None:
         self._stopped = True
         self._woken.set()
@@ -201,13 +241,16 @@ class SqlInbox:
 
     def __post_init__(self) -> None:
         self._subscription: InboxSubscription | None = None
+        self._postponed = Postponed()
 
     @property
     def active(self) -> bool:
         return self._subscription is not None and self._subscription.reading
 
     async def subscribe(self, _queue: str, prefetch: int) -> InboxSubscription:
-        self._subscription = InboxSubscription(self.backlog, prefetch)
+        if self._postponed.is_over(asyncio.get_running_loop().time()):
+            self._postponed = Postponed()
+        self._subscription = InboxSubscription(self.backlog, prefetch, self._postponed)
         return self._subscription
 
     async def move(self, operations: Sequence[Operation], tags: Sequence[int]) -> Applied:

@@ -15,6 +15,8 @@ from delayer.store import pool, schema
 from delayer.store.errors import translate_errors
 
 KEPT: Final = "1 day"
+MOST_ATTEMPTS: Final = 4
+"""Attempts at once of one HTTP server."""
 _LOCK: Final = "SELECT pg_try_advisory_xact_lock('request'::regclass::oid::int, $1)"
 _READ: Final = "SELECT content, answer FROM request WHERE key = $1"
 _WRITE: Final = (
@@ -46,12 +48,12 @@ class Attempt:
 
 
 class Requests:
-    """The requests of one HTTP server. ``url``: of the store, as it is now. ``most``: attempts at once, each with a
-    connection of a pool, which opens with the first one. ``idle_seconds``: after these the server ends an attempt, and
+    """The requests of one HTTP server. ``url``: of the store, as it is now. Each of MOST_ATTEMPTS has a connection of a
+    pool, which opens with the first one. ``idle_seconds``: after these the server ends an attempt, and
     another one may begin."""
 
-    def __init__(self, url: Callable[[], str], most: int, idle_seconds: float) -> None:
-        self._url, self._most, self._idle = url, most, f"{idle_seconds * 1000:.0f}ms"
+    def __init__(self, url: Callable[[], str], idle_seconds: float) -> None:
+        self._url, self._idle = url, f"{idle_seconds * 1000:.0f}ms"
         self._server = pool.SameServer()
         self._opening = asyncio.Lock()
         self._pool: Pool | None = None
@@ -79,7 +81,7 @@ class Requests:
         async with self._opening:
             if self._pool is None:
                 settings = {**pool.INDEX_ONLY, "idle_in_transaction_session_timeout": self._idle}
-                self._pool = await pool.open_pool(self._url, "delayer act", self._most, settings, self._server)
+                self._pool = await pool.open_pool(self._url, "delayer act", MOST_ATTEMPTS, settings, self._server)
             return self._pool
 
     def close(self) -> None:

@@ -25,21 +25,35 @@ HOLD_AGAIN = read("hold_again")
 READ_INBOX = read("read_inbox")
 WRITE_WATERMARK = read("write_watermark")
 
-_LANE_LOCKS: Final = (
-    "SELECT k.objid::bigint AS number, k.pid FROM pg_locks AS k"
-    " WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2 AND k.classid = 'lane'::regclass"
+TRUSTED: Final = "coalesce(a.usename = session_user OR has_table_privilege(a.usesysid, 'lane', 'UPDATE'), false)"
+"""Whether the session ``a`` of pg_stat_activity is a daemon's or a command's, and not another role's, by its rights.
+Every role may take advisory locks, and give its session any name."""
+DAEMONS: Final = (
+    "SELECT a.* FROM pg_stat_activity AS a"
+    f" WHERE a.datname = current_database() AND a.application_name LIKE 'delayer presence%' AND {TRUSTED}"
+)
+"""The presences of live daemons."""
+OURS: Final = (
+    "k.locktype = 'advisory' AND k.objsubid = 2"
     " AND k.database = (SELECT oid FROM pg_database WHERE datname = current_database())"
 )
-IS_OWNED: Final = f"EXISTS (SELECT FROM ({_LANE_LOCKS}) AS locks WHERE locks.number = l.number)"
+"""Whether the lock ``k`` of pg_locks is in this database, and has two numbers like those of the store."""
+_LANE_LOCKS: Final = (
+    f"SELECT k.objid::bigint AS number, k.pid, {TRUSTED} AS trusted"
+    " FROM pg_locks AS k LEFT JOIN pg_stat_activity AS a USING (pid)"
+    f" WHERE {OURS} AND k.granted AND k.classid = 'lane'::regclass"
+)
+IS_OWNED: Final = f"EXISTS (SELECT FROM ({_LANE_LOCKS}) AS locks WHERE locks.number = l.number AND locks.trusted)"
 """Whether a live process owns the lane ``l``."""
 LOOK: Final = f"""
 WITH locks AS MATERIALIZED ({_LANE_LOCKS})
 SELECT l.number, l.route,
        EXISTS (SELECT FROM locks WHERE locks.number = l.number) AS owned,
-       ARRAY(SELECT pid FROM locks WHERE locks.number = 0) AS present, (SELECT intake FROM store) AS intake
+       ARRAY(SELECT pid FROM locks WHERE locks.number = 0 AND locks.trusted) AS present,
+       (SELECT intake FROM store) AS intake
 FROM (SELECT) AS one
 LEFT JOIN lane AS l ON true
 ORDER BY l.number
 """
-"""Every lane with its owner's lock, and the backends of all live processes (they share the lock of table lane, 0). At
-least one row, with a null number if there is no lane."""
+"""Every lane, and whether any session has its lock; and the backends of all live processes, which share the lock (lane,
+0). At least one row, with a null number if there is no lane."""

@@ -156,7 +156,7 @@ async def test_imported_messages_are_held(place: OwnVhost, store: str, delayer: 
             return {bytes(body).decode(): reason for body, reason in await admin.fetch("SELECT body, reason FROM held")}
 
         found = await eventually(held, lambda found: found.keys() == BAD.keys())
-        assert all(reason.startswith("unfit: malformed properties: ") for reason in found.values()), found
+        assert all(reason.startswith("unfit: the broker would close the channel: ") for reason in found.values()), found
         assert await daemon.stop() == 0
         assert_unharmed(place, daemon)
         assert set(inbox.counts.values()) == {1}

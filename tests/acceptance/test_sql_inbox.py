@@ -16,7 +16,7 @@ import pytest
 
 from delayer.store.inbox import POLL_SECONDS
 from tests.acceptance.own_vhost import OwnVhost, delayed
-from tests.support.daemon import DaemonProcess
+from tests.support.daemon import DaemonProcess, command
 from tests.support.place import eventually
 from tests.support.rows import conserved
 from tests.support.store import sql
@@ -220,13 +220,16 @@ async def test_a_row_that_the_store_rejects_is_refused_alone(place: OwnVhost, st
 
 
 @pytest.mark.deadline(120)
-async def test_a_full_refused_queue_stops_no_good_message(place: OwnVhost, store: str) -> None:
-    """Refused messages stay in the inbox until there is room. The rest pass them."""
+@pytest.mark.parametrize("prefetch", ["5000", "4"])
+async def test_a_full_refused_queue_stops_no_good_message(place: OwnVhost, store: str, prefetch: str) -> None:
+    """Refused messages stay in the inbox until there is room. The rest pass them, even if the refused ones are more
+    than the prefetch."""
     limit = {"pattern": r"^delays\.refused$", "apply-to": "queues", "priority": 1}
     limit |= {"definition": {"max-length": 1, "overflow": "reject-publish"}}
     place.rabbitmq.api("PUT", f"/api/policies/{place.vhost}/full", limit)
     bad = [b"bad %d" % number for number in range(20)]
-    async with place.working(place.environ("store", store)) as (daemon, raw, inbox), application(store) as app:
+    environ = place.environ("store", store) | {"INTAKE__PREFETCH": prefetch}
+    async with place.working(environ) as (daemon, raw, inbox), application(store) as app:
         for body in bad:
             await send(app, body.decode(), None, headers='{"x-delay": "soon"}')
             await asyncio.sleep(0.05)  # a quorum queue takes a whole burst, and reports its limit only then
@@ -275,6 +278,22 @@ async def test_a_delay_counts_on_a_route_that_reads_other_forms(place: OwnVhost,
     environ = place.environ("store", store) | {"ROUTE": routes}
     async with place.working(environ) as (_, _, inbox), application(store) as app:
         at_ms = await send(app, "x", 700)
+        await inbox.got([b"x"])
+        assert inbox.only(b"x").at_ms >= at_ms - 1
+
+
+@MODES
+async def test_a_retry_of_a_refused_message_is_not_early(place: OwnVhost, store: str, mode: str) -> None:
+    """The message comes again by AMQP, on a route that does not read its due time, after the limit was raised."""
+    environ = place.environ(mode, store)
+    environ["ROUTE"] = '[{"from": "in", "to": "out", "delay_from": ["x-delay"]}]'
+    async with place.working(environ | {"INTAKE__MAX_DELAY": "1s"}) as (daemon, _, _), application(store) as app:
+        at_ms = await send(app, "x", 15_000)
+        assert "the delay is too long" in (await daemon.event("message refused"))["reason"]
+        assert await daemon.stop() == 0
+    async with place.working(environ) as (_, _, inbox):
+        said = await command(None, "refused", "retry", "--all", "--yes", environ=environ)
+        assert "Published again: 1" in said
         await inbox.got([b"x"])
         assert inbox.only(b"x").at_ms >= at_ms - 1
 

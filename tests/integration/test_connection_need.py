@@ -13,6 +13,7 @@ from delayer.cli.check_store import CheckReport, _connections
 from delayer.core.errors import StoreLost
 from delayer.store.admin.needs import ConnectionNeed, connection_need
 from delayer.store.postgres import PostgresStore
+from delayer.store.requests import MOST_ATTEMPTS
 from tests.integration.lanes_shared import migrated, running
 from tests.support.postgres import Postgres
 from tests.support.store import sql
@@ -39,6 +40,11 @@ async def test_what_the_daemons_need_is_what_they_open(database: str) -> None:
         )
     assert (need.lanes, need.limited, need.daemons, need.needed) == (4, 1, 1, 16)
     assert need.needed - 3 <= opened <= need.needed, "the pool opens its connections when it needs them"
+
+
+def test_requests_with_an_idempotency_key_have_connections_too() -> None:
+    base = ConnectionNeed(100, "", 4, 0, 3)
+    assert base._replace(tokens=True).needed - base.needed == 3 * MOST_ATTEMPTS == 12
 
 
 @pytest.mark.parametrize(("lanes", "limited", "daemons", "needed"), [(4, 0, 0, 13), (4, 500, 1, 16), (8, 3, 3, 38)])

@@ -123,7 +123,7 @@ async def work(url: str) -> None:
             await store.locks.add_routes([b"limited"])
     finally:
         await store.close()
-    with closing(Requests(lambda: url, 1, 10.0)) as kept:
+    with closing(Requests(lambda: url, 10.0)) as kept:
         for before in (None, "sent"):  # The second attempt changes the answer of the first.
             async with kept.attempt(b"k" * 32, b"c" * 32) as attempt:
                 assert attempt.before == before

@@ -128,6 +128,7 @@ NULL, WRONG = "22004", "22023"
         ("'k', 'x', headers => '{\"CC\": \"a\"}'", WRONG, "headers: expected arrays of routing keys in CC and BCC"),
         ("'k', 'x', headers => '{\"BCC\": null}'", WRONG, "headers: expected arrays of routing keys in CC and BCC"),
         ("repeat('k', 256), 'x'", WRONG, "routing_key: expected at most 255 bytes, found 256"),
+        ("repeat('ü', 128), 'x'", WRONG, "routing_key: expected at most 255 bytes, found 256"),
         ("'k', 'x', exchange => repeat('ü', 128)", WRONG, "exchange: expected at most 255 bytes, found 256"),
         ("'k', repeat('x', 16777217)", WRONG, "body: expected at most 16777216 bytes, found 16777217"),
         ("'k', 'x', key => ''", WRONG, "key: expected 1 to 255 bytes, found 0"),

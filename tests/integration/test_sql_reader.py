@@ -17,7 +17,7 @@ from delayer.core.errors import StoreLost
 from delayer.core.operations import Applied, Operation, fold
 from delayer.store import inbox, statements
 from delayer.store.admin import stats
-from delayer.store.inbox import InboxSubscription
+from delayer.store.inbox import InboxSubscription, Postponed
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.session import LaneSession
 from delayer.store.pool import INDEX_ONLY
@@ -40,8 +40,8 @@ class Process:
     async def move(self, operations: Sequence[Operation], rows: Sequence[int]) -> Applied:
         return await self.store.apply(self.lane, fold(operations), self.lane.number, None, rows)
 
-    def subscribe(self, prefetch: int = 5_000) -> InboxSubscription:
-        made = InboxSubscription(self, prefetch)  # type: ignore[arg-type]
+    def subscribe(self, prefetch: int = 5_000, postponed: Postponed | None = None) -> InboxSubscription:
+        made = InboxSubscription(self, prefetch, postponed)  # type: ignore[arg-type]
         self.subscriptions.append(made)
         return made
 
@@ -266,3 +266,42 @@ async def test_an_inbox_is_unread_only_without_a_living_reader(database: str, mo
         async with subscription._session.turn:  # As if its process was frozen.
             assert await eventually(unread_ms) >= 300_000
         assert await eventually(unread_ms, lambda unread: unread == 0) == 0
+
+
+async def test_postponed_rows_let_others_pass_and_come_again(database: str) -> None:
+    """Any number of them, in any places, also those that a late transaction puts between them."""
+    async with process(database) as one, sql(database) as app:
+        postponed = Postponed()
+        await send(app, 7, "bad")
+        for _ in range(3):
+            subscription = one.subscribe(3, postponed)
+            batch = await read(subscription)
+            if batch:
+                assert subscription.postpone([row.tag for row in batch])
+                assert not subscription.overrun
+            await subscription.close()
+        assert len(postponed.ids) == 7
+        await app.execute("DELETE FROM delayer_inbox WHERE id = 4")
+        await app.execute(
+            "INSERT INTO delayer_inbox (id, exchange, routing_key, headers, properties, body) OVERRIDING SYSTEM VALUE"
+            " VALUES (4, 'e', 'k', '{}', '{}', 'late'), (8, 'e', 'k', '{}', '{}', 'good')"
+        )
+        postponed.ids.discard(4)
+        passing = one.subscribe(3, postponed)
+        batch = await read(passing)
+        assert [row.body for row in batch] == [b"late", b"good"]
+        passing.ack(batch[-1].tag, multiple=True)
+        await read(passing)
+        assert await unread(app) == 6
+        postponed.until = 0.0
+        assert passing.overrun
+        await passing.close()
+        assert [row.body for row in await read(one.subscribe())] == [b"bad"] * 6
+
+
+async def test_too_many_postponed_rows_are_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox, "MOST_POSTPONED", 3)
+    postponed = Postponed()
+    assert postponed.add([1, 2], 0.0)
+    assert not postponed.add([3, 4], 5.0)
+    assert (postponed.ids, postponed.is_over(inbox.POSTPONE_SECONDS)) == ({1, 2}, True)

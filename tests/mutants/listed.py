@@ -317,6 +317,7 @@ MUTANTS: Sequence[Mutant] = (
         "delayer/store/inbox.py",
         "tests/integration/test_sql_reader.py",
         ("inbox-freed-with-rows-in-flight", "if not wanted and not (self._rows or self._settled):", "if not wanted:"),
+        ("postponed-rows-come-first", "ranges.take(sorted(self._postponed.ids))", "pass"),
         ("inbox-ranges-stay-open", "            self._ranges.close(closed)\n", "            pass\n"),
     ),
     *of(
@@ -335,9 +336,9 @@ MUTANTS: Sequence[Mutant] = (
         ("inbox-moves-apart", "await self._inbox.move(operations, tags)", "await self._backlog.apply(operations)"),
     ),
     *of(
-        "delayer/intake/inbox.py",
-        "tests/acceptance/test_sql_inbox.py::test_a_delay_counts_on_a_route_that_reads_other_forms",
-        ("sql-delay-not-read", "        return self._adapted\n", "        return policy\n"),
+        "delayer/core/plan.py",
+        "tests/unit/format/test_inbox.py",
+        ("sql-delay-not-read", "if BY_SQL in request.headers else", "if False else"),
     ),
     *of(
         "migrations/versions/0002_sql_inbox.py",

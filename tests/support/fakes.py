@@ -86,6 +86,7 @@ class ScriptedSubscription:
         self.behind = False
         self.prefetch = 5_000
         self.overrun = False
+        self.passes_over = False
         self._script = deque(script)
         self.read = asyncio.Event()
         self.events: list[str] = []
@@ -103,6 +104,10 @@ class ScriptedSubscription:
     def ack(self, tag: int, *, multiple: bool) -> None:
         self.acked.append((tag, multiple))
         self.events.append(f"ack {tag}")
+
+    def postpone(self, tags: Sequence[int]) -> bool:
+        self.events.append(f"postponed {[*tags]}")
+        return self.passes_over
 
     def stop(self) -> None:
         self.events.append("stopped")

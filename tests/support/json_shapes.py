@@ -156,6 +156,8 @@ class StoreStatus(TypedDict):
     lanes: NotRequired[list[LaneOutput]]
     segments: NotRequired[SegmentsStatus]
     inbox: NotRequired[InboxStatus | None]
+    foreign_locks: NotRequired[list[str]]
+    """Sessions of other roles that have locks of the store, or wait for them."""
 
 
 @documented

@@ -223,6 +223,9 @@ class MemorySubscription:
             del self._unsettled[one]
         self._queue.take([])
 
+    def postpone(self, tags: Sequence[int]) -> bool:
+        return False
+
     def stop(self) -> None:
         self._stopped = True
         self._buffer.clear()

@@ -14,7 +14,7 @@ from delayer.core.message import Due
 from delayer.format.rows import read_row
 from delayer.store import pool
 from delayer.store.admin import audit_log
-from delayer.store.admin.stats import InboxCount, count_inbox, counters, waiting_of
+from delayer.store.admin.stats import count_inbox, counters, waiting_of
 from delayer.store.rows.counters import add_counts
 from delayer.store.rows.keys import OF_SCHEDULE, forget
 from delayer.store.rows.places import AT, DELETE_ROWS, WANTED, Place, Places
@@ -34,7 +34,7 @@ class DrainBacklog(NamedTuple):
     """How many messages a drain can move, and how many it leaves and why. ``keyed`` and ``soon`` are disjoint parts of
     ``rows``. ``keyed``: with a key; if these are drained too, only occurrences of schedules. ``soon`` counts at most
     SOON_MOST rows per lane. ``packed``: messages in segments, ``broken``: in damaged ones.
-    ``inbox``: in the SQL inbox."""
+    ``inbox``: in the SQL inbox; None if it takes too long to count."""
 
     rows: int
     keyed: int
@@ -42,7 +42,7 @@ class DrainBacklog(NamedTuple):
     held: int
     packed: int
     broken: int
-    inbox: int = 0
+    inbox: int | None = 0
 
 
 SOON_MOST: Final = 1_000_000
@@ -67,9 +67,11 @@ async def count(connection: Connection, soon_ms: int, *, keys_too: bool = False)
         keyed = await connection.fetchval(_KEYED, keys_too)
         soon = await connection.fetchval(_SOON, soon_ms, SOON_MOST, keys_too)
         packed = await catalog.count(connection)
-    inbox = await count_inbox(connection) or InboxCount()
+    inbox = await count_inbox(connection)
     whole = packed.messages - packed.broken_messages
-    return DrainBacklog(waiting_of(kinds), keyed, soon, kinds["held"], whole, packed.broken_messages, inbox.messages)
+    return DrainBacklog(
+        waiting_of(kinds), keyed, soon, kinds["held"], whole, packed.broken_messages, inbox and inbox.messages
+    )
 
 
 class LockedRows(NamedTuple):

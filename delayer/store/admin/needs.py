@@ -12,8 +12,10 @@ from typing import Final, NamedTuple
 
 from asyncpg import Connection
 
+from delayer.store import statements
 from delayer.store.lanes.locks import LIMITED_SESSIONS
 from delayer.store.postgres import PARKERS
+from delayer.store.requests import MOST_ATTEMPTS
 from delayer.store.rows import history
 from delayer.store.rows.keys import LOCKS
 
@@ -72,11 +74,10 @@ async def lock_need(connection: Connection, history_days: int = 0) -> LockNeed:
     return LockNeed(*await connection.fetchrow(_LOCK_TABLE))._replace(history_days=history_days)
 
 
-_CONNECTIONS: Final = """
+_CONNECTIONS: Final = f"""
 SELECT allowed, raise,
        (SELECT count(*) FROM lane WHERE route IS NULL), (SELECT count(*) FROM lane WHERE route IS NOT NULL),
-       (SELECT count(*) FROM pg_stat_activity
-        WHERE datname = current_database() AND application_name LIKE 'delayer presence%')
+       (SELECT count(*) FROM ({statements.DAEMONS}) AS daemons)
 FROM pg_database, pg_roles, LATERAL (VALUES
     (current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int
      - coalesce(current_setting('reserved_connections', true)::int, 0), ''),  -- from Postgres 16 on
@@ -91,19 +92,20 @@ ORDER BY allowed LIMIT 1  -- NULL, no limit, comes last
 class ConnectionNeed(NamedTuple):
     """``allowed``: the connections for ordinary roles, by the least of the limits of server, database and role.
     ``command``: the statement that raises it; empty: max_connections. ``lanes``: without ``limited`` routes.
-    ``daemons``: live."""
+    ``daemons``: live. ``tokens``: whether they answer requests over HTTP that change something."""
 
     allowed: int
     command: str
     lanes: int
     limited: int
     daemons: int
+    tokens: bool = False
 
     @property
     def needed(self) -> int:
-        """Connections of all daemons: two per lane, one for the SQL inbox, and per daemon its presence, parks, and
-        sessions for limited routes."""
-        each = 1 + PARKERS + (LIMITED_SESSIONS if self.limited else 0)
+        """Connections of all daemons: two per lane, one for the SQL inbox, and per daemon its presence, parks, sessions
+        for limited routes, and requests with an Idempotency-Key."""
+        each = 1 + PARKERS + (LIMITED_SESSIONS if self.limited else 0) + (MOST_ATTEMPTS if self.tokens else 0)
         return 2 * self.lanes + 1 + max(self.daemons, 1) * each
 
 
@@ -131,12 +133,13 @@ RIGHTS: Final[Mapping[str, str]] = {
 """The rights of a daemon, as docs/security.md grants them."""
 OF_HISTORY: Final[Mapping[str, str]] = {"history": "OWNER", "history_default": "SELECT, DELETE"}
 
-# The roles of live daemons. Without a live daemon, the current role, unless it only reads: then it is an operator's.
-# Only the named function of a CASE is called.
+# The roles of live daemons. They have some right on lanes; any session may have the name of a daemon's. Without a live
+# daemon, the current role, unless it only reads: then it is an operator's. Only the named function of a CASE is called.
 _MISSING: Final = """
 WITH live AS (
     SELECT DISTINCT usename AS role FROM pg_stat_activity
     WHERE datname = current_database() AND application_name LIKE 'delayer presence%'
+          AND has_table_privilege(usesysid, 'lane', 'SELECT, INSERT, UPDATE')
 ), roles AS (
     SELECT role FROM live
     UNION SELECT current_user

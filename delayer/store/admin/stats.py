@@ -10,7 +10,8 @@ from asyncpg import Connection, QueryCanceledError
 
 from delayer.core.heartbeat import STUCK_SECONDS
 from delayer.core.units import DAY_MS, HOUR_MS
-from delayer.store import pool, schema, statements
+from delayer.store import foreign_locks, pool, schema, statements
+from delayer.store.foreign_locks import ForeignLocks
 from delayer.store.lanes.notify import INBOX_READER
 from delayer.store.segments import catalog
 from delayer.store.segments.catalog import OverdueSegments, SegmentTotals
@@ -93,9 +94,9 @@ _INBOX: Final = f"""
 SELECT (SELECT count(*) FROM (SELECT FROM delayer_inbox LIMIT {INBOX_MOST}) AS counted),
        coalesce((SELECT extract(epoch FROM clock_timestamp() - min(sent_at)) * 1000
                  FROM (SELECT sent_at FROM delayer_inbox ORDER BY id LIMIT 100) AS first), 0)::bigint,
-       EXISTS (SELECT FROM pg_locks AS l JOIN pg_stat_activity AS a USING (pid)
-               WHERE l.locktype = 'advisory' AND l.classid = 'delayer_inbox'::regclass AND l.objid = 0 AND l.granted
-                     AND a.datname = current_database() AND a.application_name = '{INBOX_READER}'
+       EXISTS (SELECT FROM pg_locks AS k JOIN pg_stat_activity AS a USING (pid)
+               WHERE {statements.OURS} AND k.classid = 'delayer_inbox'::regclass AND k.objid = 0 AND k.granted
+                     AND {statements.TRUSTED} AND a.application_name = '{INBOX_READER}'
                      AND a.query_start > clock_timestamp() - interval '{STUCK_SECONDS} s' IS NOT FALSE)
 """
 
@@ -112,6 +113,7 @@ class StoreOverview:
     late: OverdueSegments
     inbox: InboxCount | None = field(default_factory=InboxCount)
     """None if it takes too long to count."""
+    foreign: Sequence[ForeignLocks] = ()
 
     @property
     def upgrade_pending(self) -> bool:
@@ -157,8 +159,8 @@ async def overview(url: str, restore_ahead_ms: int = DAY_MS) -> StoreOverview:
             late = await catalog.count_late(connection, now_ms + restored_ms(restore_ahead_ms))
             packed = await catalog.count(connection)
             lanes = await _lanes(connection, now_ms)
-        inbox = await count_inbox(connection)
-        return StoreOverview(found, schema.HEAD, now_ms, lanes, packed, late, inbox)
+        inbox, foreign = await count_inbox(connection), await foreign_locks.find(connection)
+        return StoreOverview(found, schema.HEAD, now_ms, lanes, packed, late, inbox, foreign)
 
 
 async def count_inbox(connection: Connection) -> InboxCount | None:

@@ -18,10 +18,12 @@ import asyncpg
 import structlog
 from asyncpg import Connection
 
+from delayer.core.errors import StoreLost
 from delayer.core.message import LaneRow, LaneTable
-from delayer.store import pool, statements
+from delayer.store import foreign_locks, pool, statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, describe, translate_errors
+from delayer.store.foreign_locks import ForeignLocks
 from delayer.store.lanes.cursor import ReleaseCursor
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.notify import INBOX, INBOX_READER, listen
@@ -114,8 +116,9 @@ class LaneLocks:
         try:
             async with self._turn:
                 with translate_errors("look at lanes"):
+                    foreign = await foreign_locks.find(self._presence, LOOK_TIMEOUT)
                     if not self._pid:
-                        self._pid = await self._presence.fetchval(_PRESENCE, column=1)
+                        self._pid = await _take_presence(self._presence, foreign)
                     await self._presence.execute(_END_FROZEN, self.idle, frozen_seconds, timeout=LOOK_TIMEOUT)
                     if self._named != self.zone_version:
                         name = f"delayer presence {self.zone_version} {self.owner}"
@@ -127,7 +130,8 @@ class LaneLocks:
             raise
         present = sorted(pid for row in rows[:1] for pid in row["present"])
         lanes = [LaneRow(row["number"], row["route"], row["owned"]) for row in rows if row["number"]]
-        table = LaneTable(lanes, len(present), present.index(self._pid), rows[0]["intake"])
+        rank, strangers = present.index(self._pid), list(map(str, foreign))
+        table = LaneTable(lanes, len(present), rank, rows[0]["intake"], strangers)
         self.routes = table.routes
         return table
 
@@ -281,3 +285,13 @@ class LaneLocks:
             async with pool.borrow(self.pool) as connection:
                 for route in sorted(routes):
                     await connection.execute(ADD, route)
+
+
+async def _take_presence(connection: Connection, foreign: Sequence[ForeignLocks]) -> int:
+    """Take the lock that all live processes share. Returns the server process behind it. Raises StoreLost, the driver's
+    errors."""
+    taken, pid = await connection.fetchrow(_PRESENCE)
+    if not taken:
+        why = "; ".join(map(str, foreign)) or "another session has the lock that all processes share"
+        raise StoreLost(f"become present: {why}", foreign_locks.ADVICE)
+    return int(pid)

@@ -17,6 +17,7 @@ import structlog
 
 from delayer.core.errors import StoreLost
 from delayer.core.message import LaneTable
+from delayer.store.foreign_locks import ADVICE
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.locks import LaneLocks
 
@@ -65,6 +66,8 @@ class LaneOwnership:
         """The number of live processes of the store at the last look."""
         self.routes: Collection[bytes] = ()
         """The limited routes. Each needs its own lane."""
+        self.foreign: Sequence[str] = ()
+        """The sessions of other roles that had locks of the store at the last look."""
         self._link = link
         self._away_seconds = away_seconds
         self._away_since: float | None = None
@@ -95,6 +98,7 @@ class LaneOwnership:
             return
         table = await self.ensure_lanes(locks, self.routes)
         self.live, self.intake = table.live, table.intake
+        self._log_foreign(table.foreign)
         self.ordinary = [row.number for row in table.lanes if row.route is None]
         if not self.ordinary:
             raise StoreLost("the store has no lanes", "run `delayer db upgrade`")
@@ -185,6 +189,11 @@ class LaneOwnership:
     def _update(self) -> None:
         self.own = [lane for lane in self._held() if lane.route is None]
         (self.usable.set if self.own else self.usable.clear)()
+
+    def _log_foreign(self, found: Sequence[str]) -> None:
+        for one in set(found) - set(self.foreign):
+            log.error("store locked by another role", reason=one, next_step=ADVICE)
+        self.foreign = found
 
     def _log_spare(self, *, spare: bool, live: int) -> None:
         if spare and not self.spare.is_set():

@@ -9,6 +9,7 @@ from asyncpg import Connection
 
 from delayer.schedule.record import ScheduleRecord
 from delayer.schedule.schedule import ScheduleState
+from delayer.store import statements
 from delayer.store.schedules import table
 
 _PAGE: Final = f"SELECT {table.COLUMNS} FROM schedule WHERE name > $1 ORDER BY name LIMIT $2"
@@ -21,10 +22,10 @@ RENEWING: Final = "~"
 """Stands between two versions while a daemon computes all next occurrences again: the one before, and the daemon's. If
 the daemon dies, the one before is left. Whoever has older data than the daemon takes the mark away, and the daemon then
 notices that it is not done."""
-_ZONE_VERSIONS: Final = """
+_ZONE_VERSIONS: Final = f"""
 SELECT split_part(application_name, ' ', 3), array_agg(split_part(application_name, ' ', 4) ORDER BY application_name)
-FROM pg_stat_activity
-WHERE datname = current_database() AND application_name LIKE 'delayer presence _%'
+FROM ({statements.DAEMONS}) AS a
+WHERE application_name LIKE 'delayer presence _%'
 GROUP BY 1 ORDER BY 1
 """
 

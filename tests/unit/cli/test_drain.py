@@ -107,6 +107,8 @@ NOTHING = DrainBacklog(0, 0, 0, 0, 0, 0)
             NOTHING._replace(packed=9, broken=1), False, 0,
             [(9, "segments", "compacted", "restore"), (1, "segments", "", "docs")],
         ),
+        (NOTHING._replace(inbox=4), False, 0, [(4, "SQL inbox", "meanwhile", "none: the daemon moves")]),
+        (NOTHING._replace(inbox=None), False, 0, [(None, "SQL inbox", "cannot be counted", "docs/operations.md")]),
         (NOTHING._replace(held=3), False, 0, [(3, "held", "did not take", "held list")]),
     ],
 )  # fmt: skip

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 
 from delayer.amqp.properties import Properties
-from delayer.core.plan import Mode, Policy, Refuse, Route
+from delayer.amqp.values import Outgoing
+from delayer.core.message import Target
+from delayer.core.plan import Mode, Park, Policy, Refuse, Route
 from delayer.format.inbox import delivery_of_row
+from delayer.format.refusal import NO_EDITS, EntryPoints, RetryEdits, build_retry, refused_properties
+from delayer.format.release import released_properties
 from delayer.intake.handle import classify
 
 
@@ -35,6 +39,35 @@ def test_every_kind_of_value_is_encoded() -> None:
     assert delivery.properties[slice(*spans["delivery_mode"])] == b"\x02"
     assert delivery[:4] == (3, False, b"in", "kéy".encode())
     assert delivery.body == b"\x00body"
+
+
+OTHER_FORMS = ("x-delay", "json:/at")
+ENTRIES = EntryPoints(b"delays", frozenset({b"in"}))
+
+
+def test_a_due_time_by_sql_counts_on_every_route_and_again_after_a_retry() -> None:
+    """A retry sends the message to the exchange, where another handler reads it. Nothing may be early then."""
+    policy = Policy(Mode.STORE, {b"in": Route(b"in", b"out", delay_from=OTHER_FORMS)}, 10**9)
+    body = b'{"at": "1970-01-01T00:05:00Z"}'
+    first = delivery_of_row(1, row({"x-deliver-at": 10**11}, body=body))
+    refused, _ = refused_properties(first, "why", b"t", 1 << 16)
+    again = build_retry(first._replace(properties=refused), ENTRIES, 1 << 16, NO_EDITS)
+    assert isinstance(again, Outgoing)
+    for one in (first, first._replace(properties=again.properties)):
+        assert classify(one, policy, 10**11 - 5_000, 1 << 16)[2] == Park(10**11, Target(b"out", "kéy".encode()))
+    released = released_properties(Properties.parse(again.properties), b"1", 10**11)
+    assert not {b"x-delayer-sql", b"x-deliver-at"} & {*Properties.parse(released).names()}
+
+
+def test_a_delay_that_an_operator_sets_replaces_that_due_time() -> None:
+    policy = Policy(Mode.STORE, {b"in": Route(b"in", b"out", delay_from=OTHER_FORMS)}, 10**9)
+    first = delivery_of_row(1, row({"x-deliver-at": 10**11}))
+    refused, _ = refused_properties(first, "why", b"t", 1 << 16)
+    edits = RetryEdits.of(7_000, {}, [], {})
+    again = build_retry(first._replace(properties=refused), ENTRIES, 1 << 16, edits)
+    assert isinstance(again, Outgoing)
+    plan = classify(first._replace(properties=again.properties), policy, 0, 1 << 16)[2]
+    assert plan == Park(7_000, Target(b"out", "kéy".encode()))
 
 
 DEEP = json.loads("[" * 100 + "]" * 100)

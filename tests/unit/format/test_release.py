@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 
-from delayer.amqp.errors import MalformedProperties
 from delayer.amqp.properties import Properties, byte_array, entry, int64, long_string
 from delayer.amqp.values import Delivery
 from delayer.core.hold import Hold, HoldKind
@@ -18,7 +17,7 @@ from delayer.core.retry_policy import FailedAttempt
 from delayer.format.envelope import ID_BYTES, HoldNote, envelope_properties
 from delayer.format.headers import ROOM
 from delayer.format.refusal import refused_properties
-from delayer.format.release import note_failure, released_properties, why_unpublishable
+from delayer.format.release import Unpublishable, note_failure, released_properties, why_unpublishable
 from delayer.intake.handle import read_request
 from tests.unit.amqp.tables import properties, sized, text, with_headers
 from tests.unit.format.test_refused_properties import GAINED, refused
@@ -104,7 +103,7 @@ def test_the_delay_stays_with_its_sign_flipped(said: bytes, stays: bytes) -> Non
     ],
 )
 def test_a_message_that_would_close_the_channel_does_not_leave(raw: bytes, why: str) -> None:
-    with pytest.raises(MalformedProperties, match=why):
+    with pytest.raises(Unpublishable, match=f"^the broker would close the channel: {why}"):
         released(raw)
 
 

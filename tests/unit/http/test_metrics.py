@@ -243,6 +243,15 @@ SCENES = [
     fires({'delayer_held_messages{job="delayer"}': "0x5 3x30"}, "DelayerMessagesHeld", "30m", expected=True),
     fires({'delayer_overdue_seconds{job="delayer"}': "0x5 90x30"}, "DelayerOverdue", "20m", expected=True),
     fires({'delayer_inbox_unread_seconds{job="delayer"}': "0x5 90x30"}, "DelayerInboxUnread", "20m", expected=True),
+    fires({'delayer_store_schema_current{job="delayer", instance="a"}': "1x40",
+           'delayer_inbox_messages{job="delayer", instance="a"}': "0x5 _x40"},
+          "DelayerInboxUnknown", "30m", expected=True),
+    # One daemon that can count is enough. During an upgrade, none does.
+    fires({'delayer_store_schema_current{job="delayer", instance="a"}': "1x40",
+           'delayer_inbox_messages{job="delayer", instance="b"}': "0x40"},
+          "DelayerInboxUnknown", "30m", expected=False),
+    fires({'delayer_store_schema_current{job="delayer", instance="a"}': "0x40"},
+          "DelayerInboxUnknown", "30m", expected=False),
     fires({'delayer_refused_total{job="delayer", route="a"}': "0x5 4x30"},
           "DelayerMessagesRefused", "8m", expected=True),
     # A series that starts at its first message never shows an increase. The message is in the refused queue.

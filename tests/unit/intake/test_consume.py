@@ -240,6 +240,23 @@ async def test_messages_without_room_do_not_lengthen_the_pause() -> None:
     assert it.attempts[:4] == [0, 1, 0, 0]
 
 
+async def test_the_pause_stays_short_while_the_next_subscription_reads_others_first() -> None:
+    subscriptions = [ScriptedSubscription([batch(1)]) for _ in range(6)]
+    for one in subscriptions[:3]:
+        one.passes_over = True
+    it = Scene(*subscriptions)
+
+    async def carry(deliveries: Batch, settler: AckTracker) -> None:
+        settler.postpone([one.tag for one in deliveries])
+        raise NotTaken("the refused queue is full")
+
+    it.carrier.carry = carry  # type: ignore[method-assign]
+    async with it.running():
+        await until(lambda: len(it.attempts) >= 5)
+    assert it.attempts[:5] == [0, 0, 0, 1, 2]
+    assert "postponed [1]" in subscriptions[0].events
+
+
 async def test_an_overrun_subscription_closes_cleanly_and_begins_again() -> None:
     """The consumer settles the batches in flight, and then subscribes again without a pause."""
     first, second = ScriptedSubscription([batch(1), batch(2)]), ScriptedSubscription([batch(1)])

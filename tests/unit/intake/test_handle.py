@@ -204,6 +204,7 @@ async def test_a_refusal_by_the_cascade_returns_the_delivery_to_the_queue() -> N
     with pytest.raises(NotTaken, match=r"exchange delayer\.delay-level-03 did not take a message to hold"):
         await it.run(publication(1, b"gone"))
     assert (it.accepted, it.counted()) == ([], {"returned": 1})
+    assert it.acks.events == ["postponed [1]"]
 
 
 async def test_each_publish_of_a_batch_is_progress() -> None:
@@ -224,6 +225,19 @@ def carried(tag: int, due_ms: int, key: bytes = b"k", held: HoldNote | None = No
     return delivery(tag, body=b"body")._replace(
         properties=envelope_properties(parcel, b"id", held, rest_ms), exchange=b"delayer.delivery"
     )
+
+
+@pytest.mark.words
+async def test_a_due_message_that_would_close_the_channel_is_refused_for_that() -> None:
+    """It is a message of the cascade, and its properties are well-formed."""
+    it = Scene()
+    parcel = Parcel(NOW, b"orders.in", b"orders.in", b"k", Target(b"orders.out", b"k"), b"\x01\x00\x04soon", b"")
+    envelope = delivery(1)._replace(properties=envelope_properties(parcel, b"id"), exchange=b"delayer.delivery")
+    await it.carry(envelope)
+    [message] = it.publisher.published
+    reason = Properties.parse(message.properties).get(b"x-delayer-refused")
+    assert reason is not None
+    assert reason.content.startswith(b"the broker would close the channel: expiration: ")
 
 
 @pytest.mark.parametrize("late_ms", [0, 1, 10**10])
