@@ -38,12 +38,11 @@ from delayer.http import forms, render
 from delayer.http.endpoints import Call, Endpoint, Fields, in_words, read_json
 from delayer.http.pages import Pages
 from delayer.http.problems import HttpProblem, WrongField
-from delayer.http.recent import host_ms
 from delayer.http.view import NO_STORE, ROWS
 from delayer.store import requests, waiting
 from delayer.store.admin.actions import NewDue
 from delayer.store.admin.changes import StoredChange
-from delayer.store.session import read_connection
+from delayer.store.session import clock_ms, read_connection
 
 log = structlog.get_logger(__name__)
 
@@ -242,7 +241,7 @@ class MessagesApi:
     async def list_messages(self, call: Call) -> MessagesJson:
         """List waiting messages, 50 at a time, in the order of their due instants."""
         given = {name: text for name, text in call.query.model_dump().items() if text}
-        form = forms.searched(given, host_ms())
+        form = forms.searched(given, self.pages.answers.now_ms)
         after = forms.place(given.get("after", "")) or waiting.BEGINNING
         async with self.looks, read_connection(self.pages.answers.url, "list") as connection:
             found = await waiting.find(connection, form.wanted, ROWS, after)
@@ -262,8 +261,10 @@ class MessagesApi:
     async def reschedule_messages(self, call: Call) -> ChangeJson:
         """Give the messages that wait under a key, or with a message_id, another due instant."""
         new: NewTime = call.body
-        at_ms = new.due if new.due is not None else host_ms() + (new.delay or 0)
-        return await self._change(call, "reschedule", NewDue(at_ms))
+        if new.due is not None:
+            return await self._change(call, "reschedule", NewDue(new.due))
+        now_ms = await clock_ms(self.pages.answers.url, "reschedule")
+        return await self._change(call, "reschedule", NewDue(now_ms + (new.delay or 0)))
 
     async def _change(self, call: Call, verb: str, when: NewDue | None) -> ChangeJson:
         key, message_id = call.query.key, call.query.message_id
@@ -373,7 +374,7 @@ class MessagesApi:
 
     def _ready(self, new: NewMessage, line: int | None, scope: bytes | None) -> Ready:
         """Compose a message, and ask what the daemon would do with it. Raises HttpProblem."""
-        inside, now_ms = self.pages.answers.inside, host_ms()
+        inside, now_ms = self.pages.answers.inside, self.pages.answers.now_ms
         if not new.message_id and scope is not None:
             message_id = str(uuid.uuid5(_NAMESPACE, f"{scope.hex()} {line or 0}"))
             new = new.model_copy(update={"message_id": message_id})

@@ -25,7 +25,6 @@ from delayer.http import forms, render
 from delayer.http.endpoints import Call, Endpoint, Fields
 from delayer.http.pages import Pages
 from delayer.http.problems import HttpProblem, WrongField
-from delayer.http.recent import host_ms
 from delayer.http.view import ROWS
 from delayer.schedule.cron import LONGEST, BadCron
 from delayer.schedule.record import ScheduleRecord
@@ -180,7 +179,7 @@ class SchedulesApi:
         async with self.looks, read_connection(self.pages.answers.url, "preview a schedule") as connection:
             record = await _read(connection, call.name)
         try:
-            return await asyncio.to_thread(as_json.times, record, host_ms(), call.query.count)
+            return await asyncio.to_thread(as_json.times, record, self.pages.answers.now_ms, call.query.count)
         except (BadCron, UnknownZone) as wrong:
             raise HttpProblem(409, f"{call.name} cannot be computed: {wrong}.") from None
 

@@ -165,7 +165,7 @@ class Pages:
         """List waiting messages. A filter's messages are counted during the search, up to MOST_COUNTED."""
         query = request.query_params
         forms.reject_duplicates([name for name, _ in query.multi_items()])
-        form, trail = forms.searched(query, recent.host_ms()), forms.Trail.of(query)
+        form, trail = forms.searched(query, self.answers.now_ms), forms.Trail.of(query)
         wanted, after = form.wanted, forms.place(trail.after) or waiting.BEGINNING
         async with read_connection(self.answers.url, "list") as connection:
             found = await waiting.find(connection, wanted, ROWS if wanted.everything else MOST_COUNTED, after)
@@ -237,7 +237,7 @@ class Pages:
     async def held(self, request: Request) -> Response:
         query = request.query_params
         forms.reject_duplicates([name for name, _ in query.multi_items() if name != "id"])
-        form, trail = forms.searched(query, recent.host_ms(), forms.HELD_FIELDS), forms.Trail.of(query)
+        form, trail = forms.searched(query, self.answers.now_ms, forms.HELD_FIELDS), forms.Trail.of(query)
         after = forms.token(trail.after).id if trail.after else 0
         async with read_connection(self.answers.url, "list held messages") as connection:
             page = await held_messages.find(connection, form.wanted, ROWS, after)
