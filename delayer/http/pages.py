@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from delayer.amqp.errors import BrokerLost
+from delayer.config.errors import format_found
 from delayer.config.texts import is_loopback, names_of
 from delayer.config.tokens import Role
 from delayer.core.errors import StoreLost
@@ -21,6 +22,7 @@ from delayer.core.readable import delayed_rows
 from delayer.fields import as_json
 from delayer.format import reading
 from delayer.http import forms, recent, render
+from delayer.http.absence import why_absent
 from delayer.http.access import Sessions, cookie_of, name_of
 from delayer.http.forms import FieldError, parse_form
 from delayer.http.health import Answers
@@ -43,22 +45,21 @@ _FAILURES: Final = {
 }  # fmt: skip
 
 
-class Unnamed(HTTPException):
-    """No message has this message_id, or several have. ``list``: leads to the list of those."""
-
-    def __init__(self, name: str) -> None:
-        text = "expected id:48213 or one message's message_id, found none or several: see /api/messages?message_id="
-        super().__init__(404, text)
-        self.list = RedirectResponse("/waiting?" + render.query({}, message_id=name), status_code=303)
+class Unnamed(HttpProblem):
+    """No message has this message_id, or several have. A page lists them instead."""
 
 
-async def _named(connection: Any, text: str) -> Token | None:
-    """Find the waiting or held message called ``text`` (see OWN); None if there is none, or more than one."""
+def _list_of(request: Request) -> Response:
+    name = request.path_params["name"]
+    return RedirectResponse("/waiting?" + render.query({}, message_id=name), status_code=303)
+
+
+async def _named(connection: Any, text: str) -> list[Token]:
+    """Find the waiting or held messages called ``text`` (see OWN)."""
     with suppress(ValueError):
-        return read_token(text)
-    name = raw(text)
-    (tokens,) = (await waiting.find_by_name(connection, [name], packed=False)).values()
-    return tokens[0] if len(tokens) == 1 else None
+        return [read_token(text)]
+    (tokens,) = (await waiting.find_by_name(connection, [raw(text)], packed=False)).values()
+    return tokens
 
 
 def _around(request: Request, form: forms.Search, trail: forms.Trail, rows: int, onward: str) -> dict[str, Any]:
@@ -194,8 +195,8 @@ class Pages:
     async def message(self, request: Request) -> Response:
         try:
             found = await self.one(request, request.path_params["name"])
-        except Unnamed as unnamed:
-            return unnamed.list
+        except Unnamed:
+            return _list_of(request)
         shown = found.entry.body[:16_384]
         return await self.html(
             request,
@@ -213,8 +214,8 @@ class Pages:
         """Send a message's body as a file."""
         try:
             found = await self.one(request, request.path_params["name"])
-        except Unnamed as unnamed:
-            return unnamed.list
+        except Unnamed:
+            return _list_of(request)
         place, body = found.entry.place, found.entry.body
         if len(body) < found.entry.size:
             raise HTTPException(413, f"Expected at most {MOST_BODY} bytes. Next: `delayer show {place.token} --body`.")
@@ -226,13 +227,25 @@ class Pages:
         """Find the message of this id or unique message_id. Raises HTTPException if there is none."""
         found: FullMessage | FoundIn = FoundIn.NOWHERE
         async with read_connection(self.answers.url, "show") as connection:
-            if (token := await _named(connection, text)) is not None:
-                found = await detail.find_message(connection, token, most=MOST_BODY)
-        if token is None and not text.startswith(OWN):
-            raise Unnamed(text)
+            tokens = await _named(connection, text)
+            if len(tokens) == 1:
+                found = await detail.find_message(connection, tokens[0], most=MOST_BODY)
+        if len(tokens) != 1 and not text.startswith(OWN):
+            raise self._unnamed(text, len(tokens))
         if isinstance(found, FoundIn):
-            raise HTTPException(404, detail.describe_absence(token or text[:80], found))
+            raise HTTPException(404, detail.describe_absence(tokens[0] if len(tokens) == 1 else text[:80], found))
         return found
+
+    def _unnamed(self, name: str, found: int) -> Unnamed:
+        which, listed = (
+            f"with the message_id {format_found(name)}",
+            f"GET /api/messages?message_id={quote(name, safe='')}",
+        )
+        if found:
+            several = f"Expected one message {which}, found {found}."
+            return Unnamed(404, several, next_step=f"list them with {listed}, and ask for one by its id")
+        why, step = why_absent(which, self.answers.settings, self.answers.inside.state())
+        return Unnamed(404, why, next_step=f"{step}; {listed} finds compacted messages too")
 
     async def held(self, request: Request) -> Response:
         query = request.query_params

@@ -143,7 +143,7 @@ async def test_keys_cancel_and_reschedule_what_waits(place: OwnVhost, store: str
         assert (gone.status, gone.json["done"]) == (200, 1), gone.text
         for path in ("/api/messages?message_id=m-1", "/api/messages?key=order-1"):
             again = await this.ask("DELETE", path)
-            assert (again.status, "delivered, cancelled or held" in again.json["detail"]) == (404, True)
+            assert (again.status, "was delivered, cancelled, replaced or held" in again.json["detail"]) == (404, True)
         async with sql(store) as connection:
             who = await connection.fetchval("SELECT who FROM audit_log WHERE verb = 'cancel' AND messages > 0")
         assert who == "nightly (token ops, http, 127.0.0.1)"

@@ -51,7 +51,10 @@ async def test_a_message_goes_to_its_route_with_the_headers_of_a_publisher() -> 
     assert (answer.status, answer.headers["content-type"]) == (202, "application/json")
     told = answer.json
     assert (told.pop("due_ms"), told.pop("due")) == (NOW_MS + 3_600_000, "2027-01-15T09:00:00.000Z")
-    assert told == {"message_id": "m-1", "exchange": "delayer.in", "routing_key": "orders.reminder", "cancels": None}
+    assert told == {
+        "message_id": "m-1", "exchange": "delayer.in", "routing_key": "orders.reminder", "cancels": None,
+        "where": "broker",
+    }  # fmt: skip
     [message] = inside.sent
     assert (message.exchange, message.routing_key) == (b"delayer.in", b"orders.reminder")
     assert message.body == '{"order":4711,"ä":[1.5,null]}'.encode()
@@ -99,6 +102,29 @@ async def test_forms_of_delays_and_bodies(new: dict[str, Any], headers: dict[byt
     names = (b"x-delay", b"x-deliver-at", b"x-delay-key", b"x-delay-key-mode", b"x-delay-key-ceiling")
     assert (sent(message, *names, b"x-delay-cancel"), message.body) == (headers, body)
     assert answer.json["cancels"] == ("k" if b"x-delay-cancel" in headers else None)
+
+
+STORE = {"mode": "store", "store": {"url": "postgresql://nowhere/x", "park_beyond": "10m"}}
+
+
+@pytest.mark.parametrize(
+    ("new", "native", "store"),
+    [
+        ({"delay": 0}, "destination", "destination"),
+        ({"delay": 50}, "destination", "destination"),
+        ({"delay": "9m"}, "broker", "broker"),
+        ({"delay": "11m"}, "broker", "store"),
+        ({"delay": 0, "key": "k"}, "store", "store"),
+        ({"exchange": "late.in", "due": NOW_MS - 60_000}, "held", "held"),
+        ({"headers": {"x-delay-cancel": "k"}}, None, None),
+    ],
+)
+async def test_the_answer_says_where_a_message_goes(new: dict[str, Any], native: str | None, store: str | None) -> None:
+    late = {"from": "late.in", "to": "o", "late_limit": "1s", "late_action": "hold"}
+    for mode, where in (("native", native), ("store", store)):
+        async with served(daemon(**STORE | {"mode": mode, "route": [*ROUTES, late]})) as web:
+            answer = await send(web, new)
+        assert (answer.status, answer.json["where"]) == (202, where), answer.text
 
 
 WRONG: dict[str, tuple[int, str]] = {
