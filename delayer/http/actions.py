@@ -108,7 +108,7 @@ class Actions:
                 return await self._instant_again(request, form, str(wrong))
         if "id" in form:
             if form.keys() & {"all", *fields}:
-                raise FieldError("Give either ids or a filter.")
+                raise FieldError("id: expected either ids or a filter, found both")
             names = {str(token): token for token in map(forms.token, forms.ids(form))}
             if _needs_question(request, verb, form):
                 return await self._ask_about_ids(request, verb, form, await self._told(list(names.values())[:SHOWN]))

@@ -203,7 +203,8 @@ class NewTime(Fields):
     @model_validator(mode="after")
     def _one(self) -> NewTime:
         if (self.delay is None) == (self.due is None):
-            raise Expected("either delay or due")
+            found = "neither" if self.delay is None else "both"
+            raise Expected(f"either delay or due, found {found}")
         return self
 
 
@@ -270,7 +271,8 @@ class MessagesApi:
     async def _change(self, call: Call, verb: str, when: NewDue | None) -> ChangeJson:
         key, message_id = call.query.key, call.query.message_id
         if bool(key) == bool(message_id):
-            wrong: WrongField = {"where": "query", "expected": "either key or message_id, not empty"}
+            found = "both" if key else "neither"
+            wrong: WrongField = {"where": "key, message_id", "expected": f"exactly one, and not empty, found {found}"}
             raise HttpProblem(400, f"Query: {in_words([wrong])}.", errors=[wrong])
         answers = self.pages.answers
         wanted = Filter(key=raw(key)) if key else Filter(message_id=raw(message_id))

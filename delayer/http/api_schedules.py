@@ -37,6 +37,7 @@ from delayer.store.schedules import changes, reading
 from delayer.store.session import read_connection
 
 PATH: Final = "/api/schedules"
+LISTED: Final = f"GET {PATH} lists them"
 NAMED: Final = PATH + "/{name}"
 MOST_TIMES: Final = 1_000
 T = TypeVar("T")
@@ -117,7 +118,8 @@ class ScheduleChange(ScheduleFields):
     @model_validator(mode="after")
     def _one(self) -> ScheduleChange:
         if bool(self.given) == (self.state is not None):
-            raise Expected("either fields to change, or a state")
+            found = "neither" if self.state is None else "both"
+            raise Expected(f"either fields to change, or a state, found {found}")
         return self
 
 
@@ -215,7 +217,7 @@ class SchedulesApi:
 
         record = await self._change("apply", put)
         if record is None:  # Removed in this moment.
-            raise HttpProblem(404, str(ScheduleUnknown(call.name[:100])))
+            raise HttpProblem(404, str(ScheduleUnknown(call.name[:100])), next_step=LISTED)
         return as_json.schedule(record)
 
     async def change_schedule(self, call: Call) -> ScheduleJson:
@@ -252,7 +254,7 @@ class SchedulesApi:
         try:
             return await asyncio.shield(acted())
         except ScheduleUnknown as unknown:
-            raise HttpProblem(404, str(unknown), next_step=f"GET {PATH} lists them") from None
+            raise HttpProblem(404, str(unknown), next_step=LISTED) from None
         except ScheduleRefused as refused:
             wrong: list[WrongField] = []
             for one in refused.problems:
@@ -266,5 +268,5 @@ class SchedulesApi:
 async def _read(connection: Any, name: str) -> ScheduleRecord:
     """Read a schedule. Raises HttpProblem, the driver's errors."""
     if (found := await reading.get(connection, name)) is None:
-        raise HttpProblem(404, str(ScheduleUnknown(name[:100])))
+        raise HttpProblem(404, str(ScheduleUnknown(name[:100])), next_step=LISTED)
     return found

@@ -26,7 +26,7 @@ from delayer.http.absence import why_absent
 from delayer.http.access import Sessions, cookie_of, name_of
 from delayer.http.forms import FieldError, parse_form
 from delayer.http.health import Answers
-from delayer.http.problems import HttpProblem, by_program, problem_response
+from delayer.http.problems import HttpProblem, WrongField, by_program, problem_response
 from delayer.http.view import ROWS, STORE_ERRORS
 from delayer.schedule.schedule import ScheduleState
 from delayer.set_aside.messages import SetAsideName
@@ -107,7 +107,9 @@ class Pages:
             text = str(error) or type(error).__name__
             if not isinstance(error, (FieldError, BrokerLost, *STORE_ERRORS)):
                 status, text = 500, "A bug. The daemon's log has it."
-            error = HttpProblem(status, text, next_step=advice)
+            where, _, expected = text.partition(": expected ")
+            errors: list[WrongField] = [{"where": where, "expected": expected}] if status == 400 and expected else []
+            error = HttpProblem(status, text, next_step=advice, errors=errors)
         if by_program(request):
             return problem_response(request, error)
         status, text = error.status_code, error.detail
@@ -233,14 +235,13 @@ class Pages:
         if len(tokens) != 1 and not text.startswith(OWN):
             raise self._unnamed(text, len(tokens))
         if isinstance(found, FoundIn):
-            raise HTTPException(404, detail.describe_absence(tokens[0] if len(tokens) == 1 else text[:80], found))
+            why = detail.describe_absence(tokens[0] if len(tokens) == 1 else text[:80], found)
+            raise HttpProblem(404, why, next_step="look at GET /api/messages, /api/held and /api/refused")
         return found
 
     def _unnamed(self, name: str, found: int) -> Unnamed:
-        which, listed = (
-            f"with the message_id {format_found(name)}",
-            f"GET /api/messages?message_id={quote(name, safe='')}",
-        )
+        which = f"with the message_id {format_found(name)}"
+        listed = f"GET /api/messages?message_id={quote(name, safe='')}"
         if found:
             several = f"Expected one message {which}, found {found}."
             return Unnamed(404, several, next_step=f"list them with {listed}, and ask for one by its id")

@@ -132,7 +132,7 @@ WRONG: dict[str, tuple[int, str]] = {
     "{": (400, "expected JSON, found EOF"),
     '{"body": "\\ud800"}': (400, "expected JSON, found unexpected end of hex escape"),
     "[" * 10_000: (400, "expected JSON, found recursion limit exceeded"),
-    "[]": (422, "an object"),
+    "[]": (422, "the whole body: expected an object, found a list of 0"),
     '{"dealy": 1}': (422, "dealy: expected one of exchange, routing_key, delay"),
     '{"delay": "soon"}': (422, 'delay: expected a duration in whole numbers such as "250ms"'),
     '{"delay": -1}': (422, "delay: expected a delay in milliseconds"),
@@ -148,8 +148,8 @@ WRONG: dict[str, tuple[int, str]] = {
     '{"body": 1}': (422, "body: expected a string, found 1"),
     '{"key_mode": "x"}': (422, "key_mode: expected 'replace', 'keep' or 'debounce', found \"x\""),
     '{"key": ""}': (422, 'key: expected at least 1 character, found ""'),
-    '{"headers": {"a": null}}': (422, "headers: expected a string, a number"),
-    '{"headers": {"a": [1]}}': (422, "headers: expected a string, a number"),
+    '{"headers": {"a": null}}': (422, 'headers: expected a string, a number, true or false for "a", found nothing'),
+    '{"headers": {"a": [1]}}': (422, 'headers: expected a string, a number, true or false for "a", found a list of 1'),
     '{"headers": {"a": 1e300}}': (422, "headers: expected a finite float"),
     '{"headers": {"a": 9223372036854775808}}': (422, "headers: expected an integer of 64 bits"),
     '{"headers": {"x-delay": 1}, "delay": 1}': (
@@ -298,6 +298,34 @@ async def test_an_error_says_what_is_there_instead(
         answer = await web.ask(method, path, None, headers)
     assert answer.json["detail"] == detail
     assert ("/api/openapi.json" in answer.json["next"]) == (headers is AUTH)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "where", "expected"),
+    [
+        ("GET", "/api/messages?due_after=soon", None, "due_after", "an instant with its offset"),
+        ("GET", "/api/messages?header=x", None, "header", 'NAME=VALUE, found "x"'),
+        ("GET", "/api/messages?after=x", None, "after", "the place that the page before gave"),
+        ("GET", "/api/held?kind=x", None, "kind", "one of returned, nacked, unanswered, "),
+        ("GET", "/api/messages?key=a&key=b", None, "key", "once, found 2 times"),
+        ("PATCH", "/api/messages?key=a", {}, "the whole body", "either delay or due, found neither"),
+        ("PATCH", "/api/messages?key=a", {"delay": 1, "due": 1}, "the whole body", "either delay or due, found both"),
+        ("DELETE", "/api/messages", None, "key, message_id", "exactly one, and not empty, found neither"),
+        ("DELETE", "/api/messages?key=a&message_id=b", None, "key, message_id", "not empty, found both"),
+        ("PATCH", "/api/schedules/a", {}, "the whole body", "either fields to change, or a state, found neither"),
+        ("PATCH", "/api/schedules/a", {"state": "paused", "every": "1h"}, "the whole body", "or a state, found both"),
+    ],
+)  # fmt: skip
+async def test_a_mistake_names_the_field_what_is_expected_and_what_is_found(
+    method: str, path: str, body: Any, where: str, expected: str
+) -> None:
+    async with served(daemon(store={"url": "postgresql://127.0.0.1:1/x"})) as web:
+        answer = await web.ask(method, path, None if body is None else json.dumps(body).encode(), JSON)
+    [wrong] = answer.json["errors"]
+    assert (wrong["where"], expected in wrong["expected"], "found" in wrong["expected"]) == (where, True, True), (
+        answer.text
+    )
+    assert f"{where}: expected" in answer.json["detail"] and "correct what `errors` names" in answer.json["next"]
 
 
 async def test_slow_bodies_of_one_token_do_not_keep_out_the_others() -> None:
