@@ -4,7 +4,7 @@ report the outcome."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -13,7 +13,6 @@ from delayer.cli.errors import ExitCode
 from delayer.cli.list import say_native
 from delayer.cli.options import (
     confirm,
-    instant,
     messages_of,
     read_as,
     request_of,
@@ -23,9 +22,10 @@ from delayer.cli.options import (
     whoami,
 )
 from delayer.cli.output import note, note_no_match, print_json, progress
-from delayer.config.texts import shift_ms, target_text
+from delayer.config.texts import instant_ms, shift_ms, target_text
 from delayer.store.admin.actions import NewDue
 from delayer.store.admin.changes import OF_HELD, ChangeResult, StoredChange
+from delayer.store.session import clock_ms
 
 if TYPE_CHECKING:
     from delayer.set_aside.change import SetAsideChange
@@ -78,7 +78,7 @@ def change_stored(
     context: click.Context,
     verb: str,
     names: Sequence[str],
-    when: NewDue | None = None,
+    when_of: Callable[[str], NewDue] | None = None,
     *,
     everything: bool,
     dry_run: bool,
@@ -86,11 +86,12 @@ def change_stored(
     as_json: bool,
     **filters: Any,
 ) -> NoReturn:
-    """Change messages in the store, by name or by filter."""
+    """Change messages in the store, by name or by filter. ``when_of``: the new instant, by the store's URL."""
     wanted = selected(names, filters, everything=everything)
     settings = request_of(context).settings()
     url = store_url(settings)
     say_native(settings)
+    when = when_of and when_of(url)
     tokens = messages_of(url, names) if names else None
     change = StoredChange(url, verb, wanted, tokens, when)
     noun, target = "held messages" if verb in OF_HELD else "messages", "" if when is None else target_text(*when)
@@ -124,16 +125,22 @@ def cancel(context: click.Context, /, *, names: Sequence[str], **given: Any) -> 
     change_stored(context, "cancel", names, **given)
 
 
+def _checked(text: str) -> str:
+    """An instant, which counts from the store's clock if it is one from now. Raises Expected."""
+    instant_ms(text, 0)
+    return text
+
+
 @click.command(short_help="Give messages another due instant.")
 @click.option(
-    "--at", "at_ms", callback=instant, metavar="INSTANT", help="The new instant: RFC 3339, or how long from now."
+    "--at", callback=read_as(_checked), metavar="INSTANT", help="The new instant: RFC 3339, or how long from now."
 )
 @click.option(
     "--by", "by_ms", callback=read_as(shift_ms), metavar="DURATION", help="Later by this, or earlier with a -."
 )
 @stored_change_options
 def reschedule(
-    context: click.Context, /, *, names: Sequence[str], at_ms: int | None, by_ms: int | None, **given: Any
+    context: click.Context, /, *, names: Sequence[str], at: str | None, by_ms: int | None, **given: Any
 ) -> None:
     """Give messages another due instant, by their ids (see `delayer list --help`) or by a filter: --at INSTANT, or --by
     DURATION.
@@ -150,6 +157,12 @@ def reschedule(
       delayer reschedule --route mail.in --due-before 1h --by 30m
       delayer reschedule --delay-key order-4711 --at 0s
     """
-    if (at_ms is None) == (by_ms is None):
+    if (at is None) == (by_ms is None):
         raise click.UsageError("expected a new instant: either --at or --by")
-    change_stored(context, "reschedule", names, NewDue(at_ms, by_ms or 0), **given)
+
+    def when(url: str) -> NewDue:
+        if at is None:
+            return NewDue(by_ms=by_ms or 0)
+        return NewDue(instant_ms(at, asyncio.run(clock_ms(url, "reschedule"))))
+
+    change_stored(context, "reschedule", names, when, **given)

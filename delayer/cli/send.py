@@ -22,20 +22,21 @@ from delayer.amqp.values import Delivery
 from delayer.broker.admin_connection import AdminConnection
 from delayer.broker.pipelined_admin import PATIENCE
 from delayer.cli.errors import EXPECTED_ERRORS, CommandError, CommandFailed, Misused
-from delayer.cli.options import Request, duration, fixed_instant, headers_of
-from delayer.cli.output import note, progress, quoted
+from delayer.cli.options import Request, as_json, duration, fixed_instant, headers_of
+from delayer.cli.output import note, print_json, progress, quoted
 from delayer.config.errors import Expected, format_found
 from delayer.config.model import Settings, Table
 from delayer.config.texts import check_headers, instant_ms, read_base64
 from delayer.config.values import DurationMs
 from delayer.core.filters import OWN
-from delayer.core.message import as_text, raw
-from delayer.core.operations import Cancel
+from delayer.core.message import raw
 from delayer.core.plan import Refuse
 from delayer.core.readable import duration as duration_in_words
 from delayer.core.readable import instant, readable
 from delayer.daemon.live_settings import policy_of
 from delayer.fields.compose import Unsendable, compose
+from delayer.fields.sent import sent
+from delayer.fields.shapes import SentJson
 from delayer.intake.handle import classify
 
 DECLARED: Final = "`delayer topology apply`, then `delayer check`"
@@ -96,20 +97,19 @@ def _expected(wrong: ValidationError) -> str:
 
 
 class Composed(NamedTuple):
-    """A message to publish. ``due_ms``: when it is due by this host's clock, epoch ms; None for a cancel. ``cancels``:
-    the key of the message that it cancels. ``line``: its line of the file; 0 without a file."""
+    """A message to publish. ``told``: what --json says about it, by this host's clock. ``line``: of the file; 0 without
+    a file."""
 
     exchange: str
     routing_key: str
     properties: Basic.Properties
     body: bytes
-    due_ms: int | None = None
-    cancels: str | None = None
-    line: int = 0
+    told: SentJson
+    line: int
 
     @property
     def message_id(self) -> str:
-        return str(self.properties.message_id)
+        return self.told["message_id"]
 
 
 def _option(field: str) -> str:
@@ -127,7 +127,7 @@ class Composer:
     def compose(self, draft: Draft, now_ms: int, line: int = 0) -> Composed:
         """Raises Misused if the message cannot be sent, or if the daemon would refuse it."""
         try:
-            made = Composed(*compose(self._settings, draft, now_ms), line=line)
+            made = compose(self._settings, draft, now_ms)
         except Unsendable as wrong:
             raise Misused(f"{wrong.field if line else _option(wrong.field)}: {wrong.text}") from None
         exchange, key, properties = made.exchange.encode(), made.routing_key.encode(), made.properties.marshal()
@@ -135,9 +135,7 @@ class Composer:
         _, _, plan = classify(delivery, self._policy, now_ms, header_limit(DEFAULT_FRAME_MAX))
         if isinstance(plan, Refuse):
             raise Misused(f"the daemon would refuse it: {plan.reason}")
-        if isinstance(plan, Cancel):
-            return made._replace(cancels=as_text(plan.key) if isinstance(plan.key, bytes) else "")
-        return made._replace(due_ms=plan.due_ms)
+        return Composed(*made, told=sent(made, plan), line=line)
 
 
 def portions_of(file: IO[bytes], composer: Composer, draft: Draft) -> Iterator[list[Composed]]:
@@ -250,9 +248,17 @@ async def _publish(channel: Wire, portion: Sequence[Composed]) -> list[object]:
 @click.option("--body-file", type=click.File("rb"), help="The body from a file; - is stdin.")
 @click.option("--message-id", metavar="ID", help="Its message_id; a random one if left out.")
 @click.option("--file", type=click.File("rb"), help="Messages from lines of JSON; - is stdin. See below.")
+@as_json
 @click.pass_obj
 def send(
-    request: Request, /, *, text: str | None, body_file: IO[bytes] | None, file: IO[bytes] | None, **fields: Any
+    request: Request,
+    /,
+    *,
+    text: str | None,
+    body_file: IO[bytes] | None,
+    file: IO[bytes] | None,
+    as_json: bool,
+    **fields: Any,
 ) -> None:
     """Publish messages that ask for a delay, and wait until the broker confirms them.
 
@@ -263,6 +269,9 @@ def send(
     key_ceiling, delay, due, headers, body (or body_b64) and message_id, named as in the API. The options supply what a
     line leaves out. Lines are checked and sent in portions of up to 1,000. The first portion with a wrong line ends
     the command, before any of it is sent.
+
+    --json prints the message's id, when it is due, and where it goes: the store, the broker, or its destination at
+    once. With --file it prints how many were sent, and those that were not.
 
     \b
     Examples:
@@ -282,15 +291,18 @@ def send(
     draft = Draft.model_construct(body=body, **fields)
     composer, report = Composer(settings), SendReport()
     if file is not None:
-        _send_file(settings.broker_url, file, composer, draft, report)
+        _send_file(settings.broker_url, file, composer, draft, report, as_json=as_json)
         return
     now_ms = time.time_ns() // 1_000_000
     message = composer.compose(draft, now_ms)
     asyncio.run(publish(settings.broker_url, iter([[message]]), report))
     for _, reason in report.failed:
         raise CommandFailed(f"the broker did not take {quoted(message.message_id)}: {reason}. Next: {DECLARED}.")
+    if as_json:
+        print_json(message.told)
+        return
     click.echo(_said(message, now_ms))
-    if (key := message.cancels) is not None:
+    if (key := message.told["cancels"]) is not None:
         find = f"delayer list --delay-key {shlex.quote(readable(key))}"
         note(f"Next: `{find}` shows nothing any more, if it came in time.")
         return
@@ -298,7 +310,9 @@ def send(
     note(f"Next: `delayer status` shows the backlog{one}.")
 
 
-def _send_file(url: str, file: IO[bytes], composer: Composer, draft: Draft, report: SendReport) -> None:
+def _send_file(
+    url: str, file: IO[bytes], composer: Composer, draft: Draft, report: SendReport, *, as_json: bool
+) -> None:
     try:
         with progress("sending") as say:
             portions = portions_of(file, composer, draft)
@@ -306,7 +320,11 @@ def _send_file(url: str, file: IO[bytes], composer: Composer, draft: Draft, repo
     except (CommandError, *EXPECTED_ERRORS):
         note(f"Sent: {report.sent:,}. Next: correct the error below, and send the lines from {report.next_line} on.")
         raise
-    click.echo(f"Sent: {report.sent:,}. Not taken: {len(report.failed):,}.")
+    if as_json:
+        left = [{"line": one.line, "message_id": one.message_id, "error": reason} for one, reason in report.failed]
+        print_json({"sent": report.sent, "failed": left, "next_line": report.next_line})
+    else:
+        click.echo(f"Sent: {report.sent:,}. Not taken: {len(report.failed):,}.")
     for one, reason in report.failed:
         note(f"line {one.line}: the broker did not take {quoted(one.message_id)}: {reason}.")
     if report.failed:
@@ -322,8 +340,9 @@ def _look_up(message_id: str) -> str:
 def _said(message: Composed, now_ms: int) -> str:
     what = f"message_id {readable(message.message_id)}"
     where = f"exchange {quoted(message.exchange)}" if message.exchange else f"queue {quoted(message.routing_key)}"
-    if message.cancels is not None:
-        return f"Sent {what} to {where}; asks to cancel the message under key {quoted(message.cancels)}."
-    due_ms = message.due_ms or 0
+    due_ms = message.told["due_ms"]
+    if due_ms is None:
+        under = f" under key {quoted(key)}" if (key := message.told["cancels"]) is not None else ""
+        return f"Sent {what} to {where}; asks to cancel the message{under}."
     about = f"in {duration_in_words((due_ms - now_ms) / 1000)}" if due_ms > now_ms else "now"
     return f"Sent {what} to {where}; due {instant(due_ms)} ({about})."

@@ -84,7 +84,7 @@ def check_header(name: str, value: object) -> None:
     if not 0 < size <= LONGEST_NAME:
         raise Expected(f"names of 1 to {LONGEST_NAME} bytes, found {size}: {format_found(name)}")
     if not isinstance(value, str | int | float):
-        raise Expected(f"a string, a number, true or false for {format_found(name)}")
+        raise Expected(f"a string, a number, true or false for {format_found(name)}, found {format_found(value)}")
     if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
         raise Expected(f"a finite float of 32 bits for {format_found(name)}, found {value}")
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:

@@ -72,10 +72,13 @@ class DaemonInside:
             counters=daemon.counters,
         )
 
+    def now_upper_ms(self) -> int:
+        return self._daemon.live.now_upper_ms()
+
     def plan(self, message: Outgoing) -> Plan:
         live, (exchange, key, properties, body, *_) = self._daemon.live, message
         delivery = Delivery(0, False, exchange, key, properties, body)
-        policy, now_ms, most = live.policy(), live.now_upper_ms(), live.names().max_properties
+        policy, now_ms, most = live.policy(), self.now_upper_ms(), live.names().max_properties
         plan = classify(delivery, policy, now_ms, most)[2]
         if isinstance(plan, Refuse) and not policy.has_store and live.settings.store_url is not None:
             with_store = classify(delivery, replace(policy, has_store=True), now_ms, most)[2]

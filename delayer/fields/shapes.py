@@ -263,6 +263,10 @@ class SentJson(TypedDict):
     """The same as text."""
     cancels: str | None
     """The key whose message it cancels, by the header x-delay-cancel."""
+    where: Literal["store", "broker", "destination", "held"] | None
+    """Where the daemon puts it, by its present settings. store: it can be found, cancelled and rescheduled once it is
+    parked. broker: in the cascade, where nothing finds it. destination: it is due now, or in moments. held: it is too
+    late for its route. null: it is a cancel."""
 
 
 @documented

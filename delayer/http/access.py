@@ -38,8 +38,7 @@ PROBES: Final = ("/health/live", "/health/ready")
 """Paths that answer every client: health checks send any ``Host``, or none, and read no more than the status."""
 MAX_BODY: Final = 256 * 1024
 AT_ONCE: Final = 128
-"""Maximum number of requests at once, without probes. The server answers 503 to more, and to twice as many
-connections."""
+"""Maximum number of requests at once, without probes. The server answers 503 to more."""
 LASTS: Final = 3600.0
 """Seconds until an unused session expires."""
 LONGEST: Final = 12 * 3600.0

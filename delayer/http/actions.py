@@ -28,7 +28,6 @@ from delayer.http import forms
 from delayer.http.forms import FieldError, Search
 from delayer.http.pages import Pages
 from delayer.http.problems import by_program
-from delayer.http.recent import host_ms
 from delayer.http.view import STORE_ERRORS
 from delayer.set_aside.messages import Result, SetAsideName
 from delayer.store import held_messages, waiting
@@ -36,7 +35,7 @@ from delayer.store.admin.actions import change_connection
 from delayer.store.admin.changes import MATCHED, OF_HELD, ChangeResult, StoredChange
 from delayer.store.errors import ScheduleRefused
 from delayer.store.schedules import changes as schedules
-from delayer.store.session import read_connection
+from delayer.store.session import clock_ms, read_connection
 from delayer.store.waiting import Entry
 
 SHOWN: Final = 20
@@ -99,23 +98,22 @@ class Actions:
         fields = forms.HELD_FIELDS if verb in OF_HELD else forms.FIELDS
         forms.reject_unknown(form, ("verb", "id", "all", "at", "by", *fields, *_ANSWERS))
         request.state.back = forms.back(form, "/held" if verb in OF_HELD else "/waiting")
-        when = None
+        url, when = self.pages.answers.url, None
         if verb == "reschedule":
             try:
-                when = forms.new_due(form, host_ms())
+                when = forms.new_due(form, await clock_ms(url, verb))
             except FieldError as wrong:
                 if by_program(request):
                     raise
                 return await self._instant_again(request, form, str(wrong))
-        url = self.pages.answers.url
         if "id" in form:
             if form.keys() & {"all", *fields}:
-                raise FieldError("Give either ids or a filter.")
+                raise FieldError("id: expected either ids or a filter, found both")
             names = {str(token): token for token in map(forms.token, forms.ids(form))}
             if _needs_question(request, verb, form):
                 return await self._ask_about_ids(request, verb, form, await self._told(list(names.values())[:SHOWN]))
             return await StoredChange(url, verb, Filter(), names=names, when=when).carry_out(who)
-        search = forms.meant(form, host_ms(), fields)
+        search = forms.meant(form, self.pages.answers.now_ms, fields)
         change = StoredChange(url, verb, search.wanted, when=when)
         if _confirmed(request, form):
             shown = form.get("counted", [""])[0].strip()

@@ -106,7 +106,7 @@ class WholeApi:
     async def list_held(self, call: Call) -> HeldMessagesJson:
         """List held messages, 50 at a time, in the order of their arrival."""
         given = {name: text for name, text in call.query.model_dump().items() if text}
-        form = forms.searched(given, recent.host_ms(), forms.HELD_FIELDS)
+        form = forms.searched(given, self.pages.answers.now_ms, forms.HELD_FIELDS)
         after = forms.token(given["after"]).id if "after" in given else 0
         async with self.looks, read_connection(self.pages.answers.url, "list held messages") as connection:
             page = await held_messages.find(connection, form.wanted, ROWS, after)

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StrictStr, WithJson
 from delayer.amqp.errors import BrokerLost
 from delayer.amqp.properties import entry, long_string, splice
 from delayer.amqp.values import CONFIRMED, Outgoing
-from delayer.config.errors import Expected
+from delayer.config.errors import Expected, format_found
 from delayer.config.texts import check_headers, instant_ms, read_base64
 from delayer.config.tokens import Role
 from delayer.config.values import DURATION, duration_ms
@@ -26,24 +26,24 @@ from delayer.core.errors import StoreLost, Unconfirmed
 from delayer.core.filters import Filter, place_text
 from delayer.core.hold import Hold
 from delayer.core.marks import ID
-from delayer.core.message import as_text, raw
-from delayer.core.operations import Cancel
+from delayer.core.message import raw
 from delayer.core.plan import Refuse
-from delayer.core.readable import counted, instant
+from delayer.core.readable import counted
 from delayer.core.units import LATEST_MS, LONGEST_DURATION_MS
 from delayer.fields import as_json
 from delayer.fields.compose import Publishable, Unsendable, compose
+from delayer.fields.sent import sent
 from delayer.fields.shapes import ChangeJson, MessageJson, MessagesJson, SentJson, SentLineJson, SentLinesJson
 from delayer.http import forms, render
+from delayer.http.absence import why_absent
 from delayer.http.endpoints import Call, Endpoint, Fields, in_words, read_json
 from delayer.http.pages import Pages
 from delayer.http.problems import HttpProblem, WrongField
-from delayer.http.recent import host_ms
 from delayer.http.view import NO_STORE, ROWS
 from delayer.store import requests, waiting
 from delayer.store.admin.actions import NewDue
 from delayer.store.admin.changes import StoredChange
-from delayer.store.session import read_connection
+from delayer.store.session import clock_ms, read_connection
 
 log = structlog.get_logger(__name__)
 
@@ -203,7 +203,8 @@ class NewTime(Fields):
     @model_validator(mode="after")
     def _one(self) -> NewTime:
         if (self.delay is None) == (self.due is None):
-            raise Expected("either delay or due")
+            found = "neither" if self.delay is None else "both"
+            raise Expected(f"either delay or due, found {found}")
         return self
 
 
@@ -242,7 +243,7 @@ class MessagesApi:
     async def list_messages(self, call: Call) -> MessagesJson:
         """List waiting messages, 50 at a time, in the order of their due instants."""
         given = {name: text for name, text in call.query.model_dump().items() if text}
-        form = forms.searched(given, host_ms())
+        form = forms.searched(given, self.pages.answers.now_ms)
         after = forms.place(given.get("after", "")) or waiting.BEGINNING
         async with self.looks, read_connection(self.pages.answers.url, "list") as connection:
             found = await waiting.find(connection, form.wanted, ROWS, after)
@@ -262,13 +263,16 @@ class MessagesApi:
     async def reschedule_messages(self, call: Call) -> ChangeJson:
         """Give the messages that wait under a key, or with a message_id, another due instant."""
         new: NewTime = call.body
-        at_ms = new.due if new.due is not None else host_ms() + (new.delay or 0)
-        return await self._change(call, "reschedule", NewDue(at_ms))
+        if new.due is not None:
+            return await self._change(call, "reschedule", NewDue(new.due))
+        now_ms = await clock_ms(self.pages.answers.url, "reschedule")
+        return await self._change(call, "reschedule", NewDue(now_ms + (new.delay or 0)))
 
     async def _change(self, call: Call, verb: str, when: NewDue | None) -> ChangeJson:
         key, message_id = call.query.key, call.query.message_id
         if bool(key) == bool(message_id):
-            wrong: WrongField = {"where": "query", "expected": "either key or message_id, not empty"}
+            found = "both" if key else "neither"
+            wrong: WrongField = {"where": "key, message_id", "expected": f"exactly one, and not empty, found {found}"}
             raise HttpProblem(400, f"Query: {in_words([wrong])}.", errors=[wrong])
         answers = self.pages.answers
         wanted = Filter(key=raw(key)) if key else Filter(message_id=raw(message_id))
@@ -279,22 +283,16 @@ class MessagesApi:
             finally:
                 answers.forget()
         if not result.messages:
-            raise HttpProblem(
-                404, self._absence(key, message_id), next_step=f"look at {PATH}, /api/held and /api/refused"
-            )
+            which = f"under the key {format_found(key)}" if key else f"with the message_id {format_found(message_id)}"
+            absence = why_absent(which, answers.settings, answers.inside.state())
+            raise HttpProblem(404, absence.detail, next_step=absence.next_step)
         return {"heading": result.heading, "done": result.messages, "lines": list(result.lines), "found": {}}
 
-    def _absence(self, key: str, message_id: str) -> str:
-        which = f"under the key {key[:100]!r}" if key else f"with the message_id {message_id[:100]!r}"
-        text = f"No message waits {which}: it was delivered, cancelled or held, or it never arrived."
-        if message_id and self.pages.answers.settings.mode == "native":
-            text += " In native mode the broker keeps messages without a key, and nothing can find them there."
-        return text
-
     async def send_messages(self, call: Call) -> SentJson | SentLinesJson:
-        """Send a message, or several as JSON lines. The answer comes once the broker has confirmed them all. If the
-        daemon would refuse one, none is sent. If the broker takes only some, the answer is 503, and `results` has each;
-        the same request with the same Idempotency-Key then sends only the rest."""
+        """Send a message, or several as JSON lines. The answer comes once the broker has confirmed them all. `where`
+        says where each goes. In the store it is found once the daemon has parked it, moments later. If the daemon would
+        refuse one, none is sent. If the broker takes only some, the answer is 503, and `results` has each; the same
+        request with the same Idempotency-Key then sends only the rest."""
         key = call.request.headers.get("idempotency-key")
         text = await call.request.body()
         if key is None:
@@ -373,7 +371,7 @@ class MessagesApi:
 
     def _ready(self, new: NewMessage, line: int | None, scope: bytes | None) -> Ready:
         """Compose a message, and ask what the daemon would do with it. Raises HttpProblem."""
-        inside, now_ms = self.pages.answers.inside, host_ms()
+        inside, now_ms = self.pages.answers.inside, self.pages.answers.now_ms
         if not new.message_id and scope is not None:
             message_id = str(uuid.uuid5(_NAMESPACE, f"{scope.hex()} {line or 0}"))
             new = new.model_copy(update={"message_id": message_id})
@@ -386,18 +384,7 @@ class MessagesApi:
         plan = inside.plan(outgoing)
         if isinstance(plan, Refuse):
             raise _wrong(where + "message", f"one that the daemon does not refuse, found: {plan.reason}")
-        cancels = as_text(plan.key) if isinstance(plan, Cancel) and isinstance(plan.key, bytes) else None
-        due_ms = None if isinstance(plan, Cancel) else plan.due_ms
-        due = None if due_ms is None else instant(due_ms, exact=True)
-        told: SentJson = {
-            "message_id": str(made.properties.message_id),
-            "exchange": made.exchange,
-            "routing_key": made.routing_key,
-            "due_ms": due_ms,
-            "due": due,
-            "cancels": cancels,
-        }
-        return Ready(outgoing, told, line)
+        return Ready(outgoing, sent(made, plan), line)
 
     async def _send(
         self, messages: Sequence[Ready], confirmed: Mapping[int | None, SentJson] | None = None

@@ -25,7 +25,6 @@ from delayer.http import forms, render
 from delayer.http.endpoints import Call, Endpoint, Fields
 from delayer.http.pages import Pages
 from delayer.http.problems import HttpProblem, WrongField
-from delayer.http.recent import host_ms
 from delayer.http.view import ROWS
 from delayer.schedule.cron import LONGEST, BadCron
 from delayer.schedule.record import ScheduleRecord
@@ -38,6 +37,7 @@ from delayer.store.schedules import changes, reading
 from delayer.store.session import read_connection
 
 PATH: Final = "/api/schedules"
+LISTED: Final = f"GET {PATH} lists them"
 NAMED: Final = PATH + "/{name}"
 MOST_TIMES: Final = 1_000
 T = TypeVar("T")
@@ -118,7 +118,8 @@ class ScheduleChange(ScheduleFields):
     @model_validator(mode="after")
     def _one(self) -> ScheduleChange:
         if bool(self.given) == (self.state is not None):
-            raise Expected("either fields to change, or a state")
+            found = "neither" if self.state is None else "both"
+            raise Expected(f"either fields to change, or a state, found {found}")
         return self
 
 
@@ -180,7 +181,7 @@ class SchedulesApi:
         async with self.looks, read_connection(self.pages.answers.url, "preview a schedule") as connection:
             record = await _read(connection, call.name)
         try:
-            return await asyncio.to_thread(as_json.times, record, host_ms(), call.query.count)
+            return await asyncio.to_thread(as_json.times, record, self.pages.answers.now_ms, call.query.count)
         except (BadCron, UnknownZone) as wrong:
             raise HttpProblem(409, f"{call.name} cannot be computed: {wrong}.") from None
 
@@ -216,7 +217,7 @@ class SchedulesApi:
 
         record = await self._change("apply", put)
         if record is None:  # Removed in this moment.
-            raise HttpProblem(404, str(ScheduleUnknown(call.name[:100])))
+            raise HttpProblem(404, str(ScheduleUnknown(call.name[:100])), next_step=LISTED)
         return as_json.schedule(record)
 
     async def change_schedule(self, call: Call) -> ScheduleJson:
@@ -253,7 +254,7 @@ class SchedulesApi:
         try:
             return await asyncio.shield(acted())
         except ScheduleUnknown as unknown:
-            raise HttpProblem(404, str(unknown), next_step=f"GET {PATH} lists them") from None
+            raise HttpProblem(404, str(unknown), next_step=LISTED) from None
         except ScheduleRefused as refused:
             wrong: list[WrongField] = []
             for one in refused.problems:
@@ -267,5 +268,5 @@ class SchedulesApi:
 async def _read(connection: Any, name: str) -> ScheduleRecord:
     """Read a schedule. Raises HttpProblem, the driver's errors."""
     if (found := await reading.get(connection, name)) is None:
-        raise HttpProblem(404, str(ScheduleUnknown(name[:100])))
+        raise HttpProblem(404, str(ScheduleUnknown(name[:100])), next_step=LISTED)
     return found

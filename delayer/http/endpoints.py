@@ -206,7 +206,7 @@ def mistakes(error: ValidationError, model: type[BaseModel], where: str = "") ->
             cause = one.get("ctx", {}).get("error")
             text = _OF_PYDANTIC.sub("", one["msg"]).replace("a integer", "a whole number")
             expected = str(cause) if isinstance(cause, ValueError) else text
-            if place and ", found" not in expected and not isinstance(one["input"], dict):
+            if ", found" not in expected and not isinstance(one["input"], dict):
                 expected += f", found {format_found(one['input'])}"
         found.append({"where": " ".join(filter(None, (where, place))) or "the whole body", "expected": expected})
     return found

@@ -11,11 +11,12 @@ from urllib.parse import parse_qs
 
 from starlette.requests import ClientDisconnect, Request
 
-from delayer.config.errors import Expected
+from delayer.config.errors import Expected, format_found
 from delayer.config.texts import instant_ms, shift_ms, typed_header
 from delayer.config.values import duration_ms
 from delayer.core import readable
 from delayer.core.filters import Filter, Token, read_place, read_token
+from delayer.core.hold import HoldKind
 from delayer.core.message import raw
 from delayer.fields.schedules import name_or_none
 from delayer.format.refusal import RetryEdits
@@ -132,12 +133,14 @@ def _read(given: Mapping[str, str], now_ms: int) -> Search:
     if "header" in given:
         name, equals, value = given["header"].partition("=")
         if not equals or not name:
-            raise FieldError(f"Header: expected NAME=VALUE, found {given['header']!r}")
+            raise FieldError(f"header: expected NAME=VALUE, found {format_found(given['header'])}")
         wanted["headers"] = ((raw(name), value),)
     if "due_after" in given:
-        wanted["due_from_ms"] = instant(given["due_after"], now_ms, "Due after")
+        wanted["due_from_ms"] = instant(given["due_after"], now_ms, "due_after")
     if "due_before" in given:
-        wanted["due_before_ms"] = instant(given["due_before"], now_ms, "Due before")
+        wanted["due_before_ms"] = instant(given["due_before"], now_ms, "due_before")
+    if "kind" in given and given["kind"] not in list(HoldKind):
+        raise FieldError(f"kind: expected one of {', '.join(HoldKind)}, found {format_found(given['kind'])}")
     return Search(Filter(**wanted, kind=given.get("kind")), given)
 
 
@@ -157,30 +160,30 @@ def instant(text: str, now_ms: int, name: str) -> int:
 
 def later(text: str) -> int:
     """Parse a shift, such as "30m" or "-1h", to milliseconds. Raises FieldError."""
-    return _understood("By", text, shift_ms)
+    return _understood("by", text, shift_ms)
 
 
 def token(text: str) -> Token:
     """Parse a message's id. Raises FieldError."""
-    return _understood("Id", text, read_token)
+    return _understood("id", text, read_token)
 
 
 def _understood(name: str, text: str, read: Callable[[str], T]) -> T:
     try:
         return read(text)
     except ValueError as error:
-        raise FieldError(f"{name}: expected {error}; found {text[:80]!r}") from None
+        raise FieldError(f"{name}: expected {error}; found {format_found(text)}") from None
 
 
 def place(text: str) -> tuple[int, int] | None:
     """Parse the start of a list's page; None means the first page. Raises FieldError."""
-    return _understood("Page", text, read_place) if text else None
+    return _understood("after", text, read_place) if text else None
 
 
 def number(text: str) -> int | None:
     """Parse the number of the entry before a list's page; None means the first page. Raises FieldError."""
     if text and not (text.isascii() and text.isdecimal() and len(text) < 19):
-        raise FieldError(f"Page: expected a number, found {text[:80]!r}")
+        raise FieldError(f"before: expected a number, found {format_found(text)}")
     return int(text) if text else None
 
 
@@ -199,7 +202,8 @@ async def read_body(request: Request) -> bytes:
 async def parse_form(request: Request) -> dict[str, list[str]]:
     """Read a form's fields. Raises FieldError."""
     if not request.headers.get("content-type", "").startswith("application/x-www-form-urlencoded"):
-        raise FieldError("Expected a form (application/x-www-form-urlencoded).")
+        found = format_found(request.headers.get("content-type"))
+        raise FieldError(f"Content-Type: expected a form (application/x-www-form-urlencoded), found {found}")
     try:
         return parse_qs((await read_body(request)).decode(), keep_blank_values=True, max_num_fields=MOST_NAMED + 20)
     except ValueError as error:
@@ -210,7 +214,7 @@ def verb(form: Mapping[str, Sequence[str]], *allowed: str) -> str:
     """Read a form's verb. Raises FieldError."""
     found = form.get("verb", [""])[0]
     if found not in allowed:
-        raise FieldError(f"Verb: expected one of {', '.join(allowed)}, found {found[:40]!r}")
+        raise FieldError(f"verb: expected one of {', '.join(allowed)}, found {format_found(found)}")
     return found
 
 
@@ -218,9 +222,11 @@ def ids(form: Mapping[str, Sequence[str]]) -> list[str]:
     """List the chosen ids, each once. Raises FieldError."""
     found = list(dict.fromkeys(form.get("id", [])))
     if not found:
-        raise FieldError("Choose at least one message.")
+        raise FieldError("Choose at least one message: expected an id, found none.")
     if len(found) > MOST_NAMED:
-        raise FieldError(f"At most {MOST_NAMED} messages at once; use a filter, or the command line.")
+        raise FieldError(
+            f"id: expected at most {MOST_NAMED} messages, found {len(found)}; use a filter, or the command line"
+        )
     return found
 
 
@@ -252,8 +258,9 @@ def new_due(form: Mapping[str, Sequence[str]], now_ms: int) -> NewDue:
     """Read a reschedule's new instant. Raises FieldError."""
     at, by = (form.get(name, [""])[0].strip() for name in ("at", "by"))
     if bool(at) == bool(by):
-        raise FieldError("Say the new instant: either when it is due, or by how much later.")
-    return NewDue(instant(at, now_ms, "Due at")) if at else NewDue(None, later(by))
+        expected = "expected the new instant, or in `by` how much later, not both"
+        raise FieldError(f"at: {expected}, found {'both' if at else 'neither'}")
+    return NewDue(instant(at, now_ms, "at")) if at else NewDue(None, later(by))
 
 
 RETRY_FIELDS: Final = ("delay", "set_header", "drop_header")
@@ -264,11 +271,11 @@ def read_retry_edits(form: Mapping[str, Sequence[str]], unread: Mapping[bytes, s
     """Read the edits of a retry. Empty fields change nothing. ``unread``: see RetryEdits.of. Raises FieldError."""
     given = {name: [text for one in form.get(name, ()) if (text := one.strip())] for name in RETRY_FIELDS}
     reject_duplicates(["delay" for _ in given["delay"]])
-    delay_ms = _understood("Delay", given["delay"][0], duration_ms) if given["delay"] else None
+    delay_ms = _understood("delay", given["delay"][0], duration_ms) if given["delay"] else None
     try:
         headers = dict(map(typed_header, given["set_header"]))
     except ValueError as error:
-        raise FieldError(f"Set header: {error}") from None
+        raise FieldError(f"set_header: {error}") from None
     return RetryEdits.of(delay_ms, headers, map(raw, given["drop_header"]), unread)
 
 

@@ -18,7 +18,7 @@ from delayer.core.counters import ROUTE_KINDS, Counters
 from delayer.core.heartbeat import STUCK_SECONDS
 from delayer.core.message import as_text
 from delayer.http.view import DaemonState, Depths, Snapshot
-from delayer.store.admin.census import COMPACTED, Census
+from delayer.store.admin.census import COMPACTED, SCHEDULES, Census
 from delayer.store.admin.stats import StoreOverview
 from delayer.store.schedules.reading import ScheduleCounts
 
@@ -233,7 +233,7 @@ def _of_census(seen: Snapshot[Census], counters: Counters) -> Iterator[MetricSam
         return
     found: defaultdict[tuple[bytes, str], float] = defaultdict(float)
     for route, counts in seen.fresh.by_route().items():
-        name = route if route == COMPACTED else counters.name_of(route)
+        name = route if route in (COMPACTED, SCHEDULES) else counters.name_of(route)
         for due, count in horizon.by_class(counts).items():
             found[name, due] += count
     yield from (("backlog_messages", [as_text(name), due], round(count)) for (name, due), count in found.items())

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from delayer.amqp.errors import BrokerLost
+from delayer.config.errors import format_found
 from delayer.config.texts import is_loopback, names_of
 from delayer.config.tokens import Role
 from delayer.core.errors import StoreLost
@@ -21,10 +22,11 @@ from delayer.core.readable import delayed_rows
 from delayer.fields import as_json
 from delayer.format import reading
 from delayer.http import forms, recent, render
+from delayer.http.absence import why_absent
 from delayer.http.access import Sessions, cookie_of, name_of
 from delayer.http.forms import FieldError, parse_form
 from delayer.http.health import Answers
-from delayer.http.problems import HttpProblem, by_program, problem_response
+from delayer.http.problems import HttpProblem, WrongField, by_program, problem_response
 from delayer.http.view import ROWS, STORE_ERRORS
 from delayer.schedule.schedule import ScheduleState
 from delayer.set_aside.messages import SetAsideName
@@ -43,22 +45,21 @@ _FAILURES: Final = {
 }  # fmt: skip
 
 
-class Unnamed(HTTPException):
-    """No message has this message_id, or several have. ``list``: leads to the list of those."""
-
-    def __init__(self, name: str) -> None:
-        text = "expected id:48213 or one message's message_id, found none or several: see /api/messages?message_id="
-        super().__init__(404, text)
-        self.list = RedirectResponse("/waiting?" + render.query({}, message_id=name), status_code=303)
+class Unnamed(HttpProblem):
+    """No message has this message_id, or several have. A page lists them instead."""
 
 
-async def _named(connection: Any, text: str) -> Token | None:
-    """Find the waiting or held message called ``text`` (see OWN); None if there is none, or more than one."""
+def _list_of(request: Request) -> Response:
+    name = request.path_params["name"]
+    return RedirectResponse("/waiting?" + render.query({}, message_id=name), status_code=303)
+
+
+async def _named(connection: Any, text: str) -> list[Token]:
+    """Find the waiting or held messages called ``text`` (see OWN)."""
     with suppress(ValueError):
-        return read_token(text)
-    name = raw(text)
-    (tokens,) = (await waiting.find_by_name(connection, [name], packed=False)).values()
-    return tokens[0] if len(tokens) == 1 else None
+        return [read_token(text)]
+    (tokens,) = (await waiting.find_by_name(connection, [raw(text)], packed=False)).values()
+    return tokens
 
 
 def _around(request: Request, form: forms.Search, trail: forms.Trail, rows: int, onward: str) -> dict[str, Any]:
@@ -106,7 +107,9 @@ class Pages:
             text = str(error) or type(error).__name__
             if not isinstance(error, (FieldError, BrokerLost, *STORE_ERRORS)):
                 status, text = 500, "A bug. The daemon's log has it."
-            error = HttpProblem(status, text, next_step=advice)
+            where, _, expected = text.partition(": expected ")
+            errors: list[WrongField] = [{"where": where, "expected": expected}] if status == 400 and expected else []
+            error = HttpProblem(status, text, next_step=advice, errors=errors)
         if by_program(request):
             return problem_response(request, error)
         status, text = error.status_code, error.detail
@@ -165,7 +168,7 @@ class Pages:
         """List waiting messages. A filter's messages are counted during the search, up to MOST_COUNTED."""
         query = request.query_params
         forms.reject_duplicates([name for name, _ in query.multi_items()])
-        form, trail = forms.searched(query, recent.host_ms()), forms.Trail.of(query)
+        form, trail = forms.searched(query, self.answers.now_ms), forms.Trail.of(query)
         wanted, after = form.wanted, forms.place(trail.after) or waiting.BEGINNING
         async with read_connection(self.answers.url, "list") as connection:
             found = await waiting.find(connection, wanted, ROWS if wanted.everything else MOST_COUNTED, after)
@@ -194,8 +197,8 @@ class Pages:
     async def message(self, request: Request) -> Response:
         try:
             found = await self.one(request, request.path_params["name"])
-        except Unnamed as unnamed:
-            return unnamed.list
+        except Unnamed:
+            return _list_of(request)
         shown = found.entry.body[:16_384]
         return await self.html(
             request,
@@ -213,8 +216,8 @@ class Pages:
         """Send a message's body as a file."""
         try:
             found = await self.one(request, request.path_params["name"])
-        except Unnamed as unnamed:
-            return unnamed.list
+        except Unnamed:
+            return _list_of(request)
         place, body = found.entry.place, found.entry.body
         if len(body) < found.entry.size:
             raise HTTPException(413, f"Expected at most {MOST_BODY} bytes. Next: `delayer show {place.token} --body`.")
@@ -226,18 +229,29 @@ class Pages:
         """Find the message of this id or unique message_id. Raises HTTPException if there is none."""
         found: FullMessage | FoundIn = FoundIn.NOWHERE
         async with read_connection(self.answers.url, "show") as connection:
-            if (token := await _named(connection, text)) is not None:
-                found = await detail.find_message(connection, token, most=MOST_BODY)
-        if token is None and not text.startswith(OWN):
-            raise Unnamed(text)
+            tokens = await _named(connection, text)
+            if len(tokens) == 1:
+                found = await detail.find_message(connection, tokens[0], most=MOST_BODY)
+        if len(tokens) != 1 and not text.startswith(OWN):
+            raise self._unnamed(text, len(tokens))
         if isinstance(found, FoundIn):
-            raise HTTPException(404, detail.describe_absence(token or text[:80], found))
+            why = detail.describe_absence(tokens[0] if len(tokens) == 1 else text[:80], found)
+            raise HttpProblem(404, why, next_step="look at GET /api/messages, /api/held and /api/refused")
         return found
+
+    def _unnamed(self, name: str, found: int) -> Unnamed:
+        which = f"with the message_id {format_found(name)}"
+        listed = f"GET /api/messages?message_id={quote(name, safe='')}"
+        if found:
+            several = f"Expected one message {which}, found {found}."
+            return Unnamed(404, several, next_step=f"list them with {listed}, and ask for one by its id")
+        why, step = why_absent(which, self.answers.settings, self.answers.inside.state())
+        return Unnamed(404, why, next_step=f"{step}; {listed} finds compacted messages too")
 
     async def held(self, request: Request) -> Response:
         query = request.query_params
         forms.reject_duplicates([name for name, _ in query.multi_items() if name != "id"])
-        form, trail = forms.searched(query, recent.host_ms(), forms.HELD_FIELDS), forms.Trail.of(query)
+        form, trail = forms.searched(query, self.answers.now_ms, forms.HELD_FIELDS), forms.Trail.of(query)
         after = forms.token(trail.after).id if trail.after else 0
         async with read_connection(self.answers.url, "list held messages") as connection:
             page = await held_messages.find(connection, form.wanted, ROWS, after)

@@ -22,6 +22,7 @@ _NEXT: Final[Mapping[int, str]] = {
     503: "send the request again after Retry-After seconds",
 }
 """The next step, by status."""
+CORRECT: Final = "correct what `errors` names, and send the request again; /api/openapi.json describes each field"
 DOCUMENT: Final = "/api/openapi.json has every path with its methods, fields and errors"
 
 
@@ -67,7 +68,7 @@ class HttpProblem(HTTPException):
         **more: Any,
     ) -> None:
         super().__init__(status, detail, dict(headers or {}))
-        found = {"next": next_step, "errors": list(errors), **more}
+        found = {"next": next_step or (CORRECT if errors else ""), "errors": list(errors), **more}
         self.more = {name: value for name, value in found.items() if value}
 
 

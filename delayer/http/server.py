@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import structlog
 import uvicorn
@@ -41,7 +42,11 @@ AGAIN: Final = 5.0
 HEAD_SECONDS: Final = 10.0
 """The longest time for the head of a request to come in."""
 READ_SECONDS: Final = 30.0
-"""The longest time in which a client reads nothing of its answer."""
+"""The longest time for a client to read what was written to it."""
+STOP_SECONDS: Final = 1
+"""How long a stop waits for clients; for requests that still run, twice as long."""
+MOST_CONNECTIONS: Final = 2 * AT_ONCE
+"""Maximum number of connections. For one more, the one that has waited longest for its client is closed."""
 OTHER_ADDRESS: Final = (
     "another program, perhaps a second daemon, listens there (`ss -ltnp`): give each configuration its own address"
 )
@@ -115,13 +120,22 @@ def application(answers: Answers) -> Starlette:
 
 
 class ImpatientProtocol(H11Protocol):
-    """uvicorn's protocol, without patience for clients that send the head of a request slowly, or read no answer."""
+    """uvicorn's protocol, without patience for clients that send the head of a request slowly, read no answer, or take
+    the connections of others. uvicorn itself has a deadline only for quiet connections, and answers 503 to a health
+    check if idle clients have all connections."""
 
+    _since: float = 0.0
     _waiting: asyncio.TimerHandle | None = None
-    _stuck: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+    _stopping: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        # So writing pauses, and the deadline begins, with the first byte that the client does not read. Without it an
+        # answer below the limit would keep a closed connection for ever.
+        transport.set_write_buffer_limits(high=0)
         super().connection_made(transport)
+        self._since = self.loop.time()
+        self._make_room()
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -130,27 +144,52 @@ class ImpatientProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        for timer in (self._waiting, self._stuck):
+        for timer in (self._waiting, self._unread, self._stopping):
             if timer is not None:
                 timer.cancel()
 
+    def on_response_complete(self) -> None:
+        self._since = self.loop.time()
+        super().on_response_complete()
+
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stuck = self.loop.call_later(READ_SECONDS, self.transport.abort)
+        self._since = self.loop.time()
+        self._unread = self.loop.call_later(READ_SECONDS, self.drop)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._stuck is not None:
-            self._stuck.cancel()
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def shutdown(self) -> None:
+        """Begin to stop. Dropped before uvicorn cancels what still runs, because uvicorn would log that as a bug."""
+        super().shutdown()
+        self._stopping = self.loop.call_later(STOP_SECONDS, self.drop)
+
+    def drop(self) -> None:
+        """Close the connection without a word, even if its client reads nothing."""
+        self.connections.discard(self)
+        self.transport.abort()
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     def _watch(self) -> None:
         """Allow HEAD_SECONDS from the first byte of a head to its end, however the bytes come."""
-        answering = self.cycle is not None and not self.cycle.response_complete
-        if answering and self._waiting is not None:
+        if self._answering and self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
-        elif not answering and self._waiting is None:
-            self._waiting = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+        elif not self._answering and self._waiting is None:
+            self._waiting = self.loop.call_later(HEAD_SECONDS, self.drop)
+
+    def _make_room(self) -> None:
+        """Drop the connection that has waited longest for its client to send or to read, if there are too many."""
+        ours = cast(Iterable[ImpatientProtocol], self.connections)
+        waiting = [one for one in ours if one.flow.write_paused or not one._answering]
+        if len(self.connections) > MOST_CONNECTIONS:
+            min(waiting, key=attrgetter("_since")).drop()
 
 
 class HttpPart:
@@ -212,9 +251,8 @@ def _config(app: Any) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=2 * AT_ONCE,
         backlog=AT_ONCE,
-        timeout_graceful_shutdown=1,
+        timeout_graceful_shutdown=2 * STOP_SECONDS,
     )
 
 

@@ -88,6 +88,9 @@ class DaemonPort(Protocol):
     def state(self) -> DaemonState:
         """Cheap."""
 
+    def now_upper_ms(self) -> int:
+        """An upper bound of the clock by which messages become due: the store's, or without one the host's."""
+
     def plan(self, message: Outgoing) -> Plan:
         """What the daemon would do with a message that is published like this. Cheap. Raises StoreLost if it would
         refuse the message only because the store is out of reach."""
@@ -220,6 +223,10 @@ class View:
     @property
     def settings(self) -> Settings:
         return self.inside.settings
+
+    @property
+    def now_ms(self) -> int:
+        return self.inside.now_upper_ms()
 
     @property
     def _parts(self) -> Sequence[Cached[Any]]:

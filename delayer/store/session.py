@@ -36,3 +36,11 @@ async def read_connection(
     async with connect_for(url, application, doing, settings) as connection:
         await schema.check(connection)
         yield connection
+
+
+async def clock_ms(url: str, doing: str) -> int:
+    """The store's clock, rounded up to epoch milliseconds. An instant from now counts from it, because the clock of the
+    host may be behind or ahead. Raises like :func:`read_connection`."""
+    async with read_connection(url, doing) as connection:
+        now_ms: int = await connection.fetchval("SELECT ceil(extract(epoch FROM clock_timestamp()) * 1000)::bigint")
+    return now_ms

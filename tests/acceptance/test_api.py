@@ -6,7 +6,8 @@ import asyncio
 import json
 import re
 import subprocess
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from schemathesis.specs.openapi.checks import (
 from delayer.store import requests
 from tests.acceptance.own_vhost import OwnVhost
 from tests.support.daemon import DaemonProcess
+from tests.support.odd import Clock, program
 from tests.support.place import eventually
 from tests.support.proxy import Proxy
 from tests.support.raw import Inbox, text
@@ -63,10 +65,48 @@ class Shop:
 
 
 @asynccontextmanager
-async def shop(place: OwnVhost, mode: str, store: str = "", **more: str) -> AsyncIterator[Shop]:
+async def shop(
+    place: OwnVhost, mode: str, store: str = "", program: Sequence[str] | None = None, **more: str
+) -> AsyncIterator[Shop]:
     tokens = {"HTTP__LISTEN": "127.0.0.1:0", "HTTP__TOKENS_FILE": tokens_file(TOKEN, f"shop publish {SHOP}")}
-    async with place.working(place.environ(mode, store) | tokens | more) as (daemon, _, inbox):
+    async with place.working(place.environ(mode, store) | tokens | more, program=program) as (daemon, _, inbox):
         yield Shop(await Web.of(daemon), inbox, daemon)
+
+
+@pytest.mark.parametrize("ahead_ms", [HOUR, -HOUR])
+async def test_an_instant_from_now_counts_from_the_stores_clock(
+    place: OwnVhost, store: str, tmp_path: Path, ahead_ms: int
+) -> None:
+    """The daemon's host is an hour off. Its messages would be early or late by an hour."""
+    (clock := Clock(tmp_path / "clock")).set(ahead_ms)
+    route = json.dumps([{"from": "in", "to": "out", "delay_from": ["x-deliver-at"]}])
+    async with shop(place, "store", store, program(clock=clock.path), ROUTE=route) as this:
+
+        async def there(due_ms: int) -> dict[str, Any]:
+            async def waiting() -> list[dict[str, Any]]:
+                answer = await this.ask("GET", "/api/messages?due_after=30m&due_before=150m")
+                return answer.json["messages"]
+
+            [one] = await eventually(
+                waiting, lambda found: [abs(due_ms - one["due_ms"]) < 60_000 for one in found] == [True]
+            )
+            return one
+
+        now_ms = time.time_ns() // 1_000_000
+        sent = await this.send("late", "1h", message_id="m-1")
+        assert (sent.status, now_ms + HOUR <= sent.json["due_ms"]) == (202, True)
+        await there(now_ms + HOUR)
+        moved = await this.ask("PATCH", "/api/messages?message_id=m-1", {"delay": "2h"})
+        assert (moved.status, moved.json["done"]) == (200, 1), moved.text
+        one = await there(now_ms + 2 * HOUR)
+        assert one["due_ms"] >= now_ms + 2 * HOUR
+        form = {"verb": "reschedule", "id": one["id"], "at": "1h"}
+        moved = await this.web.post("/actions/messages", form, Accept="application/json", **ALLOWED)
+        assert moved.json["done"] == 1, moved.text
+        assert (await there(now_ms + HOUR))["due_ms"] >= now_ms + HOUR
+        assert (await this.ask("PUT", "/api/schedules/s", {"every": "1h", "to": "out"})).status == 200
+        times = (await this.ask("GET", "/api/schedules/s/preview?count=1")).json["times"]
+        assert now_ms <= times[0]["at_ms"] <= now_ms + 2 * HOUR
 
 
 @pytest.mark.parametrize("mode", ["native", "store"])
@@ -103,7 +143,7 @@ async def test_keys_cancel_and_reschedule_what_waits(place: OwnVhost, store: str
         assert (gone.status, gone.json["done"]) == (200, 1), gone.text
         for path in ("/api/messages?message_id=m-1", "/api/messages?key=order-1"):
             again = await this.ask("DELETE", path)
-            assert (again.status, "delivered, cancelled or held" in again.json["detail"]) == (404, True)
+            assert (again.status, "was delivered, cancelled, replaced or held" in again.json["detail"]) == (404, True)
         async with sql(store) as connection:
             who = await connection.fetchval("SELECT who FROM audit_log WHERE verb = 'cancel' AND messages > 0")
         assert who == "nightly (token ops, http, 127.0.0.1)"

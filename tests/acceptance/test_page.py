@@ -217,7 +217,7 @@ async def test_the_enter_key_and_input_errors(place: OwnVhost, store: str, tmp_p
         await page.locator("#at").fill("yesterday")
         await page.keyboard.press("Enter")
         await page.get_by_role("heading", name="Reschedule").wait_for()
-        assert "found 'yesterday'" in await page.get_by_role("alert").inner_text()
+        assert 'found "yesterday"' in await page.get_by_role("alert").inner_text()
         this.complaints.clear()  # the browser's own word for that answer's 400
         assert rows[1]["id"] in await page.locator(".facts").inner_text()
         assert await page.locator("#at").input_value() == "yesterday"

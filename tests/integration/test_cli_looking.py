@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,16 @@ async def test_list(delayer: Run, database: str) -> None:
     assert table[1].split()[1] == due
     assert re.search(rf"^due +{due}, in", delayer("show", of[b"soon"]).stdout, re.MULTILINE)
     assert f"next due in the store: {due} (in" in delayer("status").stdout
+
+
+async def test_an_instant_from_now_counts_from_the_stores_clock(
+    delayer: Run, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, of = await filled(database)
+    monkeypatch.setattr(time, "time_ns", lambda: (now - 3_600_000) * 1_000_000)
+    delayer("reschedule", of[b"soon"], "--at", "2h")
+    [moved] = [one for one in ids(delayer, "list") if one.startswith(of[b"soon"].partition("@")[0] + "@")]
+    assert int(moved.partition("@")[2]) >= now + 2 * 3_600_000
 
 
 @pytest.mark.words

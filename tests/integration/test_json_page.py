@@ -111,6 +111,8 @@ def test_real_outputs_are_as_the_page_says(delayer: Run, vhost: str, database: s
     alone("restore", "--all", "--dry-run", which=1)
     alone("restore", "--all")
     alone("compact", "--dry-run", which=1)
+    look("send", "--routing-key", "k", "--delay", "1h")
+    check("send", delayer("send", "--file", "-", "--json", stdin=b'{"delay": "1h"}\n').stdout, 1)
     assert set(COMMANDS) - seen == {"import … abort"}, "which tests/faults/test_crash_import.py runs"
 
 

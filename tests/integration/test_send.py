@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,18 @@ async def test_repeated_ids_in_a_file_are_separate_messages(delayer: Run, vhost:
         "send", "--file", "-", "--delay", "1s", stdin=text_of({"message_id": "a"}, {"message_id": "a"}), expect=1
     )
     assert "line 1: the broker did not take" in told.stderr and "Not taken: 1" in told.stdout
+
+
+async def test_json_names_the_message_and_where_it_goes(ready: Run, tmp_path: Path) -> None:
+    told = json.loads(ready("send", "--message-id", "m-1", "--delay", "1h", "--json").stdout)
+    assert (told["message_id"], told["exchange"], told["where"]) == ("m-1", "delayer.in", "store")
+    assert abs(told["due_ms"] - time.time() * 1000 - 3_600_000) < 60_000
+    cancel = json.loads(ready("send", "--header", "x-delay-cancel=k", "--json").stdout)
+    assert (cancel["cancels"], cancel["due_ms"], cancel["where"]) == ("k", None, None)
+    native = json.loads(ready("send", "--delay", "1h", "--json", DELAYER_MODE="native").stdout)
+    assert native["where"] == "broker"
+    (lines := tmp_path / "lines").write_bytes(text_of({"body": "a"}, {"body": "b"}))
+    assert json.loads(ready("send", "--file", str(lines), "--json").stdout) == {"sent": 2, "failed": [], "next_line": 3}
 
 
 def test_a_missing_exchange_is_named(delayer: Run) -> None:

@@ -7,11 +7,13 @@ import pytest
 from delayer.core import horizon
 from delayer.core.message import Target
 from delayer.core.units import DAY_MS, HOUR_MS, MINUTE_MS
+from delayer.schedule.schedule import SCHEDULE
 from delayer.store.admin import census
 from delayer.store.admin.stats import RESTORED_MS, overview, restored_ms
 from delayer.store.session import read_connection
 from tests.support.fakes import WHY
 from tests.support.place import compact_all
+from tests.support.raw import Props, text
 from tests.support.store import MANY, ROOM, opened, owned, parcel, release_all, sql
 
 
@@ -106,6 +108,19 @@ async def test_a_small_backlog_is_counted_exactly(database: str) -> None:
         assert (classes[b"a"]["hour"], classes[b"b"]["overdue"], classes[b"b"]["later"]) == (5, 1, 1)
         (there,) = found.destinations.values()
         assert there == (7, now - 1, 0)
+
+
+async def test_messages_of_schedules_have_a_row_of_their_own(database: str) -> None:
+    """They have no route, like messages that came straight to the queue."""
+    properties = Props(headers=((SCHEDULE, text("tick")),)).encode()
+    async with opened(database) as store, owned(store, 1) as [lane]:
+        now = store.now_upper_ms()
+        made, plain = (parcel(now + HOUR_MS, properties=one)._replace(route=b"") for one in (properties, b"\0\0"))
+        await store.park(lane, [made, made, plain], [])
+        await store.hold(lane, [(made, WHY)])
+        found = await counted(database)
+        counts = {route: sum(counts.values()) for route, counts in found.by_route().items()}
+        assert (counts, found.held) == ({census.SCHEDULES: 2, b"": 1}, {census.SCHEDULES: 1})
 
 
 async def test_destinations_have_their_waiting_and_held_messages(database: str) -> None:

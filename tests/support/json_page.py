@@ -71,8 +71,9 @@ def page() -> str:
     """The page."""
     lines = [INTRODUCTION.rstrip("\n")]
     for command, of in COMMANDS.items():
-        dry = f"; with `--dry-run` {_name(of[1])}" if len(of) > 1 else ""
-        lines.append(f"| `{command}` | {_name(of[0])}{dry} |")
+        option = "--file" if command == "send" else "--dry-run"
+        other = f"; with `{option}` {_name(of[1])}" if len(of) > 1 else ""
+        lines.append(f"| `{command}` | {_name(of[0])}{other} |")
     lines += ["", "The answers of the API have the shapes that `/api/openapi.json` names.", "", "## Shapes"]
     for shape in _all():
         lines += ["", f"### {shape.__name__}", ""]

@@ -15,6 +15,7 @@ from delayer.fields.shapes import (
     MessageJson,
     RunJson,
     ScheduleJson,
+    SentJson,
     SetAsideJson,
     TimesJson,
     documented,
@@ -442,10 +443,28 @@ class ImportAborted(ImportRun):
     """Messages that went back into their source."""
 
 
+@documented
+class UnsentLine(TypedDict):
+    """A line that the broker did not take."""
+
+    line: int
+    message_id: str
+    error: str
+
+
+@documented
+class FileSent(TypedDict):
+    sent: int
+    failed: list[UnsentLine]
+    next_line: int
+    """The first line that may not have been sent."""
+
+
 COMMANDS: dict[str, tuple[Any, ...]] = {
     "check": (CheckOutput,), "topology show": (TopologyShown,), "topology verify": (TopologyVerified,),
     "db current": (SchemaOutput,), "db lanes": (list[LaneOutput],), "status": (StatusOutput,),
-    "list": (ListOutput,), "show": (MessageJson,), "cancel": (ChangeOutput,), "reschedule": (ChangeOutput,),
+    "send": (SentJson, FileSent), "list": (ListOutput,), "show": (MessageJson,),
+    "cancel": (ChangeOutput,), "reschedule": (ChangeOutput,),
     "held list": (HeldListOutput,), "held retry": (ChangeOutput,), "held drop": (ChangeOutput,),
     "refused list": (SetAsideJson,), "refused retry": (ChangeOutput,), "refused drop": (ChangeOutput,),
     "strays list": (SetAsideJson,), "strays retry": (ChangeOutput,), "strays drop": (ChangeOutput,),
@@ -457,7 +476,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     "restore": (RestoreOutput, RestoreForecast), "import … preview": (ImportPreview,), "import … run": (ImportOutput,),
     "import … abort": (ImportAborted,),
 }  # fmt: skip
-"""Each command with --json, and the shapes of its output: the second is that of --dry-run."""
+"""Each command with --json, and the shapes of its output: the second is that of --dry-run, of `send` that of --file."""
 
 
 def check(command: str, output: str, which: int = 0) -> Any:

@@ -11,6 +11,7 @@ import contextlib
 import signal
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ Send a message that comes back in ten seconds, and watch it arrive here:
 
   [bold green]delayer send --route delayer.in --routing-key hello --delay 10s --body 'hello again'[/]
 
+The same over HTTP, and by SQL:
+
+  [bold green]curl -H 'Authorization: Bearer {TOKEN}' http://{stack.page}/api/messages \\
+       --json '{{"routing_key": "hello", "delay": "10s", "body": "by HTTP"}}'[/]
+  [bold green]psql {stack.store_url} -c "SELECT delayer_send('hello', 'by SQL', delay => '10 seconds')"[/]
+
 Look around:
 
   delayer status
@@ -82,21 +89,23 @@ def show(told: dict[str, Any] | str) -> None:
         console.print(f"[{colour}]{line}[/]")
 
 
-async def show_arrivals(stack: Stack) -> None:
-    """Bind a queue to delayer.out, and print a line for each message in it."""
-    connection = await aio_pika.connect(stack.broker_url)
-    channel = await connection.channel()
-    exchange = await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
-    inbox = await channel.declare_queue("inbox", durable=True)
-    await inbox.bind(exchange, "#")
+@contextlib.asynccontextmanager
+async def arrivals_shown(stack: Stack) -> AsyncIterator[None]:
+    """Bind a queue to delayer.out, and print a line for each message in it. The connection is closed before the broker:
+    the driver would print a traceback if it lost it."""
+    async with await aio_pika.connect(stack.broker_url) as connection:
+        channel = await connection.channel()
+        exchange = await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
+        inbox = await channel.declare_queue("inbox", durable=True)
+        await inbox.bind(exchange, "#")
+        await inbox.consume(arrived, no_ack=True)
+        yield
 
-    async def arrived(message: AbstractIncomingMessage) -> None:
-        late = time.time() * 1000 - int(str(message.headers.get("x-delayer-due", 0)))
-        body = message.body[:60].decode("utf-8", "backslashreplace")
-        console.print(f"arrived: key {message.routing_key}, {late:.0f} ms after it was due: {body}", markup=False)
-        await message.ack()
 
-    await inbox.consume(arrived)
+async def arrived(message: AbstractIncomingMessage) -> None:
+    late = time.time() * 1000 - int(str(message.headers.get("x-delayer-due", 0)))
+    body = message.body[:60].decode("utf-8", "backslashreplace")
+    console.print(f"arrived: key {message.routing_key}, {late:.0f} ms after it was due: {body}", markup=False)
 
 
 def how_it_ended(code: int) -> str:
@@ -118,13 +127,12 @@ async def keep_alive(stack: Stack) -> None:
 
 async def main() -> int:
     console.print("starting a private RabbitMQ and Postgres …")
-    async with running_stack("store", ROUTES, page=True) as stack:
-        await show_arrivals(stack)
-        explain(stack)
-        stack.daemon.told = show
+    async with running_stack("store", ROUTES, page=True) as stack, arrivals_shown(stack):
         told = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, told.set)
+        explain(stack)
+        stack.daemon.told = show
         keeping = asyncio.create_task(keep_alive(stack))
         await told.wait()
         console.print("stopping …")

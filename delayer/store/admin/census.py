@@ -16,6 +16,7 @@ from asyncpg import Connection
 
 from delayer.core import horizon
 from delayer.core.units import HOUR_MS
+from delayer.schedule.schedule import SCHEDULE
 from delayer.store.admin.stats import counters, waiting_of
 from delayer.store.segments import catalog
 
@@ -25,6 +26,12 @@ NEAR: Final = 20_000
 """Maximum number of rows per lane, due within the hour, that are counted one by one."""
 COMPACTED: Final = b"(compacted)"
 """Replaces the routes of messages in segments, which are not unpacked to be counted."""
+SCHEDULES: Final = b"(schedules)"
+"""Replaces the route of messages that a schedule made: they have none."""
+_ROUTE: Final = (
+    f"CASE WHEN route = '' AND position('{SCHEDULE.decode()}'::bytea IN properties) > 0"
+    f" THEN '{SCHEDULES.decode()}'::bytea ELSE route END AS route"
+)
 _SIZE: Final = (
     "SELECT coalesce(sum(pg_relation_size(inhrelid)), 0)::bigint / 8192 FROM pg_inherits"
     " WHERE inhparent = 'message'::regclass"
@@ -44,16 +51,16 @@ SELECT route, bucket, to_exchange, to_key, n, due, rows FROM (
 WHERE to_key IS NULL OR rank <= {MOST}
 """
 _SAMPLE: Final = _GROUPED.format(
-    "SELECT route, to_exchange, to_key, due_at, 0 AS rows FROM message TABLESAMPLE SYSTEM ({})"
+    f"SELECT {_ROUTE}, to_exchange, to_key, due_at, 0 AS rows FROM message TABLESAMPLE SYSTEM ({{}})"
 )
 # $1 bounds, $2 end of the hour, $3 rows per lane. Starts just before the watermark, to skip dead rows.
-NEAR_ROWS: Final = _GROUPED.format("""
+NEAR_ROWS: Final = _GROUPED.format(f"""
 SELECT near.*
 FROM lane AS l
 CROSS JOIN LATERAL (
     SELECT *, count(*) OVER () AS rows
     FROM (
-        SELECT route, to_exchange, to_key, due_at FROM message
+        SELECT {_ROUTE}, to_exchange, to_key, due_at FROM message
         WHERE lane = l.number AND due_at >= l.watermark - interval '10 seconds' AND due_at < $2
         ORDER BY due_at
         LIMIT $3
@@ -61,7 +68,7 @@ CROSS JOIN LATERAL (
 ) AS near
 """)
 _HELD: Final = (
-    "SELECT route, to_exchange, to_key, count(*) FROM (SELECT route, to_exchange, to_key FROM held LIMIT 100000)"
+    f"SELECT route, to_exchange, to_key, count(*) FROM (SELECT {_ROUTE}, to_exchange, to_key FROM held LIMIT 100000)"
     f" AS first GROUP BY GROUPING SETS ((route), (to_exchange, to_key)) ORDER BY count(*) DESC LIMIT {5 * MOST}"
 )
 

@@ -288,7 +288,7 @@ def composed(draft: Draft, **keys: object) -> tuple[dict[str, object], float | N
     settings = Settings.model_validate({"store": store, "route": [{"from": "in", "to": "out", **keys}]})
     message = Composer(settings).compose(draft, NOW_MS)
     stamp = message.properties.timestamp
-    return {**(message.properties.headers or {})}, None if stamp is None else stamp.timestamp(), message.due_ms
+    return {**(message.properties.headers or {})}, None if stamp is None else stamp.timestamp(), message.told["due_ms"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from delayer.core.hold import Outcome
 from delayer.core.plan import Plan
 from delayer.daemon.live_settings import policy_of
 from delayer.format.refusal import RetryEdits
-from delayer.http.recent import host_ms
 from delayer.http.server import HttpPart
 from delayer.http.view import DaemonState, Depths
 from delayer.intake.handle import classify
@@ -26,6 +25,8 @@ from tests.support.web import Web, tokens_file
 from tests.unit.http.states import LINE, state
 
 TOKEN = "open-sesame-open-sesame"
+NOW_MS = 1_800_000_000_000
+"""Far from the clock of any host."""
 EVIL = "<script>alert(1)</script>"
 REFUSED = SetAsideMessage(
     "id-1 $(reboot)", EVIL, b"", f"queue {EVIL}", f"x-delay: {EVIL}", b"\0\0", EVIL.encode(), 10, {"exchange": ""}
@@ -54,13 +55,17 @@ class Inside:
         self.looks = 0
         self.sent: list[Outgoing] = []
         self.publish_seconds = 8.5
+        self.now_ms = NOW_MS
         self.outcomes: dict[bytes, Outcome] = {}
+
+    def now_upper_ms(self) -> int:
+        return self.now_ms
 
     def plan(self, message: Outgoing) -> Plan:
         exchange, key, properties, body, *_ = message
         delivery = Delivery(0, False, exchange, key, properties, body)
         policy = policy_of(self.settings, has_store=self.settings.store_url is not None)
-        return classify(delivery, policy, host_ms(), 100_000)[2]
+        return classify(delivery, policy, self.now_ms, 100_000)[2]
 
     async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
         if self.lost:

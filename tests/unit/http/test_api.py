@@ -13,9 +13,8 @@ from delayer.amqp.properties import Properties, decoded
 from delayer.amqp.values import Outgoing
 from delayer.core.hold import NACKED, returned
 from delayer.http import api_messages, endpoints, forms
-from delayer.http.recent import host_ms
 from tests.support.web import Answer, Web, tokens_file
-from tests.unit.http.inside import TOKEN, Inside, opened, served
+from tests.unit.http.inside import NOW_MS, TOKEN, Inside, opened, served
 
 ROUTES = [{"from": "delayer.in", "to": "delayer.out"}, {"from": "strict.in", "to": "o", "require_delay": True}]
 AUTH = {"Authorization": f"Bearer {TOKEN}"}
@@ -49,12 +48,13 @@ async def test_a_message_goes_to_its_route_with_the_headers_of_a_publisher() -> 
     }  # fmt: skip
     async with served(inside) as web:
         answer = await send(web, new)
-    now = host_ms()
     assert (answer.status, answer.headers["content-type"]) == (202, "application/json")
     told = answer.json
-    assert abs(told.pop("due_ms") - now - 3_600_000) < 10_000
-    assert told.pop("due").endswith("Z")
-    assert told == {"message_id": "m-1", "exchange": "delayer.in", "routing_key": "orders.reminder", "cancels": None}
+    assert (told.pop("due_ms"), told.pop("due")) == (NOW_MS + 3_600_000, "2027-01-15T09:00:00.000Z")
+    assert told == {
+        "message_id": "m-1", "exchange": "delayer.in", "routing_key": "orders.reminder", "cancels": None,
+        "where": "broker",
+    }  # fmt: skip
     [message] = inside.sent
     assert (message.exchange, message.routing_key) == (b"delayer.in", b"orders.reminder")
     assert message.body == '{"order":4711,"ä":[1.5,null]}'.encode()
@@ -64,6 +64,19 @@ async def test_a_message_goes_to_its_route_with_the_headers_of_a_publisher() -> 
     assert [properties.short(name) for name in ("message_id", "correlation_id", "content_type")] == [
         b"m-1", b"c", b"application/json",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("form", "told"), [("x-deliver-at", NOW_MS + 3_600_001), ("timestamp", NOW_MS // 1000 + 3_601)]
+)
+async def test_an_instant_counts_from_the_clock_that_decides(form: str, told: int) -> None:
+    """A host's clock that is behind would make the message early."""
+    inside = daemon(route=[{"from": "in", "to": "out", "delay_from": [form]}])
+    async with served(inside) as web:
+        assert (await send(web, {"delay": 3_600_001})).status == 202
+    found = sent(inside.sent[0], b"x-deliver-at")
+    stamp = Properties.parse(inside.sent[0].properties).timestamp
+    assert (found.get(b"x-deliver-at") or stamp) == told
 
 
 @pytest.mark.parametrize(
@@ -91,12 +104,35 @@ async def test_forms_of_delays_and_bodies(new: dict[str, Any], headers: dict[byt
     assert answer.json["cancels"] == ("k" if b"x-delay-cancel" in headers else None)
 
 
+STORE = {"mode": "store", "store": {"url": "postgresql://nowhere/x", "park_beyond": "10m"}}
+
+
+@pytest.mark.parametrize(
+    ("new", "native", "store"),
+    [
+        ({"delay": 0}, "destination", "destination"),
+        ({"delay": 50}, "destination", "destination"),
+        ({"delay": "9m"}, "broker", "broker"),
+        ({"delay": "11m"}, "broker", "store"),
+        ({"delay": 0, "key": "k"}, "store", "store"),
+        ({"exchange": "late.in", "due": NOW_MS - 60_000}, "held", "held"),
+        ({"headers": {"x-delay-cancel": "k"}}, None, None),
+    ],
+)
+async def test_the_answer_says_where_a_message_goes(new: dict[str, Any], native: str | None, store: str | None) -> None:
+    late = {"from": "late.in", "to": "o", "late_limit": "1s", "late_action": "hold"}
+    for mode, where in (("native", native), ("store", store)):
+        async with served(daemon(**STORE | {"mode": mode, "route": [*ROUTES, late]})) as web:
+            answer = await send(web, new)
+        assert (answer.status, answer.json["where"]) == (202, where), answer.text
+
+
 WRONG: dict[str, tuple[int, str]] = {
     "": (400, "the whole body: expected JSON, found EOF"),
     "{": (400, "expected JSON, found EOF"),
     '{"body": "\\ud800"}': (400, "expected JSON, found unexpected end of hex escape"),
     "[" * 10_000: (400, "expected JSON, found recursion limit exceeded"),
-    "[]": (422, "an object"),
+    "[]": (422, "the whole body: expected an object, found a list of 0"),
     '{"dealy": 1}': (422, "dealy: expected one of exchange, routing_key, delay"),
     '{"delay": "soon"}': (422, 'delay: expected a duration in whole numbers such as "250ms"'),
     '{"delay": -1}': (422, "delay: expected a delay in milliseconds"),
@@ -112,8 +148,8 @@ WRONG: dict[str, tuple[int, str]] = {
     '{"body": 1}': (422, "body: expected a string, found 1"),
     '{"key_mode": "x"}': (422, "key_mode: expected 'replace', 'keep' or 'debounce', found \"x\""),
     '{"key": ""}': (422, 'key: expected at least 1 character, found ""'),
-    '{"headers": {"a": null}}': (422, "headers: expected a string, a number"),
-    '{"headers": {"a": [1]}}': (422, "headers: expected a string, a number"),
+    '{"headers": {"a": null}}': (422, 'headers: expected a string, a number, true or false for "a", found nothing'),
+    '{"headers": {"a": [1]}}': (422, 'headers: expected a string, a number, true or false for "a", found a list of 1'),
     '{"headers": {"a": 1e300}}': (422, "headers: expected a finite float"),
     '{"headers": {"a": 9223372036854775808}}': (422, "headers: expected an integer of 64 bits"),
     '{"headers": {"x-delay": 1}, "delay": 1}': (
@@ -262,6 +298,34 @@ async def test_an_error_says_what_is_there_instead(
         answer = await web.ask(method, path, None, headers)
     assert answer.json["detail"] == detail
     assert ("/api/openapi.json" in answer.json["next"]) == (headers is AUTH)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "where", "expected"),
+    [
+        ("GET", "/api/messages?due_after=soon", None, "due_after", "an instant with its offset"),
+        ("GET", "/api/messages?header=x", None, "header", 'NAME=VALUE, found "x"'),
+        ("GET", "/api/messages?after=x", None, "after", "the place that the page before gave"),
+        ("GET", "/api/held?kind=x", None, "kind", "one of returned, nacked, unanswered, "),
+        ("GET", "/api/messages?key=a&key=b", None, "key", "once, found 2 times"),
+        ("PATCH", "/api/messages?key=a", {}, "the whole body", "either delay or due, found neither"),
+        ("PATCH", "/api/messages?key=a", {"delay": 1, "due": 1}, "the whole body", "either delay or due, found both"),
+        ("DELETE", "/api/messages", None, "key, message_id", "exactly one, and not empty, found neither"),
+        ("DELETE", "/api/messages?key=a&message_id=b", None, "key, message_id", "not empty, found both"),
+        ("PATCH", "/api/schedules/a", {}, "the whole body", "either fields to change, or a state, found neither"),
+        ("PATCH", "/api/schedules/a", {"state": "paused", "every": "1h"}, "the whole body", "or a state, found both"),
+    ],
+)  # fmt: skip
+async def test_a_mistake_names_the_field_what_is_expected_and_what_is_found(
+    method: str, path: str, body: Any, where: str, expected: str
+) -> None:
+    async with served(daemon(store={"url": "postgresql://127.0.0.1:1/x"})) as web:
+        answer = await web.ask(method, path, None if body is None else json.dumps(body).encode(), JSON)
+    [wrong] = answer.json["errors"]
+    assert (wrong["where"], expected in wrong["expected"], "found" in wrong["expected"]) == (where, True, True), (
+        answer.text
+    )
+    assert f"{where}: expected" in answer.json["detail"] and "correct what `errors` names" in answer.json["next"]
 
 
 async def test_slow_bodies_of_one_token_do_not_keep_out_the_others() -> None:

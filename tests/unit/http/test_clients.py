@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import suppress
 
 import pytest
 
 from delayer.http import server
 from delayer.http.access import AT_ONCE
+from delayer.http.server import ImpatientProtocol
 from delayer.set_aside.messages import Result
+from tests.support.fakes import until
+from tests.support.web import Web
 from tests.unit.http.inside import TOKEN, Inside, opened, served
 
 
@@ -128,16 +132,107 @@ async def test_a_slow_client_loses_its_connection(monkeypatch: pytest.MonkeyPatc
         assert (await web.get("/health/live")).status == 200
 
 
-async def test_a_client_that_reads_no_answer_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[ImpatientProtocol]:
+    """The server's side of every connection, with a small buffer in the kernel."""
+    made: list[ImpatientProtocol] = []
+
+    class Recorded(ImpatientProtocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            super().connection_made(transport)
+            made.append(self)
+
+    monkeypatch.setattr(server, "ImpatientProtocol", Recorded)
+    return made
+
+
+def unread(one: ImpatientProtocol) -> int:
+    return one.transport.get_write_buffer_size()
+
+
+ASK = b"GET /static/%s HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+async def deaf(web: Web, connections: list[ImpatientProtocol], asks: bytes) -> socket.socket:
+    """A client that sends requests until the server cannot write any more, and reads nothing."""
+    host, _, port = web.address.rpartition(":")
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setblocking(False)
+    loop = asyncio.get_running_loop()
+    before = len(connections)
+    await loop.sock_connect(client, (host, int(port)))
+    await until(lambda: len(connections) > before)
+    ours = connections[before]
+    while not unread(ours):
+        await loop.sock_sendall(client, asks)
+        answered = ours.server_state.total_requests
+        await until(lambda: bool(unread(ours)) or ours.server_state.total_requests > answered)  # noqa: B023
+    return client
+
+
+@pytest.mark.parametrize("asks", [ASK % b"icon.svg", ASK % b"uPlot.iife.min.js" * 20], ids=["one by one", "at once"])
+async def test_a_client_that_reads_no_answer_loses_its_connection(
+    monkeypatch: pytest.MonkeyPatch, connections: list[ImpatientProtocol], asks: bytes
+) -> None:
+    """Also if what it did not read is little, and the server closed the connection already."""
     monkeypatch.setattr(server, "READ_SECONDS", 0.3)
-    ask = b"GET /static/uPlot.iife.min.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
     async with served(Inside()) as web:
-        _, writer = await opened(web)
-        writer.transport.pause_reading()
-        with pytest.raises(ConnectionError):
-            async with asyncio.timeout(20):
-                while True:
-                    writer.write(ask * 20)
-                    await writer.drain()
-                    await asyncio.sleep(0.01)
+        client = await deaf(web, connections, asks)
+        [ours] = connections
+        if ours.cycle.response_complete:
+            ours.timeout_keep_alive_handler()
+        await until(lambda: ours not in ours.connections)
+        client.close()
         assert (await web.get("/health/live")).status == 200
+
+
+async def test_a_client_that_reads_a_byte_at_a_time_loses_its_connection(
+    monkeypatch: pytest.MonkeyPatch, connections: list[ImpatientProtocol]
+) -> None:
+    monkeypatch.setattr(server, "READ_SECONDS", 0.3)
+    async with served(Inside()) as web:
+        client = await deaf(web, connections, ASK % b"uPlot.iife.min.js" * 20)
+        [ours] = connections
+        while ours in ours.connections:
+            await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1), 20)
+            await asyncio.sleep(0.01)
+        client.close()
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"",
+        b"GET /health/live HTTP/1.1\r\nHost: localh",
+        b"POST /login HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-www-form-urlencoded\r\n"
+        b"Content-Length: 99\r\n\r\nw",
+    ],
+    ids=["idle", "head", "body"],
+)
+async def test_slow_clients_do_not_keep_others_out(connections: list[ImpatientProtocol], start: bytes) -> None:
+    async with served(Inside()) as web:
+        clients = [await opened(web, start) for _ in range(server.MOST_CONNECTIONS + 20)]
+        await until(lambda: len(connections) == len(clients))
+        for path in ("/health/live", "/health/ready"):
+            assert (await web.get(path)).status == 200
+        assert len(connections[0].connections) <= server.MOST_CONNECTIONS
+        if b"POST" not in start:
+            assert (await web.get("/")).status == 200
+            assert connections[0] not in connections[0].connections, "the one that waited longest makes room"
+        for _, writer in clients:
+            writer.close()
+
+
+async def test_a_stop_does_not_wait_for_clients_that_do_not_read(connections: list[ImpatientProtocol]) -> None:
+    """Each kind is cut off: idle, in a head, in a body, and in an answer."""
+    async with served(Inside()) as web:
+        body = b"POST /login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+        slow = [await opened(web, start) for start in (b"", b"GET / HT", body)]
+        clients = [await deaf(web, connections, ASK % name) for name in (b"icon.svg", b"uPlot.iife.min.js")]
+        began = asyncio.get_running_loop().time()
+    assert asyncio.get_running_loop().time() - began < 8
+    assert [unread(one) for one in connections] == [0] * 5
+    for client in (*clients, *(writer for _, writer in slow)):
+        client.close()

@@ -154,7 +154,7 @@ def test_ids_and_pages() -> None:
             token(f"id:{text}")
         with pytest.raises(FieldError):
             number(text)
-    with pytest.raises(FieldError, match=r"Id: expected an id .* such as id:48213@1795291200000.*found '7@5'"):
+    with pytest.raises(FieldError, match=r'id: expected an id .* such as id:48213@1795291200000.*found "7@5"'):
         token("7@5")
 
 

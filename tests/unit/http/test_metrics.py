@@ -20,7 +20,7 @@ from delayer.core.message import as_text
 from delayer.http.metrics import METRICS, PREFIX, MetricSources, roles
 from delayer.http.view import Depths, Snapshot
 from delayer.schedule.schedule import ScheduleState
-from delayer.store.admin.census import COMPACTED, Census
+from delayer.store.admin.census import COMPACTED, SCHEDULES, Census
 from delayer.store.admin.stats import LANE_KINDS, InboxCount, LaneOverview
 from delayer.store.schedules.reading import ScheduleCounts
 from delayer.store.segments import catalog
@@ -148,7 +148,7 @@ def test_many_routes_share_the_series_of_the_others() -> None:
     counters.delivered([(40, one) for one in routes])
     for tally in (*counters.seconds.values(), *counters.sizes.values()):
         tally.add(0.003)
-    census = {(one, at): 1.0 for one in (*routes, COMPACTED) for at in range(len(horizon.OFFSETS) + 1)}
+    census = {(one, at): 1.0 for one in (*routes, COMPACTED, SCHEDULES) for at in range(len(horizon.OFFSETS) + 1)}
     levels = dict.fromkeys(range(28), 1)
     queues = {f"level-{n}": 1 for n in range(32)}
     found = shown(

@@ -15,9 +15,10 @@ from delayer.http import server, view
 from delayer.http.access import HEADERS
 from delayer.http.view import Depths
 from delayer.set_aside.messages import Result
+from delayer.store.admin.census import COMPACTED, SCHEDULES, Census, DestinationCount
 from delayer.store.admin.stats import InboxCount, StoreOverview
 from tests.support.web import Web, tokens_file
-from tests.unit.http.inside import EVIL, REFUSED, STRAY, TOKEN, Inside, served
+from tests.unit.http.inside import EVIL, NOW_MS, REFUSED, STRAY, TOKEN, Inside, served
 from tests.unit.http.states import overview
 
 
@@ -105,6 +106,24 @@ async def test_the_page_shows_what_waits_in_the_sql_inbox(monkeypatch: pytest.Mo
         assert "Waiting in the store" in page
         assert says in page if says else "SQL inbox" not in page, page
         del seen[0]
+
+
+async def test_the_overview_names_schedules_and_what_has_no_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {(SCHEDULES, 0): 2.0, (b"", 0): 3.0, (b"in", 0): 4.0, (COMPACTED, 0): 5.0}
+    to = {(b"out", b"report"): DestinationCount(2.0, NOW_MS), (b"", b"queue"): DestinationCount(0.0, None, 1)}
+    census = Census(NOW_MS, counts, exact=True, held={SCHEDULES: 1, b"in": 1}, destinations=to)
+
+    async def look(_: view.View) -> Census:
+        return census
+
+    monkeypatch.setattr(view.View, "_census", look)
+    async with served(Inside(store={"url": "postgresql://127.0.0.1:1/x"})) as web:
+        page = (await web.get("/")).text
+    rows = re.findall(r"<tr>\s*<td data-label=\"(?:route|goes to)[^>]*>(.*?)</td>\s*<td[^>]*>(.*?)</td>", page)
+    assert {re.sub(r"<[^>]*>", "", name): count for name, count in rows} == {
+        "(schedules)": '<a href="/schedules">2</a>', "(straight to the queue)": "3", "(compacted)": "5",
+        "in": '<a href="/waiting?route=in">4</a>', "out / report": "2", "queue queue": "0", "delayer.in": "0",
+    }  # fmt: skip
 
 
 async def test_the_menu_counts_without_reading_a_queue() -> None:

@@ -1,0 +1,32 @@
+"""What a publisher learns about a message that it sent, from the daemon's plan for it. The same for `delayer send
+--json` and for POST /api/messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Literal
+
+from delayer.core.message import as_text
+from delayer.core.operations import Cancel
+from delayer.core.plan import AtOnce, EnterCascade, Park, Plan, Soon, TooLate
+from delayer.core.readable import instant
+from delayer.fields.compose import Publishable
+from delayer.fields.shapes import SentJson
+
+_PLACES: Final[Mapping[type, Literal["store", "broker", "destination", "held"]]] = {
+    Park: "store", EnterCascade: "broker", AtOnce: "destination", Soon: "destination", TooLate: "held",
+}  # fmt: skip
+
+
+def sent(made: Publishable, plan: Plan) -> SentJson:
+    """``plan``: not a Refuse, because such a message is not sent."""
+    due_ms = getattr(plan, "due_ms", None)
+    return {
+        "message_id": str(made.properties.message_id),
+        "exchange": made.exchange,
+        "routing_key": made.routing_key,
+        "due_ms": due_ms,
+        "due": None if due_ms is None else instant(due_ms, exact=True),
+        "cancels": as_text(plan.key) if isinstance(plan, Cancel) and isinstance(plan.key, bytes) else None,
+        "where": _PLACES.get(type(plan)),
+    }
