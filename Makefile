@@ -6,6 +6,9 @@ BENCH_ARGS ?=
 SOAK_MINUTES ?= 10
 SOAK_SEED ?=
 SOAK_ARGS ?=
+SECONDS ?=
+SEED ?=
+SIMULATE_ARGS ?=
 # Most tests wait for a due time or a server: three workers on two cores take half the time, each with servers of its own.
 PYTEST_SPREAD ?= -n 3 --dist loadfile
 # Empty if something else checks the style: .ci/run does, next to the tests.
@@ -54,8 +57,8 @@ soak: servers ## two daemons in both modes while everything breaks, and an accou
 	@SOAK_MINUTES=$(SOAK_MINUTES) SOAK_SEED=$(SOAK_SEED) $(PYTHON_OF_VENV) -m tests.soak $(SOAK_ARGS)
 
 .PHONY: simulate
-simulate: ready ## daemons and their faults in virtual time, one run for each seed (SIMULATE_ARGS="--mode store --seconds 600 --seed 1 --runs 10")
-	@$(PYTHON_OF_VENV) -m tests.simulation $(SIMULATE_ARGS)
+simulate: ready ## daemons and their faults in virtual time (SECONDS=600 SEED=1 SIMULATE_ARGS="--mode keys --runs 10 --shrink")
+	@$(PYTHON_OF_VENV) -m tests.simulation $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(SIMULATE_ARGS)
 
 .PHONY: test-brokers
 test-brokers: ready ## the tests that talk to a broker, against RabbitMQ 3.10, 4.0 and 4.3; as root (SUITES=…, LONG=no, PYTEST_ARGS=…)
