@@ -48,6 +48,10 @@ test-reworded: ready ## the tests with another text for every reason: no decisio
 test-faults: ready ## every fault, overload and clock, including tests of a minute; a quarter of an hour
 	@$(PYTHON_OF_VENV) -m pytest $(PYTEST_SPREAD) -m 'long or not long' tests/faults $(PYTEST_ARGS)
 
+.PHONY: test-long
+test-long: ready ## the tests of a minute or more, which the build server leaves out; an hour
+	@$(PYTHON_OF_VENV) -m pytest $(PYTEST_SPREAD) -m long $(PYTEST_ARGS)
+
 .PHONY: mutants
 mutants: ready ## break one line at a time and see that its tests notice (MUTANTS=NAMES to choose); long
 	@$(PYTHON_OF_VENV) -m tests.mutants $(MUTANTS)

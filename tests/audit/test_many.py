@@ -20,7 +20,7 @@ from tests.audit.rows import said
 from tests.audit.test_job import audit
 from tests.support.store import sql
 
-pytestmark = pytest.mark.deadline(900)
+pytestmark = [pytest.mark.deadline(900), pytest.mark.long]
 
 WEEK_MS = 7 * DAY_MS
 COUNT = 1_000_000
