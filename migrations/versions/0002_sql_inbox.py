@@ -2,8 +2,9 @@
 
 The functions run with the rights of the schema's owner (SECURITY DEFINER), so a role needs nothing but EXECUTE. Each
 has search_path = pg_catalog, and names its schema where it means it. So no table, function or operator of a caller can
-take the place of one of these, even for a role that may create in the schema itself. Never changed after a release; it
-imports nothing of delayer.
+take the place of one of these, even for a role that may create in the schema itself. For that, all arguments of calls
+within the schema have types: a literal without one would choose another function of the name. Never changed after a
+release; it imports nothing of delayer.
 """
 
 from __future__ import annotations
@@ -234,7 +235,8 @@ BEGIN
             MESSAGE = format('delayer_cancel: key: expected a key of your own, found %L', key),
             HINT = 'keys that begin with delayer.schedule/ belong to schedules: see `delayer schedule`';
     END IF;
-    PERFORM @schema.delayer_write(exchange, '', jsonb_build_object('x-delay-cancel', key), '{}', '', true);
+    PERFORM @schema.delayer_write(
+        exchange, text '', jsonb_build_object('x-delay-cancel', key), jsonb '{}', bytea '', true);
 END
 $function$
 """

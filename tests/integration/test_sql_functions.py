@@ -347,6 +347,10 @@ async def test_who_may_create_in_the_schema_itself_gains_no_rights(
             CREATE OPERATOR * (LEFTARG = numeric, RIGHTARG = integer, FUNCTION = times);
             CREATE FUNCTION format(text, interval) RETURNS text LANGUAGE sql AS
                 $$ SELECT CASE WHEN "{there}".caught('format') THEN '' END $$;
+            CREATE FUNCTION delayer_write(text, text, jsonb, text, text, boolean) RETURNS void LANGUAGE sql AS
+                $$ SELECT "{there}".caught('write') $$;
+            CREATE FUNCTION delayer_send(text, text, interval, text) RETURNS text LANGUAGE sql AS
+                $$ SELECT CASE WHEN "{there}".caught('send') THEN '' END $$;
         """)
         with pytest.raises(asyncpg.RaiseError, match=r"caught: \* runs as"):
             await shop.execute("SELECT 1.0 * 1")
@@ -357,6 +361,7 @@ async def test_who_may_create_in_the_schema_itself_gains_no_rights(
             )
         with pytest.raises(asyncpg.PostgresError, match="delay: expected zero or more"):
             await shop.execute(f"""SELECT "{there}".delayer_send('k', 'x', '-1 s')""")
-        assert await owner.fetchval(f'SELECT count(*) FROM "{there}".delayer_inbox') == 3
+        await shop.execute(f"""SELECT "{there}".delayer_cancel('k')""")
+        assert await owner.fetchval(f'SELECT count(*) FROM "{there}".delayer_inbox') == 4
         await shop.execute(f"DROP OWNED BY {role}")
         await owner.execute(f'REVOKE CREATE ON SCHEMA "{there}" FROM {role}')
