@@ -65,12 +65,14 @@ class Postponed:
     ids: set[int] = field(default_factory=set)
     until: float = 0.0
 
-    def add(self, ids: Sequence[int], now: float) -> bool:
-        """Returns False if there are too many."""
+    def add(self, ids: Sequence[int], now: float, *, more: bool) -> bool:
+        """``more``: whether other rows wait to be read, before any of these is tried again. Otherwise the time stays:
+        new rows, one after another, must not keep the first ones waiting. Returns False if there are too many."""
         if len(self.ids) + len(ids) > MOST_POSTPONED:
             return False
+        if more or not self.ids:
+            self.until = now + POSTPONE_SECONDS
         self.ids.update(ids)
-        self.until = now + POSTPONE_SECONDS
         return True
 
     def is_over(self, now: float) -> bool:
@@ -212,7 +214,7 @@ class InboxSubscription:
     def postpone(self, tags: Sequence[int]) -> bool:
         """See intake.ports.Subscription. The rows stay in the table, and are tried again after POSTPONE_SECONDS."""
         ids = [self._rows[tag] for tag in tags if tag in self._rows]
-        return self._postponed.add(ids, asyncio.get_running_loop().time())
+        return self._postponed.add(ids, asyncio.get_running_loop().time(), more=self.behind)
 
     def stop(self) -> None:
         self._stopped = True

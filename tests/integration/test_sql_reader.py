@@ -302,6 +302,17 @@ async def test_postponed_rows_let_others_pass_and_come_again(database: str) -> N
 async def test_too_many_postponed_rows_are_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inbox, "MOST_POSTPONED", 3)
     postponed = Postponed()
-    assert postponed.add([1, 2], 0.0)
-    assert not postponed.add([3, 4], 5.0)
+    assert postponed.add([1, 2], 0.0, more=False)
+    assert not postponed.add([3, 4], 5.0, more=True)
     assert (postponed.ids, postponed.is_over(inbox.POSTPONE_SECONDS)) == ({1, 2}, True)
+
+
+async def test_new_postponed_rows_do_not_keep_the_first_ones_waiting() -> None:
+    """Only rows that are still to be read do, because a pass over many takes longer than POSTPONE_SECONDS."""
+    postponed = Postponed()
+    for id_, now in ((1, 0.0), (2, 6.0), (3, 9.0)):
+        assert postponed.add([id_], now, more=False)
+    assert not postponed.is_over(inbox.POSTPONE_SECONDS - 1)
+    assert postponed.is_over(inbox.POSTPONE_SECONDS)
+    assert postponed.add([4], 9.0, more=True)
+    assert not postponed.is_over(inbox.POSTPONE_SECONDS)
