@@ -144,6 +144,8 @@ BEGIN
         WHEN octet_length(headers::text) > 65536 THEN
             ARRAY[format('headers: expected at most 65536 bytes, found %s', octet_length(headers::text)),
                   'put large values into the body']
+        WHEN jsonb_path_exists(headers, 'strict $.**{65 to last} ? (@.type() == "array" || @.type() == "object")') THEN
+            ARRAY['headers: expected at most 64 levels in a value, found more', 'put nested values into the body']
         WHEN due_at IS NOT NULL
              AND headers ?| ARRAY['x-delay', 'x-deliver-at', 'x-opt-delivery-delay', 'x-opt-delivery-time'] THEN
             ARRAY['headers: expected no delay next to delay or due, found one', 'state the delay once']
@@ -157,10 +159,11 @@ BEGIN
     END;
     IF wrong IS NULL AND headers <> '{}' THEN
         SELECT ARRAY[format('headers: expected names of 1 to 255 bytes, and numbers within ±1e308, found %L',
-                            left(name, 60)),
+                            left(coalesce(name, value::text), 60)),
                      'shorten the name, or pass the number as a string']
         INTO wrong
-        FROM jsonb_each(headers) AS header (name, value)
+        FROM jsonb_path_query(headers, 'strict $.**') AS part (value)
+        LEFT JOIN LATERAL jsonb_object_keys(CASE jsonb_typeof(value) WHEN 'object' THEN value END) AS name ON true
         WHERE octet_length(name) NOT BETWEEN 1 AND 255
               OR CASE jsonb_typeof(value) WHEN 'number' THEN abs(value::numeric) > 1e308 ELSE false END
         LIMIT 1;

@@ -13,6 +13,8 @@ from typing import Any
 import asyncpg
 import pytest
 
+from delayer.amqp.properties import Properties
+from delayer.format.inbox import delivery_of_row
 from delayer.store import upgrades
 from tests.integration.rights import PAGE
 from tests.support.postgres import Postgres
@@ -98,6 +100,14 @@ async def test_arguments_become_headers_and_properties(database: str) -> None:
         assert early["headers"] == {"x-deliver-at": 10**11}
 
 
+@pytest.mark.parametrize("deep", [f"{'[' * 64}1{']' * 64}", '{"i":' * 64 + "1" + "}" * 64])
+async def test_what_it_lets_pass_can_be_encoded(database: str, deep: str) -> None:
+    async with plain(database) as connection:
+        await connection.execute("SELECT delayer_send('k', 'x', headers => $1)", f'{{"h": {deep}, "n": 1e308}}')
+        row = await connection.fetchrow("SELECT * FROM delayer_inbox")
+    assert Properties.parse(delivery_of_row(1, row).properties).get(b"h").value
+
+
 async def test_a_delay_counts_from_the_call_not_from_the_transaction(database: str) -> None:
     async with plain(database) as connection, connection.transaction():
         await connection.fetchval("SELECT pg_sleep(0.3)")
@@ -146,6 +156,9 @@ NULL, WRONG = "22004", "22023"
         ("'k', 'x', headers => jsonb_build_object(repeat('x', 256), 1)", WRONG, "headers: expected names of 1 to 255"),
         ("'k', 'x', headers => '{\"\": 1}'", WRONG, "headers: expected names of 1 to 255"),
         ("'k', 'x', headers => '{\"h\": 1e400}'", WRONG, "headers: expected names of 1 to 255"),
+        ("'k', 'x', headers => '{\"h\": [{\"i\": -1e400}]}'", WRONG, "headers: expected names of 1 to 255"),
+        ("'k', 'x', headers => '{\"h\": [{\"\": 1}]}'", WRONG, "headers: expected names of 1 to 255"),
+        (f"'k', 'x', headers => '{{\"h\": {'[' * 65}{']' * 65}}}'", WRONG, "headers: expected at most 64 levels"),
         ("'k', 'x', '1 s', headers => '{\"x-delay\": 1}'", WRONG, "headers: expected no delay next to delay or due"),
         ("'k', 'x', key => 'a', headers => '{\"x-delay-key\": \"b\"}'", WRONG, "headers: expected no x-delay-key"),
         ("'k', 'x', message_id => repeat('m', 256)", WRONG, "message_id: expected at most 255 bytes, found 256"),
