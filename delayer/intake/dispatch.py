@@ -38,7 +38,8 @@ MAX_ATTEMPTS: Final = 10
 OWN_QUEUE: Final = (
     "if it was nacked, the queue behind that exchange is full: empty it (`delayer refused`, `delayer strays`), or lift "
     "its limit (a policy with max-length and reject-publish). Or a queue there has no majority: "
-    "`rabbitmq-queues quorum_status QUEUE`"
+    "`rabbitmq-queues quorum_status QUEUE`. If the channel closed with 406, the message is larger than the broker's "
+    "max_message_size"
 )
 
 
