@@ -19,14 +19,15 @@ LISTED: Final = 20
 FEWEST: Final = 20
 """Compare two spans of a destination only if each has this many released or held messages."""
 
-# Only a released message has a lateness. One released early counts as on time.
+# Only a released message has a lateness, unless it was due when it was parked. One released early counts as on time.
 _FIGURES: Final = """
 count_if(what = 'released') AS released, count_if(what = 'held') AS held, count_if(what = 'cancelled') AS cancelled,
 coalesce(percentile_approx(late, 0.5), 0) AS p50_ms, coalesce(percentile_approx(late, 0.99), 0) AS p99_ms,
 coalesce(max(late), 0) AS worst_ms
 """
 _ROWS: Final = f"""
-(SELECT *, at_ms - pmod(at_ms, {HOUR_MS}) AS hour_ms, if(what = 'released', greatest(late_ms, 0), NULL) AS late
+(SELECT *, at_ms - pmod(at_ms, {HOUR_MS}) AS hour_ms,
+        if(what = 'released' AND coalesce(delay_ms, 1) > 0, greatest(late_ms, 0), NULL) AS late
  FROM history)
 """
 

@@ -27,6 +27,7 @@ def upgrade(request: Request) -> None:
     The database has to exist with the encoding UTF8, and the role in store.url has to own it: `createdb -E UTF8 -T
     template0 --locale C -O delayer delayer`. If one role owns the schema and another one runs the daemon
     (docs/security.md), run this as the owner. A store that a newer delayer upgraded is not changed; exit code 1.
+    Neither is a schema with other tables of the same names; exit code 2. Give delayer a schema of its own there.
 
     \b
     Examples:

@@ -14,7 +14,15 @@ from delayer.config.errors import ConfigError
 from delayer.core import errors
 from delayer.core.errors import StoreLost
 from delayer.core.readable import counted, readable
-from delayer.store.errors import STORE_RUNS, BadStoreUrl, ScheduleRefused, ScheduleUnknown, SchemaOutdated, StoreUnfit
+from delayer.store.errors import (
+    STORE_RUNS,
+    BadStoreUrl,
+    ScheduleRefused,
+    ScheduleUnknown,
+    SchemaOutdated,
+    SchemaUnusable,
+    StoreUnfit,
+)
 
 BROKER_RUNS = "check broker.url, and that the broker runs"
 SEEING = "set broker.management_url, or check its host, port, user and password, and that it answers"
@@ -94,6 +102,8 @@ def failure(error: Exception) -> CommandError:
         case StoreLost(advice=advice):
             how = "refused" if advice else "is out of reach"
             made = OutOfReach(f"the store {how}: {text}. Next: {advice or STORE_RUNS}.")
+        case SchemaUnusable(advice=advice):
+            made = Misused(f"{text}. Next: {advice}.")
         case StoreUnfit(advice=advice):
             made = CommandFailed(f"{text}. Next: {advice}.")
         case _:

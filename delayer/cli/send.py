@@ -224,7 +224,10 @@ async def _publish(channel: Wire, portion: Sequence[Composed]) -> list[object]:
 @click.option("--routing-key", default="", metavar="KEY", help="Its routing key at the destination.")
 @click.option("--delay-key", "key", metavar="KEY", help="Its x-delay-key: it replaces a waiting message with this key.")
 @click.option(
-    "--delay-key-mode", "key_mode", metavar="MODE", help="replace (the default), keep or debounce: see docs/headers.md."
+    "--delay-key-mode",
+    "key_mode",
+    metavar="MODE",
+    help="replace (the default), keep (throttles) or debounce (postpones).",
 )
 @click.option(
     "--delay-key-ceiling",

@@ -33,7 +33,7 @@ SIZES: Final = (1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 25
 
 Counted = tuple[str, bytes, int | None]
 """A published message: its kind once confirmed, its route, and its due time. The due time is None if the message has no
-lateness: it asked for no delay, was held before, or is on its way into the cascade."""
+lateness: it was due already when it arrived, was held before, or is on its way into the cascade."""
 
 
 class Tally:

@@ -175,15 +175,16 @@ def whole_seconds_until(due_ms: int, now_ms: int) -> int:
 
 
 def in_words(milliseconds: int) -> str:
-    """Format a delay in readable units: ``268435456 s`` is hard to read.
+    """Format a delay in readable units: ``268435456 s`` is hard to read. From a minute on it is rounded up to seconds,
+    so that what exceeds a limit of whole seconds looks larger.
 
-    >>> in_words(90_061_000), in_words(172_800_000), in_words(1500)
+    >>> in_words(90_061_000), in_words(172_799_994), in_words(1500)
     ('1 day, 1:01:01', '2 days', '1.5 s')
     """
     if milliseconds < 60_000:
         return f"{milliseconds / 1000:g} s"
     try:
-        return str(timedelta(milliseconds=milliseconds)).removesuffix(", 0:00:00")
+        return str(timedelta(seconds=-(-milliseconds // 1000))).removesuffix(", 0:00:00")
     except OverflowError:
         return f"{milliseconds // 86_400_000} days"
 

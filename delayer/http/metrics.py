@@ -70,7 +70,7 @@ METRICS: Final[Mapping[str, MetricKind]] = {
     "lateness_seconds": _histogram(
         "route",
         "seconds",
-        "from a message's due instant to its confirm; only for messages that had a delay and were never held",
+        "from a message's due instant to its confirm; only for messages that arrived before it and were never held",
     ),
     "batch_messages": _histogram("stage", "messages", "messages in a batch, by the stage that processes it"),
     "claim_seconds": _histogram("", "seconds", "the time to claim due messages from a lane, if there were any"),

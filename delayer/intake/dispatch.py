@@ -53,7 +53,8 @@ class Publication(NamedTuple):
 
     ``parcel``: the message to hold if its destination does not take it. None for the cascade and the refused queue,
     which must take it: if they do not, the delivery returns to its queue. ``refusal``: the reason, of a refused
-    message. ``earlier``: the note of earlier attempts. ``undelayed``: whether the message asked for no delay.
+    message. ``earlier``: the note of earlier attempts. ``at_once``: whether the message was due already
+    when it was read, so that it says nothing about the lateness of this process.
     """
 
     delivery: Delivery
@@ -61,14 +62,14 @@ class Publication(NamedTuple):
     parcel: Parcel | None = None
     refusal: str = ""
     earlier: HoldNote | None = None
-    undelayed: bool = False
+    at_once: bool = False
 
     @property
     def counted(self) -> Counted:
         if self.parcel is None:
             return "refused" if self.refusal else "cascaded", self.delivery.exchange, None
-        delayed = self.earlier is None and not self.undelayed
-        return "released", self.parcel.route, self.parcel.due_ms if delayed else None
+        has_lateness = self.earlier is None and not self.at_once
+        return "released", self.parcel.route, self.parcel.due_ms if has_lateness else None
 
 
 class Objection(NamedTuple):

@@ -144,9 +144,9 @@ def batch_plan(batch: Sequence[Classified], names: Endpoints, new_id: Callable[[
                 released = released_properties(properties, token, plan.due_ms)
                 outgoing = Outgoing(exchange, routing_key, released, delivery.body, token)
                 carried = parcel(delivery, plan.due_ms, plan.target)
-                undelayed = plan.undelayed and isinstance(plan, AtOnce)  # A default_delay is a delay too.
-                publication = Publication(delivery, outgoing, carried, undelayed=undelayed)
-                if isinstance(plan, AtOnce):
+                at_once = isinstance(plan, AtOnce)
+                publication = Publication(delivery, outgoing, carried, at_once=at_once)
+                if at_once:
                     work.publications.append(publication)
                 else:
                     work.kept.append((plan.due_ms, publication))

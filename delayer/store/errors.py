@@ -4,6 +4,7 @@ core.StoreLost        unreachable, or it refused the transaction: try again late
 ├─ core.LaneLost      the lane has another owner
 └─ core.Rejected      the database rejects the data of a write
 StoreUnfit            the server or the database cannot hold a store: an operator must act
+└─ SchemaUnusable     the schema that store.url leads to is missing, or has objects of these names
 SchemaOutdated        the store lacks a schema upgrade, or has an unknown one: an operator must act
 BadStoreUrl           the URL cannot be read: an operator must act
 ScheduleRefused       an operator's change of schedules cannot be made; nothing is changed
@@ -56,6 +57,10 @@ class StoreUnfit(Exception):
     def __init__(self, text: str, advice: str) -> None:
         super().__init__(text)
         self.advice = advice
+
+
+class SchemaUnusable(StoreUnfit):
+    """The schema that store.url leads to is missing, or has objects of the same names that are not delayer's."""
 
 
 class BadStoreUrl(ValueError):
@@ -124,11 +129,17 @@ _ADVICE: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str]
 )
 
 
-def to_store_lost(doing: str, error: BaseException) -> StoreLost:
-    """Translate a driver's error, with advice for its cause. Raise the result from ``error``."""
-    driver: BaseException | None = error  # SQLAlchemy wraps the driver's error.
+def driver_error(error: BaseException) -> BaseException | None:
+    """The driver's error that SQLAlchemy wrapped in ``error``; None without one."""
+    driver: BaseException | None = error
     while driver is not None and not isinstance(driver, DRIVER_ERRORS):
         driver = driver.__cause__
+    return driver
+
+
+def to_store_lost(doing: str, error: BaseException) -> StoreLost:
+    """Translate a driver's error, with advice for its cause. Raise the result from ``error``."""
+    driver = driver_error(error)
     told = describe(driver or error)
     advice = next((text for kind, text in _ADVICE if isinstance(driver, kind)), "")
     advice = advice or errors.certificate_advice(told, *errors.OF_STORE)

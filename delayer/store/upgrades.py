@@ -4,6 +4,7 @@ tables. The wheel has them in delayer/store/migrations. schema.py finds out whic
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 import asyncpg
 from alembic import command
@@ -15,7 +16,14 @@ from sqlalchemy.pool import NullPool
 
 from delayer.store import pool
 from delayer.store.admin.setup import raise_lanes
-from delayer.store.errors import to_store_lost, translate_errors
+from delayer.store.errors import SchemaUnusable, describe, driver_error, to_store_lost, translate_errors
+
+_TAKEN: Final = (asyncpg.DuplicateTableError, asyncpg.DuplicateFunctionError, asyncpg.DuplicateObjectError)
+"""A relation, a function or a type of this name exists."""
+OWN_SCHEMA: Final = (
+    "give delayer a schema of its own: CREATE SCHEMA delayer, add options=-csearch_path%3Ddelayer to the query of "
+    "store.url (postgresql://…/database?options=-csearch_path%3Ddelayer), and call delayer.delayer_send(…)"
+)
 
 
 def _config() -> Config:
@@ -27,13 +35,19 @@ def _config() -> Config:
 
 
 async def upgrade(url: str, lanes: int = 4) -> None:
-    """Upgrade to schema.HEAD in one transaction, then create missing lanes up to ``lanes``. Raises StoreLost,
-    BadStoreUrl."""
+    """Upgrade to schema.HEAD in one transaction, then create missing lanes up to ``lanes``. Raises SchemaUnusable,
+    StoreLost, BadStoreUrl."""
+    schema: str | None = None
 
     async def connect() -> asyncpg.Connection:
         return await pool.connect(url, "delayer schema", plain=True)  # Upgrading a large store takes its time.
 
     def run(connection: Connection) -> None:
+        nonlocal schema
+        schema = connection.exec_driver_sql("SELECT current_schema()").scalar_one()
+        if schema is None:
+            text = "no schema of the search_path exists in this database, or this role may not use it"
+            raise SchemaUnusable(f"{text}; nothing was changed", "CREATE SCHEMA, or correct options in store.url")
         config = _config()
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
@@ -44,6 +58,9 @@ async def upgrade(url: str, lanes: int = 4) -> None:
             async with engine.begin() as connection:
                 await connection.run_sync(run)
     except DBAPIError as error:
+        if isinstance(taken := driver_error(error.orig or error), _TAKEN):
+            text = f"the schema {schema!r} is in use: {describe(taken)}, and is not delayer's; nothing was changed"
+            raise SchemaUnusable(text, OWN_SCHEMA) from error
         raise to_store_lost("schema upgrade", error.orig or error) from error
     finally:
         await engine.dispose()

@@ -99,7 +99,7 @@ BEGIN
         WHEN delay IS NOT NULL AND due IS NOT NULL THEN
             ARRAY['expected delay or due, found both', 'delay counts from this call; due is an instant']
         WHEN delay < interval '0' THEN
-            ARRAY[format('delay: expected zero or more, found %s', delay), 'leave delay out to send at once']
+            ARRAY[format('delay: expected zero or more, found %s', delay), 'pass ''0 seconds'' to send at once']
         WHEN delay > interval '10000 years' THEN
             ARRAY[format('delay: expected at most 10000 years, found %s', delay), 'pass a shorter delay']
         WHEN NOT isfinite(due_at) OR due_at >= timestamptz '10000-01-01 00:00:00+00' THEN
@@ -119,7 +119,8 @@ BEGIN
             ARRAY[format('key: expected a key of your own, found %L', key),
                   'keys that begin with delayer.schedule/ belong to schedules']
         WHEN key_mode NOT IN ('replace', 'keep', 'debounce') THEN
-            ARRAY[format('key_mode: expected replace, keep or debounce, found %L', key_mode), 'see docs/headers.md']
+            ARRAY[format('key_mode: expected replace, keep or debounce, found %L', key_mode),
+                  'replace (the default) cancels the message that waits, keep throttles, debounce postpones']
         WHEN key_mode IS NOT NULL AND key IS NULL THEN
             ARRAY['key: expected a key, because key_mode is set, found null', 'pass key, or leave key_mode out']
         WHEN coalesce(key_mode, '') <> 'debounce' AND key_ceiling IS NOT NULL THEN

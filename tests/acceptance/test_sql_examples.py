@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ from tests.support.store import sql
 
 ROOT = Path(__file__).parents[2]
 PAGE, README = (ROOT / "docs" / "sql.md").read_text(), (ROOT / "README.md").read_text()
-[RECIPE] = re.findall(r"```psql\n(.*?)```", PAGE, flags=re.S)
+RECIPE, FROM_SHOP = re.findall(r"```psql\n(.*?)```", PAGE, flags=re.S)
+[OWN_SCHEMA] = re.findall(r"```sh\n(.*?)```", PAGE, flags=re.S)
 [FIRST] = re.findall(r"```sql\n(.*?)```", PAGE, flags=re.S)
 PSYCOPG, *SQLALCHEMY = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
 [OF_README] = [one for one in re.findall(r"```sql\n(.*?)```", README, flags=re.S) if "delayer_send" in one]
@@ -87,3 +89,25 @@ async def test_the_readme_s_example_comes_after_ten_seconds(vhost: str, database
         # The laws of conservation hold only in one snapshot, and the daemon works.
         ended = "SELECT coalesce(sum(n), 0) FROM counter WHERE kind IN ('released', 'held')"
         await eventually(lambda: place.ask(ended), lambda count: count == 1)
+
+
+async def test_a_schema_of_its_own_lies_next_to_tables_of_the_same_names(
+    vhost: str, empty_database: str, postgres: Postgres
+) -> None:
+    """The application has a table for each of delayer's. Its message comes, and its tables stay empty."""
+    names = ("message", "schedule", "history", "request", "store", "lane", "held", "counter", "message_id")
+    await psql(postgres, empty_database, "".join(f"CREATE TABLE {name} (n integer);" for name in names))
+    path = ":".join((str(Path(sys.executable).parent), str(postgres.programs), os.environ["PATH"]))
+    script = OWN_SCHEMA.replace("postgresql:///shop", empty_database)
+    child = await asyncio.create_subprocess_exec("bash", "-ec", script, env=os.environ | {"PATH": path})
+    assert await child.wait() == 0
+
+    [query] = re.findall(r"postgresql:///shop(\?[^']*)", OWN_SCHEMA)
+    place = await Place("store", vhost, empty_database + query).declare()
+    async with place.ledger(consume=False), place.working():
+        await psql(postgres, empty_database, FROM_SHOP)
+        await place.ready(1, "ledger")
+        assert await place.bodies("ledger") == [b"pay order 4711"]
+    await place.conserved()
+    async with sql(empty_database) as shop:
+        assert not any([await shop.fetchval(f"SELECT count(*) FROM public.{name}") for name in names])

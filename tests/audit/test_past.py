@@ -41,13 +41,15 @@ def test_lateness_by_route_and_hour(spark: SparkSession) -> None:
     rows += [change(HOUR - HOUR_MS + n, route=b"mail.in", late_ms=10_000 + n) for n in range(50)]
     rows += [change(HOUR - HOUR_MS, "held", late_ms=1 << 40), change(HOUR, "cancelled", late_ms=-5)]
     rows += [change(HOUR, late_ms=-3)]
+    rows += [change(HOUR, late_ms=1 << 40, delay_ms=delay_ms) for delay_ms in (-(1 << 40), 0)]
+    rows += [change(HOUR, late_ms=7, delay_ms=None)]
     found = told(spark, rows)
     assert (found.first_ms, found.last_ms) == (HOUR - 2 * HOUR_MS, HOUR)
     names = ("start_ms", "released", "held", "cancelled", "worst_ms")
     assert [tuple(one[name] for name in names) for one in found.hours] == [
         (HOUR - 2 * HOUR_MS, 100, 0, 0, 99),
         (HOUR - HOUR_MS, 50, 1, 0, 10_049),
-        (HOUR, 1, 0, 1, 0),
+        (HOUR, 4, 0, 1, 7),
     ]
     assert [one["route"] for one in found.routes] == [b"delayer.in", b"mail.in"]
     example = audit_reports.past()
@@ -103,7 +105,7 @@ def test_without_a_history(spark: SparkSession) -> None:
 async def test_the_job_reads_the_history_of_the_store(spark: SparkSession, database: str) -> None:
     async with opened(database, history_days=2) as there, owned(there) as lanes, sql(database) as admin:
         await put(admin, [row(1, there.now_lower_ms() + DAY_MS)])
-        await there.park(lanes[0], [parcel(there.now_lower_ms() + 5)], [])
+        await there.park(lanes[0], [parcel(there.now_lower_ms() + 500)], [])
         rows = await claim_when_due(lanes[0])
         await lanes[0].claimers[0].settle(rows, [], lambda: [float(due.due_ms + 7) for due in rows])
         found = audit(spark, database).past

@@ -300,6 +300,18 @@ def test_each_refusal_of_the_store_has_its_own_advice(delayer: Run, postgres: Po
     postgres.execute("DROP ROLE poor")
 
 
+def test_a_schema_of_another_application_is_a_mistake_of_the_configuration(
+    delayer: Run, postgres: Postgres, empty_database: str
+) -> None:
+    """Not a store out of reach, which a script would try again."""
+    postgres.execute("CREATE TABLE message (n integer)", database=urlsplit(empty_database).path[1:])
+    told = delayer("db", "upgrade", expect=2, DELAYER_STORE__URL=empty_database).stderr
+    assert told.startswith("delayer: the schema 'public' is in use: relation \"message\" already exists"), told
+    assert "Next: give delayer a schema of its own" in told
+    path = f"{empty_database}?options=-csearch_path%3Dnowhere"
+    assert "CREATE SCHEMA" in delayer("db", "upgrade", expect=2, DELAYER_STORE__URL=path).stderr
+
+
 def test_status(delayer: Run, empty_database: str) -> None:
     pending = delayer("status", expect=1, DELAYER_STORE__URL=empty_database)
     assert "delayer db upgrade" in pending.stderr

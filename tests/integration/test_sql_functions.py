@@ -175,6 +175,30 @@ async def test_a_mistake_is_an_error_at_once(database: str, call: str, state: st
         assert not await connection.fetchval("SELECT count(*) FROM delayer_inbox")
 
 
+@pytest.mark.parametrize(
+    ("call", "hint"),
+    [
+        ("'k', 'x', delay => '-5 s'", "pass '0 seconds' to send at once"),  # without a delay, a default_delay applies
+        ("'k', 'x', key => 'a', key_mode => 'throttle'", "keep throttles"),
+    ],
+)
+async def test_a_hint_names_what_to_pass(database: str, call: str, hint: str) -> None:
+    async with plain(database) as connection:
+        with pytest.raises(asyncpg.InvalidParameterValueError) as caught:
+            await connection.execute(f"SELECT delayer_send({call})")
+        assert hint in (caught.value.hint or "")
+        # An application's developer has psql, and perhaps none of delayer's files.
+        sources = [one for (one,) in await connection.fetch("SELECT prosrc FROM pg_proc WHERE proname ~ '^delayer_'")]
+        assert not [one for one in sources if "docs/" in one]
+
+
+@pytest.mark.parametrize("call", ["'k', 'x', delay => 10", "'k', 5", "'k', ARRAY['x']"])
+async def test_another_type_finds_no_function(database: str, call: str) -> None:
+    async with plain(database) as connection:
+        with pytest.raises(asyncpg.UndefinedFunctionError, match=r"function delayer_send\(.* does not exist"):
+            await connection.execute(f"SELECT delayer_send({call})")
+
+
 @pytest.mark.parametrize("call", ["NULL", "''", "repeat('k', 256)", "'delayer.schedule/x'", "'k', repeat('e', 256)"])
 async def test_a_wrong_cancel_is_an_error_at_once(database: str, call: str) -> None:
     async with plain(database) as connection:

@@ -14,7 +14,7 @@ from delayer.core.hold import HoldKind
 from delayer.store import schema, upgrades
 from delayer.store.admin import setup
 from delayer.store.admin.stats import overview
-from delayer.store.errors import BadStoreUrl
+from delayer.store.errors import BadStoreUrl, SchemaUnusable
 from delayer.store.postgres import PostgresStore
 from delayer.store.rows import partitions
 from tests.support.store import sql
@@ -71,3 +71,41 @@ async def test_a_store_out_of_reach_is_lost(database: str) -> None:
                 await doing
             assert "s3cret" not in str(caught.value)
             assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize(
+    ("theirs", "found"),
+    [
+        ("CREATE TABLE message (n integer)", 'relation "message" already exists'),
+        ("CREATE VIEW history AS SELECT 1", 'relation "history" already exists'),
+        ("CREATE DOMAIN held AS integer", 'type "held" already exists'),
+        (
+            "CREATE FUNCTION delayer_cancel(text, text) RETURNS integer LANGUAGE sql AS 'SELECT 1'",
+            'function "delayer_cancel" already exists with same argument types',
+        ),
+    ],
+)
+async def test_a_schema_with_other_objects_of_these_names_is_left_alone(
+    empty_database: str, theirs: str, found: str
+) -> None:
+    async with sql(empty_database) as connection:
+        await connection.execute(theirs)
+        with pytest.raises(SchemaUnusable) as refused:
+            await upgrades.upgrade(empty_database)
+        why = f"the schema 'public' is in use: {found}, and is not delayer's; nothing was changed"
+        assert str(refused.value) == why
+        assert refused.value.advice == upgrades.OWN_SCHEMA
+        assert await setup.schema_of(empty_database) is None
+        assert not await connection.fetchval("SELECT to_regclass('counter')")
+
+
+async def test_a_search_path_without_a_schema_is_refused_until_there_is_one(empty_database: str) -> None:
+    url = f"{empty_database}?options=-csearch_path%3Ddelayer"
+    with pytest.raises(SchemaUnusable, match="no schema of the search_path exists") as refused:
+        await upgrades.upgrade(url)
+    assert "CREATE SCHEMA" in refused.value.advice
+    async with sql(empty_database) as connection:
+        await connection.execute("CREATE SCHEMA delayer")
+    await upgrades.upgrade(url)
+    assert await setup.schema_of(url) == schema.HEAD
+    assert await setup.schema_of(empty_database) is None

@@ -20,6 +20,7 @@ from aio_pika.abc import AbstractIncomingMessage
 from rich.console import Console
 from rich.markup import escape
 
+from delayer.core.readable import instant
 from tests.support.daemon import EXECUTABLE
 from tests.support.servers import StartFailed
 from tests.support.stack import TOKEN, Stack, running_stack
@@ -103,9 +104,12 @@ async def arrivals_shown(stack: Stack) -> AsyncIterator[None]:
 
 
 async def arrived(message: AbstractIncomingMessage) -> None:
-    late = time.time() * 1000 - int(str(message.headers.get("x-delayer-due", 0)))
+    due_ms = int(str(message.headers.get("x-delayer-due", 0)))
+    late_ms = time.time() * 1000 - due_ms
+    # The publisher may have named an instant long past.
+    when = f"{late_ms:.0f} ms after it was due" if late_ms < 60_000 else f"due {instant(due_ms)}"
     body = message.body[:60].decode("utf-8", "backslashreplace")
-    console.print(f"arrived: key {message.routing_key}, {late:.0f} ms after it was due: {body}", markup=False)
+    console.print(f"arrived: key {message.routing_key}, {when}: {body}", markup=False)
 
 
 def how_it_ended(code: int) -> str:

@@ -163,6 +163,7 @@ def test_values_in_errors_are_short_and_printable(value: object) -> None:
     ("milliseconds", "words"),
     [
         (0, "0 s"), (59_999, "59.999 s"), (60_000, "0:01:00"), (315_360_000_000, "3650 days"),
+        (315_360_000_001, "3650 days, 0:00:01"), (31_556_908_799_994, "365242 days"),
         (10**30, f"{10**30 // 86_400_000} days"),
     ],
 )  # fmt: skip

@@ -166,6 +166,16 @@ async def test_unconfirmed_rows_are_rolled_back(failure: Exception) -> None:
     assert it.count("released") == 0
 
 
+async def test_only_a_message_that_was_not_due_when_parked_has_a_lateness() -> None:
+    due_ms = due(1).due_ms
+    rows = [due(1 + at)._replace(parked_ms=due_ms + late_ms) for at, late_ms in enumerate((-1, 0, 3 * 10**10))]
+    rows.append(due(4, attempts=1))
+    it = Scene(ScriptedLane(claims=[rows]))
+    await run_dry(it)
+    assert it.count("released") == 4
+    assert [(route, tally.count) for route, tally in it.counters.lateness.items()] == [(b"orders.in", 1)]
+
+
 async def test_a_commit_in_doubt_does_not_count_as_a_release() -> None:
     it = Scene(ScriptedLane(claims=[[due(1)]]))
     it.lane.fail_settle = StoreLost("in doubt")
