@@ -36,9 +36,9 @@ from delayer.fields.sent import sent
 from delayer.fields.shapes import ChangeJson, MessageJson, MessagesJson, SentJson, SentLineJson, SentLinesJson
 from delayer.http import forms, render
 from delayer.http.absence import why_absent
-from delayer.http.endpoints import Call, Endpoint, Fields, in_words, read_json
+from delayer.http.endpoints import Call, Clash, Endpoint, Fields, read_json
 from delayer.http.pages import Pages
-from delayer.http.problems import HttpProblem, WrongField
+from delayer.http.problems import HttpProblem, WrongField, in_words, wrong_field
 from delayer.http.view import NO_STORE, ROWS
 from delayer.store import requests, waiting
 from delayer.store.admin.actions import NewDue
@@ -143,11 +143,14 @@ class NewMessage(Fields):
 
     @model_validator(mode="after")
     def _one_of_each(self) -> NewMessage:
+        wrong: list[WrongField] = []
         for names in (("delay", "due"), ("body", "body_json", "body_b64")):
             found = [name for name in names if getattr(self, name) is not None]
             found += ["body_json"] if "body_json" in names and self.has_json and self.body_json is None else []
             if len(found) > 1:
-                raise Expected(f"one of {', '.join(names)}, found {' and '.join(found)}")
+                wrong.append(wrong_field(", ".join(found), f"one of {', '.join(names)}, found {' and '.join(found)}"))
+        if wrong:
+            raise Clash(wrong)
         return self
 
     @property
@@ -272,7 +275,7 @@ class MessagesApi:
         key, message_id = call.query.key, call.query.message_id
         if bool(key) == bool(message_id):
             found = "both" if key else "neither"
-            wrong: WrongField = {"where": "key, message_id", "expected": f"exactly one, and not empty, found {found}"}
+            wrong = wrong_field("key, message_id", f"exactly one, and not empty, found {found}")
             raise HttpProblem(400, f"Query: {in_words([wrong])}.", errors=[wrong])
         answers = self.pages.answers
         wanted = Filter(key=raw(key)) if key else Filter(message_id=raw(message_id))
@@ -379,11 +382,12 @@ class MessagesApi:
         try:
             made = compose(inside.settings, new, now_ms, new.properties)
         except Unsendable as wrong:
-            raise _wrong(where + wrong.field, wrong.text.removeprefix("expected ")) from None
+            raise _wrong(where + wrong.field, wrong.text) from None
         outgoing = _outgoing(made)
         plan = inside.plan(outgoing)
         if isinstance(plan, Refuse):
-            raise _wrong(where + "message", f"one that the daemon does not refuse, found: {plan.reason}")
+            about = where + _refused_field(plan.reason, new)
+            raise _wrong(about, f"what the daemon does not refuse, found a reason to refuse it: {plan.reason}")
         return Ready(outgoing, sent(made, plan), line)
 
     async def _send(
@@ -425,8 +429,21 @@ def _answer_of(before: Mapping[str, Any]) -> SentJson | SentLinesJson:
     return cast(SentLinesJson, before) if "results" in before else cast(SentJson, before["sent"])
 
 
-def _wrong(where: str, expected: str) -> HttpProblem:
-    wrong: WrongField = {"where": where, "expected": expected}
+def _refused_field(reason: str, new: NewMessage) -> str:
+    """The field that the daemon's reason begins with or speaks of."""
+    about = reason.partition(":")[0]
+    name = about.removeprefix("x-delay-").replace("-", "_")
+    if about.rpartition(" ")[2].strip("'") in new.headers:
+        return "headers"
+    if name in NewMessage.model_fields:
+        return name
+    if "delay" in about or "deliver" in about or about == "timestamp":
+        return "delay" if new.due is None else "due"
+    return "message"
+
+
+def _wrong(where: str, text: str) -> HttpProblem:
+    wrong = wrong_field(where, text)
     return HttpProblem(422, f"Body: {in_words([wrong])}.", errors=[wrong])
 
 

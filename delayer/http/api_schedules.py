@@ -24,7 +24,7 @@ from delayer.fields.shapes import RunJson, ScheduleJson, SchedulesJson, TimesJso
 from delayer.http import forms, render
 from delayer.http.endpoints import Call, Endpoint, Fields
 from delayer.http.pages import Pages
-from delayer.http.problems import HttpProblem, WrongField
+from delayer.http.problems import HttpProblem, wrong_field
 from delayer.http.view import ROWS
 from delayer.schedule.cron import LONGEST, BadCron
 from delayer.schedule.record import ScheduleRecord
@@ -217,7 +217,7 @@ class SchedulesApi:
 
         record = await self._change("apply", put)
         if record is None:  # Removed in this moment.
-            raise HttpProblem(404, str(ScheduleUnknown(call.name[:100])), next_step=LISTED)
+            raise HttpProblem(404, ScheduleUnknown(call.name[:100]).reason, next_step=LISTED)
         return as_json.schedule(record)
 
     async def change_schedule(self, call: Call) -> ScheduleJson:
@@ -254,12 +254,10 @@ class SchedulesApi:
         try:
             return await asyncio.shield(acted())
         except ScheduleUnknown as unknown:
-            raise HttpProblem(404, str(unknown), next_step=LISTED) from None
+            raise HttpProblem(404, unknown.reason, next_step=LISTED) from None
         except ScheduleRefused as refused:
-            wrong: list[WrongField] = []
-            for one in refused.problems:
-                where, _, expected = one.partition(": ")
-                wrong.append({"where": where, "expected": expected.removeprefix("expected ")})
+            told = (one.partition(": ") for one in refused.problems)
+            wrong = [wrong_field(where, text) for where, _, text in told]
             raise HttpProblem(status, f"{refused}", errors=wrong) from None
         finally:
             self.pages.answers.forget()
@@ -268,5 +266,5 @@ class SchedulesApi:
 async def _read(connection: Any, name: str) -> ScheduleRecord:
     """Read a schedule. Raises HttpProblem, the driver's errors."""
     if (found := await reading.get(connection, name)) is None:
-        raise HttpProblem(404, str(ScheduleUnknown(name[:100])), next_step=LISTED)
+        raise HttpProblem(404, ScheduleUnknown(name[:100]).reason, next_step=LISTED)
     return found
