@@ -13,7 +13,7 @@ from functools import partial
 from typing import Annotated, Any, Final, Literal, NamedTuple, cast
 
 import structlog
-from pydantic import AfterValidator, BeforeValidator, Field, StrictStr, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StrictStr, WithJsonSchema, model_validator
 
 from delayer.amqp.errors import BrokerLost
 from delayer.amqp.properties import entry, long_string, splice
@@ -63,6 +63,7 @@ _DURATION: Final[dict[str, Any]] = {
 _INSTANT: Final[dict[str, Any]] = {
     "anyOf": [{"type": "integer", "minimum": 0, "maximum": LATEST_MS}, {"type": "string", "format": "date-time"}]
 }
+_EXAMPLE: Final[dict[str, Any]] = {"routing_key": "orders.reminder", "delay": "30m", "body_json": {"order": 4711}}
 _BASE64: Final[dict[str, Any]] = {"type": "string", "contentEncoding": "base64"}
 _HEADERS: Final[dict[str, Any]] = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
 
@@ -87,6 +88,12 @@ def _due(value: object) -> int:
     return found
 
 
+def _required_by_words(schema: dict[str, Any]) -> None:
+    """OpenAPI cannot say that one of two parameters is needed."""
+    del schema["default"]
+    schema["minLength"] = 1
+
+
 def _finite(value: object) -> object:
     """JSON has no NaN and no infinity, but Python reads them."""
     if isinstance(value, float) and not math.isfinite(value):
@@ -96,6 +103,7 @@ def _finite(value: object) -> object:
     return value
 
 
+Given = Annotated[str, Field(json_schema_extra=_required_by_words)]
 DelayField = Annotated[int, BeforeValidator(_delay), WithJsonSchema(_DURATION)]
 DueField = Annotated[int, BeforeValidator(_due), WithJsonSchema(_INSTANT)]
 Name = Annotated[StrictStr, Field(max_length=255)]
@@ -105,16 +113,20 @@ PROPERTIES: Final = (
 
 
 class NewMessage(Fields):
-    """A message to send, and its delay."""  # Satisfies compose.MessageFields.
+    """A message to send, and its delay. Of delay and due it has at most one, and at most one of body, body_json and
+    body_b64. Without delay, due and the route's default_delay it is sent at once."""
+
+    # Satisfies compose.MessageFields.
+    model_config = ConfigDict(json_schema_extra={"examples": [_EXAMPLE]})
 
     exchange: Name | None = None
     """The exchange of a route, to which a publisher would send the message. Default: delayer.in, or the only one."""
     routing_key: Name = ""
     """The routing key, which it has at its destination too, unless the route says otherwise."""
     delay: DelayField | None = None
-    """Milliseconds from now, or a duration such as "30m"."""
+    """Milliseconds from now, or a duration such as "30m"; or due."""
     due: DueField | None = None
-    """When it is due: RFC 3339 with an offset, or epoch milliseconds."""
+    """When it is due: RFC 3339 with an offset, or epoch milliseconds; or delay."""
     key: Annotated[StrictStr, Field(min_length=1, max_length=255)] | None = None
     """Its x-delay-key: it replaces the message that waits under this key."""
     key_mode: Literal["replace", "keep", "debounce"] | None = None
@@ -124,7 +136,7 @@ class NewMessage(Fields):
     headers: Annotated[Mapping[str, Any], BeforeValidator(check_headers), WithJsonSchema(_HEADERS)] = {}
     """AMQP headers: strings, integers of 64 bits, floats of 32 bits, booleans."""
     body: StrictStr | None = None
-    """The body as text, in UTF-8."""
+    """The body as text, in UTF-8; or body_json or body_b64. Without any, the body is empty."""
     body_json: Annotated[Any, AfterValidator(_finite)] = None
     """The body as JSON; content_type is then application/json, unless given."""
     body_b64: Annotated[bytes, BeforeValidator(read_base64), WithJsonSchema(_BASE64)] | None = None
@@ -172,10 +184,11 @@ class NewMessage(Fields):
 class OneMessage(Fields):
     """Which messages: by their key or by their message_id."""
 
-    key: str = ""
-    """The x-delay-key of the message that waits."""
-    message_id: str = ""
-    """The message_id that its publisher gave it. Reads every waiting message."""
+    key: Given = ""
+    """The x-delay-key of the message that waits. The request needs this or message_id, not both."""
+    message_id: Given = ""
+    """The message_id that its publisher gave it. The request needs this or key, not both. Reads every waiting message.
+    """
 
 
 class Listing(Fields):

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Annotated, Any, Final, Literal, TypeVar
 from urllib.parse import quote
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from pydantic_core import CoreSchema
 from pydantic_core.core_schema import no_info_plain_validator_function
 from starlette.responses import JSONResponse, Response
@@ -46,6 +46,10 @@ _NAME: Final[dict[str, Any]] = {"type": "string", "maxLength": 255}
 _DURATION: Final[dict[str, Any]] = {"type": "string", "pattern": f"^{DURATION}$"}
 _INSTANT: Final[dict[str, Any]] = {"type": "string", "format": "date-time"}
 _LAST: Final[dict[str, Any]] = {"anyOf": [_INSTANT, {"const": "never"}]}
+_NEEDS: Final[Any] = [{"required": ["to", "cron"]}, {"required": ["to", "every"]}]
+_EXAMPLE: Final[dict[str, Any]] = {
+    "cron": "0 7 * * MON-FRI", "zone": "Europe/Berlin", "to": "delayer.out", "routing_key": "report", "body": "now",
+}  # fmt: skip
 _CATCH_UP: Final[dict[str, Any]] = {
     "anyOf": [{"enum": ["skip", "once", "all"]}, {"type": "integer", "minimum": 0, "maximum": 1000}]
 }
@@ -101,8 +105,16 @@ class ScheduleFields(Fields):
         return {name: getattr(self, name) for name in FIELDS if name in self.model_fields_set}
 
 
-class NewSchedule(ScheduleFields):
+class WholeSchedule(ScheduleFields):
+    """A schedule: its rhythm, by cron or every, and the message that it sends."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": _NEEDS, "examples": [_EXAMPLE]})
+
+
+class NewSchedule(WholeSchedule):
     """A schedule to add."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": _NEEDS, "examples": [{"name": "report", **_EXAMPLE}]})
 
     name: str
     paused: bool = False
@@ -153,7 +165,7 @@ class SchedulesApi:
             Endpoint("GET", PATH, self.list_schedules, SchedulesJson, query=Wanted, problems=(404,)),
             act("POST", PATH, self.add_schedule, ScheduleJson, body=NewSchedule, status=201, problems=(404, 409)),
             Endpoint("GET", NAMED, self.show_schedule, ScheduleJson, problems=(404,)),
-            act("PUT", NAMED, self.put_schedule, ScheduleJson, body=ScheduleFields, problems=(404,)),
+            act("PUT", NAMED, self.put_schedule, ScheduleJson, body=WholeSchedule, problems=(404,)),
             act("PATCH", NAMED, self.change_schedule, ScheduleJson, body=ScheduleChange, problems=(404, 409)),
             act("DELETE", NAMED, self.remove_schedule, None, status=204, problems=(404,)),
             act("POST", NAMED + "/run", self.run_schedule, RunJson, status=202, problems=(404,)),

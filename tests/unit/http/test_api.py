@@ -12,7 +12,9 @@ from openapi_spec_validator import validate
 from delayer.amqp.properties import Properties, decoded
 from delayer.amqp.values import Outgoing
 from delayer.core.hold import NACKED, returned
-from delayer.http import api_messages, endpoints, forms, problems
+from delayer.fields.schedules import new_schedule
+from delayer.http import api_messages, api_schedules, endpoints, forms, problems
+from delayer.schedule.schedule import problems as problems_of
 from tests.support.web import Answer, Web, tokens_file
 from tests.unit.http.inside import NOW_MS, TOKEN, Inside, opened, served
 
@@ -409,11 +411,33 @@ async def test_a_body_that_does_not_come_in_is_not_waited_for(monkeypatch: pytes
     assert inside.sent == []
 
 
+async def test_the_examples_of_the_document_are_accepted() -> None:
+    async with served(daemon()) as web:
+        schemas = (await web.get("/api/openapi.json")).json["components"]["schemas"]
+        [message] = schemas["NewMessage"]["examples"]
+        assert (await send(web, message)).status == 202
+    for model in (api_schedules.WholeSchedule, api_schedules.NewSchedule):
+        schema = schemas[model.__name__]
+        [example] = schema["examples"]
+        new = endpoints.read_json(model, json.dumps(example).encode())
+        assert problems_of(new_schedule(example.get("name", "x"), new.given), NOW_MS) == []
+        assert schema["oneOf"] == [{"required": ["to", "cron"]}, {"required": ["to", "every"]}]
+    assert "oneOf" not in schemas["ScheduleChange"], "a change may have any field"
+
+
 async def test_the_document_is_valid_and_has_every_path() -> None:
     async with served(daemon()) as web:
         document = (await web.get("/api/openapi.json")).json
     validate(document)
     assert document["openapi"].startswith("3.1")
+    for path, name in (("/api/messages", "NewMessage"), ("/api/schedules", "NewSchedule")):
+        body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert body == {"$ref": f"#/components/schemas/{name}"}
+        assert document["components"]["schemas"][name]["examples"], "a body to begin with"
+    for method in ("delete", "patch"):
+        parameters = document["paths"]["/api/messages"][method]["parameters"]
+        which = {one["name"]: one["schema"] for one in parameters if one["in"] == "query"}
+        assert which == {name: {"type": "string", "minLength": 1} for name in ("key", "message_id")}
     operations = [one for path in document["paths"].values() for one in path.values()]
     assert len({one["operationId"] for one in operations}) == len(operations) == 19
     for path, methods in document["paths"].items():
