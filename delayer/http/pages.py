@@ -287,7 +287,7 @@ class Pages:
             "schedules.html",
             rows=rows,
             states=list(ScheduleState),
-            total="",
+            total=around["numbers"].partition("–")[2] if page.after is None else "",
             bounded=False,
             back=back,
             **around,

@@ -415,6 +415,7 @@ async def test_with_the_keyboard_and_without_scripts(place: OwnVhost, store: str
         await eventually(this.waiting, lambda rows: len(rows) == 2)
         page = await this.tab()
         await page.goto("/")
+        await page.get_by_role("button", name="Two days", pressed=True).wait_for()  # The first range with messages.
         await page.keyboard.press("Tab")
         assert await page.evaluate("() => document.activeElement.className") == "skip"
         await page.keyboard.press("Enter")
