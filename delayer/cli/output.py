@@ -182,7 +182,7 @@ def print_lanes(lanes: Sequence[dict[str, Any]], now_ms: int) -> None:
 def when(due_ms: int | None, now_ms: int | None = None) -> str:
     """Format an instant in UTC, and how far off it is."""
     if due_ms is None:
-        return "-"
+        return "–"
     now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
     return f"{instant(due_ms)} ({format_relative_time(due_ms, now_ms)})"
 

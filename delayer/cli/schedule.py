@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import IO, Any, Final
 
 import click
+from asyncpg import Connection
 
 from delayer.cli import schedule_looking
 from delayer.cli.errors import Misused
 from delayer.cli.options import as_json, joined, pair, whoami
 from delayer.cli.output import note, print_json, progress, when
 from delayer.cli.schedule_importing import import_
-from delayer.cli.schedule_looking import change, name_argument, state_of
+from delayer.cli.schedule_looking import change, list_held, name_argument, state_of
 from delayer.config.texts import typed_header
 from delayer.core.filters import Token
 from delayer.core.readable import readable
@@ -30,8 +31,9 @@ from delayer.fields.schedules import (
 from delayer.schedule.record import ScheduleRecord
 from delayer.schedule.rhythm import rhythm_in_words
 from delayer.schedule.schedule import Schedule, ScheduleState
+from delayer.store import held_messages
 from delayer.store.errors import ScheduleRefused
-from delayer.store.schedules import changes
+from delayer.store.schedules import changes, reading
 from delayer.store.schedules.changes import ScheduleDifference
 
 of_one = joined(name_argument, as_json, click.pass_context)
@@ -212,8 +214,7 @@ def pause(context: click.Context, *, name: str, as_json: bool) -> None:
     Examples:
       delayer schedule pause report
     """
-    record = change(context, "pause", lambda connection: changes.pause(connection, name, who=whoami()))
-    tell("Paused", record, as_json=as_json)
+    _change_state(context, "pause", "Paused", name, changes.pause, as_json=as_json)
 
 
 @schedule.command(short_help="Resume a paused or failed schedule.")
@@ -225,8 +226,26 @@ def resume(context: click.Context, *, name: str, as_json: bool) -> None:
     Examples:
       delayer schedule resume report
     """
-    record = change(context, "resume", lambda connection: changes.resume(connection, name, who=whoami()))
-    tell("Resumed", record, as_json=as_json)
+    _change_state(context, "resume", "Resumed", name, changes.resume, as_json=as_json)
+
+
+def _change_state(
+    context: click.Context,
+    doing: str,
+    past: str,
+    name: str,
+    act: Callable[..., Awaitable[ScheduleRecord]],
+    *,
+    as_json: bool,
+) -> None:
+    async def changed(connection: Connection) -> tuple[ScheduleRecord | None, ScheduleRecord]:
+        return await reading.get(connection, name), await act(connection, name, who=whoami())
+
+    before, record = change(context, doing, changed)
+    if before is not None and before.state is record.state and not as_json:
+        click.echo(f"{name} is {record.state} already.")
+    else:
+        tell(past, record, as_json=as_json)
 
 
 @schedule.command(short_help="Delete a schedule.")
@@ -238,11 +257,19 @@ def remove(context: click.Context, *, name: str, as_json: bool) -> None:
     Examples:
       delayer schedule remove report
     """
-    change(context, "remove", lambda connection: changes.remove(connection, name, who=whoami()))
+
+    async def removed(connection: Connection) -> int:
+        held = await held_messages.count_by_schedule(connection)
+        await changes.remove(connection, name, who=whoami())
+        return held.get(name, 0)
+
+    held = change(context, "remove", removed)
     if as_json:
         print_json({"removed": name})
-    else:
-        click.echo(f"Removed {name}.")
+        return
+    click.echo(f"Removed {name}.")
+    if held:
+        note(f"Held messages of it remain: {held:,}. Next: {list_held(name)}.")
 
 
 @schedule.command(short_help="Send one more message of a schedule now.")

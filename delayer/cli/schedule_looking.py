@@ -149,7 +149,7 @@ def show(context: click.Context, *, name: str, as_json: bool) -> None:
         rows.append(("waits as", Token(record.waiting_id, record.due_ms)))
     late = duration(None if record.late_ms is None else max(0, record.late_ms) / 1000)
     rows += [
-        ("last sent", f"{when(record.made_ms)}, late by {late}" if record.made_ms is not None else "-"),
+        ("last sent", f"{when(record.made_ms)}, late by {late}" if record.made_ms is not None else _none_sent(record)),
         ("sent", f"{record.made:,}"),
         ("missed", f"{record.missed:,}"),
         ("held", _held_in_words(name, held.get(name, 0))),
@@ -159,9 +159,18 @@ def show(context: click.Context, *, name: str, as_json: bool) -> None:
     print_table(["", ""], [*rows, *texts_of(record.schedule).items()])
 
 
+def _none_sent(record: ScheduleRecord) -> str:
+    """`sent` counts held occurrences too."""
+    return "– (held)" if record.made else "–"
+
+
+def list_held(name: str) -> str:
+    """The command that lists the held messages of a schedule."""
+    return f"`delayer held list --header x-delayer-schedule={name}`"
+
+
 def _held_in_words(name: str, number: int) -> str:
-    why = f": `delayer held list --header x-delayer-schedule={name}` says why" if number else ""
-    return f"{number:,}{why}"
+    return f"{number:,}{f': {list_held(name)} says why' if number else ''}"
 
 
 @click.command(short_help="Print the next times of a schedule.")
@@ -195,7 +204,11 @@ def preview(context: click.Context, *, name: str, count: int, as_json: bool) -> 
     if not times:
         click.echo(f"No time follows: {readable(state_of(record))}.")
         return
-    print_table([found["zone"], "UTC", "after"], [_previewed(one) for one in times], right=(2,))
+    rows = [_previewed(one) for one in times]
+    if found["zone"] == "UTC":
+        print_table(["UTC", "after"], [row[1:] for row in rows], right=(1,))
+    else:
+        print_table([found["zone"], "UTC", "after"], rows, right=(2,))
     if record.state is ScheduleState.PAUSED:
         note(f"It is paused. Next: `delayer schedule resume {name}`.")
     if len(times) < count:

@@ -108,7 +108,7 @@ def _check_short(name: str, value: str) -> None:
     try:
         size = len(value.encode())
     except UnicodeEncodeError:  # An argument may have other bytes.
-        raise Unsendable(name, "expected UTF-8") from None
+        raise Unsendable(name, "expected UTF-8, found something else") from None
     if size > SHORT_STRING:
         raise Unsendable(name, f"expected at most {SHORT_STRING} bytes, found {size}")
 
@@ -137,7 +137,7 @@ def _ask(headers: dict[str, Scalar], route: RouteTable, draft: MessageFields, *,
     relative = next((form for form in _RELATIVE if form in forms), None)
     absolute = next((form for form in _ABSOLUTE if form in forms), None)
     if clash := sorted({header_of(form).decode() or form for form in forms} & set(headers)):
-        raise Unsendable("headers", f"expected the delay once, as a field or in a header; {clash[0]} gives it too")
+        raise Unsendable("headers", f"expected the delay once, as a field or in a header, found it also in {clash[0]}")
     due_ms = draft.due if draft.due is not None else now_ms + (draft.delay or 0)
     if draft.delay is not None and relative is not None:
         headers[relative] = draft.delay

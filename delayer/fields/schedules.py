@@ -87,7 +87,7 @@ def _properties(value: object) -> Mapping[str, Any]:
 def _property(name: str, value: object) -> str | int:
     """A property of the message; "" means none."""
     if name not in _PROPERTIES:
-        raise Expected(f"properties of {', '.join(_PROPERTIES)}; {format_found(name)} is none of them")
+        raise Expected(f"properties of {', '.join(_PROPERTIES)}, found {format_found(name)}")
     if value == "":
         return ""
     if name == "priority":
@@ -132,7 +132,8 @@ def read_fields(table: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, 
         try:
             given[name] = FIELDS[name](value)
         except Expected as expected:
-            unread[name] = f"expected {expected}, found {format_found(value)}"
+            found = "" if ", found " in str(expected) else f", found {format_found(value)}"
+            unread[name] = f"expected {expected}{found}"
     return given, unread
 
 

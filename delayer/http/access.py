@@ -238,12 +238,12 @@ class Sessions:
     def locked(self, request: Request, needed: Role, detail: str) -> HttpProblem:
         """The answer to a client whose token, if it has one, does not allow this."""
         client = self.client(request)
-        step = f"send `Authorization: Bearer TOKEN` with a token of the role {needed} (docs/http.md)"
+        step = f"send `Authorization: Bearer TOKEN` with a token of the role {needed}"
         if client is not None:
             found = f"the token {client.token}, of the role {client.role}"
             return HttpProblem(403, f"{detail} Expected a token of the role {needed}, found {found}.", next_step=step)
         if not self.can_open:
-            step = "name a file with tokens in [http] tokens_file (docs/http.md)"
+            step = "name a file in [http] tokens_file, with a line NAME ROLE TOKEN for each token"
         scheme = request.headers.get("authorization", "").partition(" ")[0]
         found = "one that is not in [http] tokens_file" if scheme else "none"
         if scheme and scheme.lower() != "bearer":

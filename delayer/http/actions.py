@@ -40,6 +40,7 @@ from delayer.store.waiting import Entry
 
 SHOWN: Final = 20
 """Messages that a confirmation lists; it counts the rest."""
+UNCONFIRMED: Final = "nothing was changed; repeat with confirmed=yes"
 _ANSWERS: Final = ("back", "confirmed", "counted", "typed")
 """The fields of every form, in addition to the change itself."""
 
@@ -172,7 +173,7 @@ class Actions:
     async def _ask_about_all(self, request: Request, form: Form, search: Search, change: StoredChange) -> Response:
         counted = await change.count()
         if by_program(request):
-            return JSONResponse({**counted.as_dict(), "confirmed": False})
+            return JSONResponse({**counted.as_dict(), "confirmed": False, "next": UNCONFIRMED})
         # "2h" stays the instant that was counted and shown, however late the operator confirms.
         given, when = forms.with_absolute_times(search), change.when
         fixed = {**given, "counted": str(counted.messages)}

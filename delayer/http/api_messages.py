@@ -13,7 +13,7 @@ from functools import partial
 from typing import Annotated, Any, Final, Literal, NamedTuple, cast
 
 import structlog
-from pydantic import AfterValidator, BeforeValidator, Field, StrictStr, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StrictStr, WithJsonSchema, model_validator
 
 from delayer.amqp.errors import BrokerLost
 from delayer.amqp.properties import entry, long_string, splice
@@ -36,9 +36,9 @@ from delayer.fields.sent import sent
 from delayer.fields.shapes import ChangeJson, MessageJson, MessagesJson, SentJson, SentLineJson, SentLinesJson
 from delayer.http import forms, render
 from delayer.http.absence import why_absent
-from delayer.http.endpoints import Call, Endpoint, Fields, in_words, read_json
+from delayer.http.endpoints import Call, Clash, Endpoint, Fields, read_json
 from delayer.http.pages import Pages
-from delayer.http.problems import HttpProblem, WrongField
+from delayer.http.problems import HttpProblem, WrongField, in_words, wrong_field
 from delayer.http.view import NO_STORE, ROWS
 from delayer.store import requests, waiting
 from delayer.store.admin.actions import NewDue
@@ -63,6 +63,7 @@ _DURATION: Final[dict[str, Any]] = {
 _INSTANT: Final[dict[str, Any]] = {
     "anyOf": [{"type": "integer", "minimum": 0, "maximum": LATEST_MS}, {"type": "string", "format": "date-time"}]
 }
+_EXAMPLE: Final[dict[str, Any]] = {"routing_key": "orders.reminder", "delay": "30m", "body_json": {"order": 4711}}
 _BASE64: Final[dict[str, Any]] = {"type": "string", "contentEncoding": "base64"}
 _HEADERS: Final[dict[str, Any]] = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
 
@@ -87,6 +88,12 @@ def _due(value: object) -> int:
     return found
 
 
+def _required_by_words(schema: dict[str, Any]) -> None:
+    """OpenAPI cannot say that one of two parameters is needed."""
+    del schema["default"]
+    schema["minLength"] = 1
+
+
 def _finite(value: object) -> object:
     """JSON has no NaN and no infinity, but Python reads them."""
     if isinstance(value, float) and not math.isfinite(value):
@@ -96,6 +103,7 @@ def _finite(value: object) -> object:
     return value
 
 
+Given = Annotated[str, Field(json_schema_extra=_required_by_words)]
 DelayField = Annotated[int, BeforeValidator(_delay), WithJsonSchema(_DURATION)]
 DueField = Annotated[int, BeforeValidator(_due), WithJsonSchema(_INSTANT)]
 Name = Annotated[StrictStr, Field(max_length=255)]
@@ -105,16 +113,20 @@ PROPERTIES: Final = (
 
 
 class NewMessage(Fields):
-    """A message to send, and its delay."""  # Satisfies compose.MessageFields.
+    """A message to send, and its delay. Of delay and due it has at most one, and at most one of body, body_json and
+    body_b64. Without delay, due and the route's default_delay it is sent at once."""
+
+    # Satisfies compose.MessageFields.
+    model_config = ConfigDict(json_schema_extra={"examples": [_EXAMPLE]})
 
     exchange: Name | None = None
     """The exchange of a route, to which a publisher would send the message. Default: delayer.in, or the only one."""
     routing_key: Name = ""
     """The routing key, which it has at its destination too, unless the route says otherwise."""
     delay: DelayField | None = None
-    """Milliseconds from now, or a duration such as "30m"."""
+    """Milliseconds from now, or a duration such as "30m"; or due."""
     due: DueField | None = None
-    """When it is due: RFC 3339 with an offset, or epoch milliseconds."""
+    """When it is due: RFC 3339 with an offset, or epoch milliseconds; or delay."""
     key: Annotated[StrictStr, Field(min_length=1, max_length=255)] | None = None
     """Its x-delay-key: it replaces the message that waits under this key."""
     key_mode: Literal["replace", "keep", "debounce"] | None = None
@@ -124,7 +136,7 @@ class NewMessage(Fields):
     headers: Annotated[Mapping[str, Any], BeforeValidator(check_headers), WithJsonSchema(_HEADERS)] = {}
     """AMQP headers: strings, integers of 64 bits, floats of 32 bits, booleans."""
     body: StrictStr | None = None
-    """The body as text, in UTF-8."""
+    """The body as text, in UTF-8; or body_json or body_b64. Without any, the body is empty."""
     body_json: Annotated[Any, AfterValidator(_finite)] = None
     """The body as JSON; content_type is then application/json, unless given."""
     body_b64: Annotated[bytes, BeforeValidator(read_base64), WithJsonSchema(_BASE64)] | None = None
@@ -143,11 +155,14 @@ class NewMessage(Fields):
 
     @model_validator(mode="after")
     def _one_of_each(self) -> NewMessage:
+        wrong: list[WrongField] = []
         for names in (("delay", "due"), ("body", "body_json", "body_b64")):
             found = [name for name in names if getattr(self, name) is not None]
             found += ["body_json"] if "body_json" in names and self.has_json and self.body_json is None else []
             if len(found) > 1:
-                raise Expected(f"one of {', '.join(names)}, found {' and '.join(found)}")
+                wrong.append(wrong_field(", ".join(found), f"one of {', '.join(names)}, found {' and '.join(found)}"))
+        if wrong:
+            raise Clash(wrong)
         return self
 
     @property
@@ -169,10 +184,11 @@ class NewMessage(Fields):
 class OneMessage(Fields):
     """Which messages: by their key or by their message_id."""
 
-    key: str = ""
-    """The x-delay-key of the message that waits."""
-    message_id: str = ""
-    """The message_id that its publisher gave it. Reads every waiting message."""
+    key: Given = ""
+    """The x-delay-key of the message that waits. The request needs this or message_id, not both."""
+    message_id: Given = ""
+    """The message_id that its publisher gave it. The request needs this or key, not both. Reads every waiting message.
+    """
 
 
 class Listing(Fields):
@@ -272,7 +288,7 @@ class MessagesApi:
         key, message_id = call.query.key, call.query.message_id
         if bool(key) == bool(message_id):
             found = "both" if key else "neither"
-            wrong: WrongField = {"where": "key, message_id", "expected": f"exactly one, and not empty, found {found}"}
+            wrong = wrong_field("key, message_id", f"exactly one, and not empty, found {found}")
             raise HttpProblem(400, f"Query: {in_words([wrong])}.", errors=[wrong])
         answers = self.pages.answers
         wanted = Filter(key=raw(key)) if key else Filter(message_id=raw(message_id))
@@ -379,11 +395,12 @@ class MessagesApi:
         try:
             made = compose(inside.settings, new, now_ms, new.properties)
         except Unsendable as wrong:
-            raise _wrong(where + wrong.field, wrong.text.removeprefix("expected ")) from None
+            raise _wrong(where + wrong.field, wrong.text) from None
         outgoing = _outgoing(made)
         plan = inside.plan(outgoing)
         if isinstance(plan, Refuse):
-            raise _wrong(where + "message", f"one that the daemon does not refuse, found: {plan.reason}")
+            about = where + _refused_field(plan.reason, new)
+            raise _wrong(about, f"what the daemon does not refuse, found a reason to refuse it: {plan.reason}")
         return Ready(outgoing, sent(made, plan), line)
 
     async def _send(
@@ -425,8 +442,21 @@ def _answer_of(before: Mapping[str, Any]) -> SentJson | SentLinesJson:
     return cast(SentLinesJson, before) if "results" in before else cast(SentJson, before["sent"])
 
 
-def _wrong(where: str, expected: str) -> HttpProblem:
-    wrong: WrongField = {"where": where, "expected": expected}
+def _refused_field(reason: str, new: NewMessage) -> str:
+    """The field that the daemon's reason begins with or speaks of."""
+    about = reason.partition(":")[0]
+    name = about.removeprefix("x-delay-").replace("-", "_")
+    if about.rpartition(" ")[2].strip("'") in new.headers:
+        return "headers"
+    if name in NewMessage.model_fields:
+        return name
+    if "delay" in about or "deliver" in about or about == "timestamp":
+        return "delay" if new.due is None else "due"
+    return "message"
+
+
+def _wrong(where: str, text: str) -> HttpProblem:
+    wrong = wrong_field(where, text)
     return HttpProblem(422, f"Body: {in_words([wrong])}.", errors=[wrong])
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Annotated, Any, Final, Literal, TypeVar
 from urllib.parse import quote
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from pydantic_core import CoreSchema
 from pydantic_core.core_schema import no_info_plain_validator_function
 from starlette.responses import JSONResponse, Response
@@ -24,7 +24,7 @@ from delayer.fields.shapes import RunJson, ScheduleJson, SchedulesJson, TimesJso
 from delayer.http import forms, render
 from delayer.http.endpoints import Call, Endpoint, Fields
 from delayer.http.pages import Pages
-from delayer.http.problems import HttpProblem, WrongField
+from delayer.http.problems import HttpProblem, wrong_field
 from delayer.http.view import ROWS
 from delayer.schedule.cron import LONGEST, BadCron
 from delayer.schedule.record import ScheduleRecord
@@ -46,6 +46,10 @@ _NAME: Final[dict[str, Any]] = {"type": "string", "maxLength": 255}
 _DURATION: Final[dict[str, Any]] = {"type": "string", "pattern": f"^{DURATION}$"}
 _INSTANT: Final[dict[str, Any]] = {"type": "string", "format": "date-time"}
 _LAST: Final[dict[str, Any]] = {"anyOf": [_INSTANT, {"const": "never"}]}
+_NEEDS: Final[Any] = [{"required": ["to", "cron"]}, {"required": ["to", "every"]}]
+_EXAMPLE: Final[dict[str, Any]] = {
+    "cron": "0 7 * * MON-FRI", "zone": "Europe/Berlin", "to": "delayer.out", "routing_key": "report", "body": "now",
+}  # fmt: skip
 _CATCH_UP: Final[dict[str, Any]] = {
     "anyOf": [{"enum": ["skip", "once", "all"]}, {"type": "integer", "minimum": 0, "maximum": 1000}]
 }
@@ -101,8 +105,16 @@ class ScheduleFields(Fields):
         return {name: getattr(self, name) for name in FIELDS if name in self.model_fields_set}
 
 
-class NewSchedule(ScheduleFields):
+class WholeSchedule(ScheduleFields):
+    """A schedule: its rhythm, by cron or every, and the message that it sends."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": _NEEDS, "examples": [_EXAMPLE]})
+
+
+class NewSchedule(WholeSchedule):
     """A schedule to add."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": _NEEDS, "examples": [{"name": "report", **_EXAMPLE}]})
 
     name: str
     paused: bool = False
@@ -153,7 +165,7 @@ class SchedulesApi:
             Endpoint("GET", PATH, self.list_schedules, SchedulesJson, query=Wanted, problems=(404,)),
             act("POST", PATH, self.add_schedule, ScheduleJson, body=NewSchedule, status=201, problems=(404, 409)),
             Endpoint("GET", NAMED, self.show_schedule, ScheduleJson, problems=(404,)),
-            act("PUT", NAMED, self.put_schedule, ScheduleJson, body=ScheduleFields, problems=(404,)),
+            act("PUT", NAMED, self.put_schedule, ScheduleJson, body=WholeSchedule, problems=(404,)),
             act("PATCH", NAMED, self.change_schedule, ScheduleJson, body=ScheduleChange, problems=(404, 409)),
             act("DELETE", NAMED, self.remove_schedule, None, status=204, problems=(404,)),
             act("POST", NAMED + "/run", self.run_schedule, RunJson, status=202, problems=(404,)),
@@ -217,7 +229,7 @@ class SchedulesApi:
 
         record = await self._change("apply", put)
         if record is None:  # Removed in this moment.
-            raise HttpProblem(404, str(ScheduleUnknown(call.name[:100])), next_step=LISTED)
+            raise HttpProblem(404, ScheduleUnknown(call.name[:100]).reason, next_step=LISTED)
         return as_json.schedule(record)
 
     async def change_schedule(self, call: Call) -> ScheduleJson:
@@ -254,12 +266,10 @@ class SchedulesApi:
         try:
             return await asyncio.shield(acted())
         except ScheduleUnknown as unknown:
-            raise HttpProblem(404, str(unknown), next_step=LISTED) from None
+            raise HttpProblem(404, unknown.reason, next_step=LISTED) from None
         except ScheduleRefused as refused:
-            wrong: list[WrongField] = []
-            for one in refused.problems:
-                where, _, expected = one.partition(": ")
-                wrong.append({"where": where, "expected": expected.removeprefix("expected ")})
+            told = (one.partition(": ") for one in refused.problems)
+            wrong = [wrong_field(where, text) for where, _, text in told]
             raise HttpProblem(status, f"{refused}", errors=wrong) from None
         finally:
             self.pages.answers.forget()
@@ -268,5 +278,5 @@ class SchedulesApi:
 async def _read(connection: Any, name: str) -> ScheduleRecord:
     """Read a schedule. Raises HttpProblem, the driver's errors."""
     if (found := await reading.get(connection, name)) is None:
-        raise HttpProblem(404, str(ScheduleUnknown(name[:100])), next_step=LISTED)
+        raise HttpProblem(404, ScheduleUnknown(name[:100]).reason, next_step=LISTED)
     return found

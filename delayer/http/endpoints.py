@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -23,7 +24,7 @@ from delayer.config.tokens import Role
 from delayer.http import forms
 from delayer.http.access import Client
 from delayer.http.pages import Pages
-from delayer.http.problems import HttpProblem, WrongField
+from delayer.http.problems import HttpProblem, WrongField, in_words, unknown_field, wrong_field
 
 JSON: Final = "application/json"
 LINES: Final = "application/x-ndjson"
@@ -46,6 +47,14 @@ class Fields(BaseModel):
     """The fields of a query or of a body. An unknown one is a mistake."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, use_attribute_docstrings=True)
+
+
+class Clash(ValueError):
+    """Fields that do not go together. Raised by the model's validators."""
+
+    def __init__(self, wrong: Sequence[WrongField]) -> None:
+        super().__init__(in_words(wrong))
+        self.wrong = wrong
 
 
 class NoFields(Fields):
@@ -138,7 +147,11 @@ class Api:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in endpoint.media_types:
             found = repr(kind[:80]) if kind else "none"
-            raise HttpProblem(415, f"Content-Type: expected {' or '.join(endpoint.media_types)}, found {found}.")
+            raise HttpProblem(
+                415,
+                f"Content-Type: expected {' or '.join(endpoint.media_types)}, found {found}.",
+                next_step=f"send the header Content-Type: {JSON}",
+            )
         if int(request.headers.get("content-length", "0")) <= SMALL:
             return await self._with_body(endpoint, kind, Call(request, client, query))
         async with self._large_of[client.token if client else ""], self._large:
@@ -193,25 +206,23 @@ def read_json(model: type[Fields], text: bytes, where: str = "") -> Any:
 
 def mistakes(error: ValidationError, model: type[BaseModel], where: str = "") -> list[WrongField]:
     """List the mistakes, at most 20."""
-    found: list[WrongField] = []
-    for one in error.errors(include_url=False)[:20]:
-        place = ".".join(str(part)[:80] for part in one["loc"])
-        if one["type"] == "extra_forbidden":
-            expected = f"one of {', '.join(model.model_fields) or 'no fields'}, found this one"
-        elif one["type"] == "json_invalid":
-            expected = f"JSON, found {one['ctx']['error']}"
-        elif one["type"] == "missing":
-            expected = "a value, found none"
-        else:
-            cause = one.get("ctx", {}).get("error")
-            text = _OF_PYDANTIC.sub("", one["msg"]).replace("a integer", "a whole number")
-            expected = str(cause) if isinstance(cause, ValueError) else text
-            if ", found" not in expected and not isinstance(one["input"], dict):
-                expected += f", found {format_found(one['input'])}"
-        found.append({"where": " ".join(filter(None, (where, place))) or "the whole body", "expected": expected})
-    return found
+    found = [wrong for one in error.errors(include_url=False)[:20] for wrong in _mistakes_of(one, model)]
+    return [{**one, "where": " ".join(filter(None, (where, one["where"]))) or "the whole body"} for one in found]
 
 
-def in_words(wrong: Sequence[WrongField]) -> str:
-    more = f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return f"{wrong[0]['where']}: expected {wrong[0]['expected']}{more}"
+def _mistakes_of(one: ErrorDetails, model: type[BaseModel]) -> Sequence[WrongField]:
+    place = ".".join(str(part)[:80] for part in one["loc"])
+    cause = one.get("ctx", {}).get("error")
+    if isinstance(cause, Clash):
+        return cause.wrong
+    if one["type"] == "extra_forbidden":
+        return [unknown_field(place, model.model_fields)]
+    if one["type"] == "json_invalid":
+        why, _, at = str(cause).partition(" at line ")
+        return [{"where": place, "expected": "JSON", "found": f"a mistake{f' at line {at}' if at else ''}: {why}"}]
+    if one["type"] == "missing":
+        return [{"where": place, "expected": "a value"}]
+    text = _OF_PYDANTIC.sub("", one["msg"]).replace("a integer", "a whole number")
+    wrong = wrong_field(place, str(cause) if isinstance(cause, ValueError) else text)
+    given = "an object" if isinstance(one["input"], dict) else format_found(one["input"])
+    return [{"where": place, "expected": wrong["expected"], "found": wrong.get("found", given)}]

@@ -20,7 +20,7 @@ from delayer.core.hold import HoldKind
 from delayer.core.message import raw
 from delayer.fields.schedules import name_or_none
 from delayer.format.refusal import RetryEdits
-from delayer.http.problems import HttpProblem
+from delayer.http.problems import HttpProblem, WrongField, in_words, unknown_field, wrong_field
 from delayer.schedule.schedule import ScheduleState
 from delayer.store.admin.actions import NewDue
 
@@ -47,7 +47,13 @@ T = TypeVar("T")
 
 
 class FieldError(ValueError):
-    """An unreadable field. The text names the field, the value expected and the value found."""
+    """An unreadable field. The text names the field, the value expected and the value found. ``wrong``: the same for
+    programs, None if the text names no field."""
+
+    def __init__(self, text: str, wrong: WrongField | None = None) -> None:
+        super().__init__(text)
+        where, _, expected = text.partition(": expected ")
+        self.wrong = wrong_field(where, expected) if wrong is None and expected else wrong
 
 
 class Search(NamedTuple):
@@ -108,16 +114,18 @@ def meant(form: Mapping[str, Sequence[str]], now_ms: int, fields: Sequence[str] 
         raise FieldError(f"all: expected yes, found {everything[:40]!r}")
     if bool(given) == bool(everything):
         found = "both" if given else "none"
-        raise FieldError(f"Choose messages by ids, a filter ({', '.join(fields)}), or all=yes for all; found {found}")
+        wanted = f"ids, a filter ({', '.join(fields)}), or all=yes for all"
+        wrong: WrongField = {"where": "the whole form", "expected": wanted, "found": found}
+        raise FieldError(f"Choose messages by {wanted}; found {found}", wrong)
     return _read(given, now_ms)
 
 
 def reject_unknown(form: Collection[str], names: Collection[str]) -> None:
     """Reject unknown fields, because a misspelt filter would match too much. Raises FieldError."""
     if strange := [name for name in form if name not in names]:
-        raise FieldError(
-            f"Unknown field {strange[0][:40]!r}: expected {'some of ' if names else 'none'}{', '.join(names)}"
-        )
+        wrong = unknown_field(strange[0], names)
+        text = in_words([wrong])
+        raise FieldError(text[0].upper() + text[1:], wrong)
 
 
 def reject_duplicates(names: Sequence[str]) -> None:
@@ -222,7 +230,8 @@ def ids(form: Mapping[str, Sequence[str]]) -> list[str]:
     """List the chosen ids, each once. Raises FieldError."""
     found = list(dict.fromkeys(form.get("id", [])))
     if not found:
-        raise FieldError("Choose at least one message: expected an id, found none.")
+        wrong: WrongField = {"where": "id", "expected": "at least one"}
+        raise FieldError("Choose at least one message: expected an id, found none.", wrong)
     if len(found) > MOST_NAMED:
         raise FieldError(
             f"id: expected at most {MOST_NAMED} messages, found {len(found)}; use a filter, or the command line"

@@ -26,7 +26,7 @@ from delayer.http.absence import why_absent
 from delayer.http.access import Sessions, cookie_of, name_of
 from delayer.http.forms import FieldError, parse_form
 from delayer.http.health import Answers
-from delayer.http.problems import HttpProblem, WrongField, by_program, problem_response
+from delayer.http.problems import CORRECT_FORM, HttpProblem, by_program, problem_response
 from delayer.http.view import ROWS, STORE_ERRORS
 from delayer.schedule.schedule import ScheduleState
 from delayer.set_aside.messages import SetAsideName
@@ -107,8 +107,9 @@ class Pages:
             text = str(error) or type(error).__name__
             if not isinstance(error, (FieldError, BrokerLost, *STORE_ERRORS)):
                 status, text = 500, "A bug. The daemon's log has it."
-            where, _, expected = text.partition(": expected ")
-            errors: list[WrongField] = [{"where": where, "expected": expected}] if status == 400 and expected else []
+            errors = [error.wrong] if isinstance(error, FieldError) and error.wrong else []
+            if errors and not request.url.path.startswith("/api/"):
+                advice = CORRECT_FORM
             error = HttpProblem(status, text, next_step=advice, errors=errors)
         if by_program(request):
             return problem_response(request, error)
@@ -246,7 +247,8 @@ class Pages:
             several = f"Expected one message {which}, found {found}."
             return Unnamed(404, several, next_step=f"list them with {listed}, and ask for one by its id")
         why, step = why_absent(which, self.answers.settings, self.answers.inside.state())
-        return Unnamed(404, why, next_step=f"{step}; {listed} finds compacted messages too")
+        by_key = f"GET /api/messages?key={quote(name, safe='')}"
+        return Unnamed(404, why, next_step=f"{step}; {listed} finds compacted messages too, and {by_key} finds a key")
 
     async def held(self, request: Request) -> Response:
         query = request.query_params
@@ -285,7 +287,7 @@ class Pages:
             "schedules.html",
             rows=rows,
             states=list(ScheduleState),
-            total="",
+            total=around["numbers"].partition("–")[2] if page.after is None else "",
             bounded=False,
             back=back,
             **around,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+import re
+from collections.abc import Collection, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Final, NotRequired
 
@@ -11,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
+from delayer.config.errors import format_found
 from delayer.fields.shapes import SentLineJson, documented
 
 MEDIA_TYPE: Final = "application/problem+json"
@@ -23,7 +26,10 @@ _NEXT: Final[Mapping[int, str]] = {
 }
 """The next step, by status."""
 CORRECT: Final = "correct what `errors` names, and send the request again; /api/openapi.json describes each field"
+CORRECT_FORM: Final = "correct what `errors` names, and send the form again"
 DOCUMENT: Final = "/api/openapi.json has every path with its methods, fields and errors"
+ACTIONS: Final = "POST a form to /actions/messages, /actions/refused, /actions/strays or /actions/schedules"
+_UNKNOWN: Final = "unknown field "
 
 
 @documented
@@ -33,6 +39,33 @@ class WrongField(TypedDict):
     where: str
     """The field, the parameter or the header; with JSON lines also the line."""
     expected: str
+    found: NotRequired[str]
+    """May be missing only if nothing was given."""
+
+
+def wrong_field(where: str, text: str) -> WrongField:
+    """Make a mistake of a text such as ``expected a number, found "x"``."""
+    expected, *found = re.split(r"[,;] found:? ", text.removeprefix("expected "), maxsplit=1)
+    wrong: WrongField = {"where": where, "expected": expected}
+    return {**wrong, "found": found[0]} if found else wrong
+
+
+def unknown_field(name: str, known: Collection[str]) -> WrongField:
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"; did you mean {format_found(near[0])}?" if near else ""
+    expected = f"one of {', '.join(known)}" if known else "no fields"
+    return {"where": name[:80], "expected": expected, "found": f"{_UNKNOWN}{format_found(name)}{hint}"}
+
+
+def in_words(wrong: Sequence[WrongField]) -> str:
+    """The first mistake, and how many more there are."""
+    more = f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    where, found = wrong[0]["where"], wrong[0].get("found", "nothing")
+    if found.startswith(_UNKNOWN):
+        line = where.rpartition(" ")[0]
+        text = f"{line}: {found}" if line else found
+        return f"{text}{'' if text.endswith('?') else '.'} Expected {wrong[0]['expected']}{more}"
+    return f"{where}: expected {wrong[0]['expected']}, found {found}{more}"
 
 
 @documented
@@ -83,12 +116,14 @@ def by_program(request: Request) -> bool:
 
 def problem_response(request: Request, error: HTTPException) -> Response:
     headers, status, path = dict(error.headers or {}), error.status_code, request.url.path
-    detail, step = error.detail, _NEXT.get(status, DOCUMENT if path.startswith("/api") else "read docs/http.md")
+    detail, step = error.detail, _NEXT.get(status, DOCUMENT if path.startswith("/api") else ACTIONS)
     if status == 503:
         headers.setdefault("Retry-After", RETRY_SECONDS)
     if not isinstance(error, HttpProblem) and status == 405:
         allowed = ", ".join(sorted(headers["Allow"].split(", ")))
         detail = f"{path[:200]}: expected the method {allowed}, found {request.method}."
+        if path.startswith("/api/messages/") and request.method in ("PATCH", "DELETE"):
+            step = "use PATCH or DELETE /api/messages?message_id=ID, or ?key=KEY"
     elif detail == HTTPStatus(404).phrase:
         detail = f"{path[:200]}: expected a path of the API, found none there."
     content = {

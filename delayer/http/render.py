@@ -33,11 +33,19 @@ _UNSEEN: Final = re.compile(
 SHOWN: Final = 40
 """Maximum number of a message's properties and headers on the page."""
 LONGEST: Final = 300
+SOON_MS: Final = 30_000
+"""What should have come within this time comes now."""
 
 
 def ahead(at_ms: int | None, now_ms: int | None = None) -> str:
     """Format how far off an instant is, from ``now_ms`` or from this host's clock."""
     return format_relative_time(at_ms, host_ms() if now_ms is None else now_ms)
+
+
+def upcoming(at_ms: int, now_ms: int | None = None) -> str:
+    """The same for what comes next: its look may be some seconds old. A page script agrees."""
+    late_ms = (host_ms() if now_ms is None else now_ms) - at_ms
+    return "now" if 0 < late_ms < SOON_MS else ahead(at_ms, now_ms)
 
 
 def number(value: float | None) -> str:
@@ -85,8 +93,8 @@ ENVIRONMENT: Final = jinja2.Environment(
     lstrip_blocks=True,
 )
 for function in (
-    instant, ahead, duration, number, rate, size, name, address, query, properties, preview, message_id, quote, as_text,
-    value_text, route_text,
+    instant, ahead, upcoming, duration, number, rate, size, name, address, query, properties, preview, message_id,
+    quote, as_text, value_text, route_text,
 ):  # fmt: skip
     ENVIRONMENT.filters[function.__name__] = function
     ENVIRONMENT.globals[function.__name__] = function

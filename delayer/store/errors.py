@@ -77,7 +77,8 @@ class ScheduleRefused(Exception):
 
 class ScheduleUnknown(ScheduleRefused):
     def __init__(self, name: str) -> None:
-        super().__init__([f"name: expected a schedule of this store, found {name!r}; see `delayer schedule list`"])
+        self.reason = f"name: expected a schedule of this store, found {name!r}"
+        super().__init__([f"{self.reason}; see `delayer schedule list`"])
 
 
 class SchemaOutdated(Exception):

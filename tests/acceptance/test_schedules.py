@@ -83,6 +83,7 @@ async def test_the_page_and_programs_see_and_change_schedules(place: OwnVhost, s
         page = (await web.get("/schedules")).text
         assert f'<a href="/message/{one["next_message"]}">s00</a>' in page
         assert "Every hour" in page
+        assert "<span>1–1 of 1</span>" in (await web.get("/schedules?state=paused")).text
         assert "out / inbox" in page
         assert 'name="verb"' not in page, "without the token there is nothing to press"
         act = {"verb": "pause", "name": ["s00", "nobody"]}

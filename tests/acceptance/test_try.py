@@ -39,3 +39,4 @@ async def test_ctrl_c_prints_no_traceback() -> None:
     os.killpg(up.pid, signal.SIGINT)
     rest, _ = await up.communicate()
     assert (up.returncode, b"Traceback" in rest) == (0, False), rest.decode()
+    assert rest.rstrip().endswith(b"stopped; the broker, the database and their data are gone."), rest.decode()

@@ -62,8 +62,10 @@ async def test_a_schedule_from_its_first_occurrence_to_its_end(delayer: Run, dat
         "Changed tick: Every 2"
     )
     assert delayer("schedule", "pause", "tick").stdout == "Paused tick: Every 2 hours; paused.\n"
+    assert delayer("schedule", "pause", "tick").stdout == "tick is paused already.\n"
     assert read(delayer, "show", "tick")["next_message"] is None
     assert read(delayer, "resume", "tick")["state"] == "active"
+    assert delayer("schedule", "resume", "tick").stdout == "tick is active already.\n"
     assert delayer("schedule", "run", "tick").stdout.startswith("Parked one message of tick, due now: id:")
     assert len(ids(delayer, "list")) == 2
     async with sql(database) as connection:
@@ -110,7 +112,10 @@ async def test_a_preview_has_both_clocks_and_the_distances(delayer: Run) -> None
 async def test_a_preview_ends_with_the_schedule(delayer: Run) -> None:
     delayer("schedule", "add", *TICK, "--max", "2", "--paused")
     told = delayer("schedule", "preview", "tick")
-    assert len(told.stdout.splitlines()) == 4
+    assert [len(line.split()) for line in told.stdout.splitlines()[1:]] == [2, 1, 3], (
+        "one column of UTC, and the distance"
+    )
+    assert told.stdout.splitlines()[1].split() == ["UTC", "after"]
     assert "delayer schedule resume tick" in told.stderr
     assert "No other time follows." in told.stderr
 
@@ -244,8 +249,16 @@ async def test_held_occurrences_are_counted(delayer: Run, database: str) -> None
     rows = delayer("schedule", "list").stdout.splitlines()
     assert [row.split()[-1] for row in rows] == ["held", "2", "0"]
     command = "delayer held list --header x-delayer-schedule=tick"
-    assert f"2: `{command}` says why" in delayer("schedule", "show", "tick").stdout
+    shown = delayer("schedule", "show", "tick").stdout
+    assert f"2: `{command}` says why" in shown
+    assert [line.split() for line in shown.splitlines() if "last sent" in line] == [["last", "sent", "–", "(held)"]]
+    assert " - " not in delayer("schedule", "list").stdout, "one sign for none"
     assert len(json.loads(delayer(*command.split()[1:], "--json").stdout)["messages"]) == 2
+    removed = delayer("schedule", "remove", "tick")
+    assert (removed.stdout, removed.stderr) == (
+        "Removed tick.\n", f"Held messages of it remain: 2. Next: `{command}`.\n",
+    )  # fmt: skip
+    assert delayer("schedule", "remove", "tick2").stderr == ""
 
 
 async def test_held_messages_without_the_name_of_a_schedule_are_not_counted(delayer: Run, database: str) -> None:

@@ -81,7 +81,8 @@ async def test_a_paused_schedule_misses_nothing_and_goes_on_with_the_next_time(d
         before = await changes.add(admin, schedule(), who="me")
         paused = await changes.pause(admin, "tick", who="me")
         assert (paused.state, paused.waiting_id) == (ScheduleState.PAUSED, None)
-        assert await changes.pause(admin, "tick", who="me")
+        assert await changes.pause(admin, "tick", who="me") == paused, "a paused schedule stays as it is"
+        assert [one.verb for one in await audit_log.list_entries(admin, 10)] == ["schedule pause", "schedule add"]
         await check_waiting(admin)
         resumed = await changes.resume(admin, "tick", who="me")
         assert (resumed.waiting_ms, resumed.missed) == (before.waiting_ms, 0)

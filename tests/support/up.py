@@ -143,6 +143,7 @@ async def main() -> int:
         keeping.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await keeping
+    console.print("stopped; the broker, the database and their data are gone.")
     return 0
 
 

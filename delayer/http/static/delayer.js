@@ -39,15 +39,22 @@
   // ---- when it is due
 
   const due = document.getElementById("due-chart");
-  let chosen = "minutes", backlog = null;
+  let chosen = "", backlog = null;
   const ahead = {minutes: ["min", 60e3], hours: ["h", 3600e3], days: ["d", 86400e3], months: ["months", 30 * 86400e3]};
 
+  function choose(name) {
+    chosen = name;
+    if (name) for (const one of document.querySelectorAll("[data-series]")) one.setAttribute("aria-pressed", String(one.dataset.series === name));
+  }
+
+  // It opens the first range that has any.
   function drawBacklog() {
     if (!due || !backlog) return;
-    const {bars} = backlog.series[chosen], [unit] = ahead[chosen];
+    if (!chosen) choose(Object.keys(ahead).find(name => backlog.series[name].bars.some(n => n)) ?? "");
+    const shown = chosen || "minutes", {bars} = backlog.series[shown], [unit] = ahead[shown];
     const xs = bars.map((_, n) => n + 0.5);
     draw(due, [xs, bars], [{label: "messages due", stroke: colour("--bar"), fill: colour("--bar"), paths: uPlot.paths.bars({size: [0.8, 60], align: 0}), points: {show: false}, value: (_, n) => n == null ? "–" : n.toLocaleString("en")}], {
-      key: chosen + dark.matches,
+      key: shown + dark.matches,
       told: 0,
       first: {label: "due within", value: (_, n) => n == null ? "–" : `${Math.ceil(n)} ${unit}`},
       options: {
@@ -66,8 +73,7 @@
 
   for (const button of document.querySelectorAll("[data-series]")) {
     button.addEventListener("click", () => {
-      chosen = button.dataset.series;
-      for (const one of document.querySelectorAll("[data-series]")) one.setAttribute("aria-pressed", String(one === button));
+      choose(button.dataset.series);
       drawBacklog();
     });
   }

@@ -87,7 +87,7 @@ async def edit(
 
 
 async def pause(connection: Connection, name: str, *, who: str) -> ScheduleRecord:
-    """Cancel the waiting occurrence until :func:`resume`. A paused schedule misses nothing."""
+    """Cancel the waiting occurrence until :func:`resume`. A paused schedule misses nothing, and stays as it is."""
 
     def paused(there: ScheduleRecord | None, _now_ms: int) -> PlannedRecord:
         there = _require(there, name)
@@ -95,7 +95,8 @@ async def pause(connection: Connection, name: str, *, who: str) -> ScheduleRecor
             raise _without_next(there)
         return PlannedRecord(stop(there, ScheduleState.PAUSED), None)
 
-    [record] = await _change(connection, {name: paused}, _entry(who, "pause", name))
+    already = {ScheduleState.PAUSED}
+    [record] = await _change(connection, {name: paused}, _entry(who, "pause", name), unless=already)
     return record
 
 

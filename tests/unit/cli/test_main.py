@@ -116,8 +116,8 @@ MISTAKES = {
     'expected what route "a" reads (none), found a duration': [
         ["--set", 'route=[{"from": "a", "delay_from": []}]', "send", "--delay", "1s"],
     ],
-    "as a field or in a header; x-delay gives it too": [["send", "--delay", "1s", "--header", "x-delay:int=5"]],
-    "--header: expected the delay once, as a field or in a header; x-due": [
+    "as a field or in a header, found it also in x-delay": [["send", "--delay", "1s", "--header", "x-delay:int=5"]],
+    "--header: expected the delay once, as a field or in a header, found it also in x-due": [
         ["--set", 'route=[{"from": "a", "delay_from": ["header:x-due"]}]', "send", "--at", "2031-01-31T08:00:00Z",
          "--header", "x-due:int=5"],
     ],

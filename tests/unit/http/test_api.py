@@ -12,7 +12,9 @@ from openapi_spec_validator import validate
 from delayer.amqp.properties import Properties, decoded
 from delayer.amqp.values import Outgoing
 from delayer.core.hold import NACKED, returned
-from delayer.http import api_messages, endpoints, forms
+from delayer.fields.schedules import new_schedule
+from delayer.http import api_messages, api_schedules, endpoints, forms, problems
+from delayer.schedule.schedule import problems as problems_of
 from tests.support.web import Answer, Web, tokens_file
 from tests.unit.http.inside import NOW_MS, TOKEN, Inside, opened, served
 
@@ -20,6 +22,7 @@ ROUTES = [{"from": "delayer.in", "to": "delayer.out"}, {"from": "strict.in", "to
 AUTH = {"Authorization": f"Bearer {TOKEN}"}
 JSON = {**AUTH, "Content-Type": "application/json"}
 LINES = {**AUTH, "Content-Type": "application/x-ndjson"}
+FORM = {**AUTH, "Content-Type": "application/x-www-form-urlencoded"}
 DAY = 86_400_000
 
 
@@ -128,19 +131,24 @@ async def test_the_answer_says_where_a_message_goes(new: dict[str, Any], native:
 
 
 WRONG: dict[str, tuple[int, str]] = {
-    "": (400, "the whole body: expected JSON, found EOF"),
-    "{": (400, "expected JSON, found EOF"),
-    '{"body": "\\ud800"}': (400, "expected JSON, found unexpected end of hex escape"),
-    "[" * 10_000: (400, "expected JSON, found recursion limit exceeded"),
+    "": (400, "the whole body: expected JSON, found a mistake at line 1 column 1: EOF"),
+    "{": (400, "expected JSON, found a mistake at line 1 column 1: EOF"),
+    '{"body": "\\ud800"}': (400, "expected JSON, found a mistake at line 1 column 17: unexpected end of hex escape"),
+    '{"routing_key": "hello", "delay": "1s", }': (400, "found a mistake at line 1 column 41: trailing comma"),
+    "[" * 10_000: (400, "expected JSON, found a mistake at line 1 column 202: recursion limit exceeded"),
     "[]": (422, "the whole body: expected an object, found a list of 0"),
-    '{"dealy": 1}': (422, "dealy: expected one of exchange, routing_key, delay"),
+    '{"dely": 1}': (
+        422,
+        'Body: unknown field "dely"; did you mean "delay"? Expected one of exchange, routing_key, delay',
+    ),
     '{"delay": "soon"}': (422, 'delay: expected a duration in whole numbers such as "250ms"'),
     '{"delay": -1}': (422, "delay: expected a delay in milliseconds"),
     '{"delay": true}': (422, "delay: expected a delay in milliseconds"),
     '{"due": "tomorrow"}': (422, "due: expected an instant with its offset"),
     '{"due": "0001-01-01T00:00:00Z"}': (422, "due: expected an instant"),
-    '{"due": 1700000000}': (422, "one that the daemon does not refuse"),
-    '{"delay": 1, "due": 1}': (422, "expected one of delay, due, found delay and due"),
+    '{"due": 1700000000}': (422, "due: expected what the daemon does not refuse, found a reason to refuse it: "),
+    '{"delay": 1, "due": 1}': (422, "delay, due: expected one of delay, due, found delay and due"),
+    '{"delay": 1, "due": 1, "body": "a", "body_b64": ""}': (422, "found delay and due; and 1 more."),
     '{"body": "a", "body_json": null}': (422, "found body and body_json"),
     '{"body_json": NaN}': (422, "body_json: expected a finite number"),
     '{"body_json": [1e999]}': (422, "body_json: expected a finite number"),
@@ -154,20 +162,25 @@ WRONG: dict[str, tuple[int, str]] = {
     '{"headers": {"a": 9223372036854775808}}': (422, "headers: expected an integer of 64 bits"),
     '{"headers": {"x-delay": 1}, "delay": 1}': (
         422,
-        "headers: expected the delay once, as a field or in a header; x-delay gives it too",
+        "headers: expected the delay once, as a field or in a header, found it also in x-delay",
     ),
-    '{"headers": {"x-dealy": 1}}': (422, "does not refuse, found: "),
+    '{"headers": {"x-dealy": 1}}': (422, "headers: expected what the daemon does not refuse, found a reason"),
+    '{"headers": {"x-delay": "soon"}}': (422, "headers: expected what the daemon does not refuse"),
+    '{"body": {}}': (422, "body: expected a string, found an object"),
     '{"routing_key": "%s"}' % ("ü" * 128): (422, "routing_key: expected at most 255 bytes, found 256"),
     '{"exchange": "delayer.out"}': (422, "exchange: expected one that a route comes from"),
-    '{"exchange": "strict.in"}': (422, "does not refuse, found: "),
-    '{"key": "k", "delay": 1}': (422, "does not refuse, found: "),
+    '{"exchange": "strict.in"}': (422, "delay: expected what the daemon does not refuse"),
+    '{"key": "k", "delay": 1}': (422, "key: expected what the daemon does not refuse"),
     '{"priority": 256}': (422, "priority: expected less than or equal to 255, found 256"),
     '{"priority": "a"}': (422, 'priority: expected a whole number, found "a"'),
-    '{"expiration": "1s"}': (422, "does not refuse, found: expiration: expected 0 to 315360000000 milliseconds"),
-    '{"expiration": "1s", "headers": {"x-delay-cancel": "k"}}': (422, "does not refuse, found: expiration: expected"),
-    '{"headers": {"CC": "a"}}': (422, "does not refuse, found: CC: expected an array"),
-    '{"reply_to": "amq.rabbitmq.reply-to"}': (422, "does not refuse, found: reply_to: expected a queue"),
-    '{"user_id": "guest"}': (422, "user_id: expected one of"),
+    '{"expiration": "1s"}': (422, "to refuse it: expiration: expected 0 to 315360000000 milliseconds"),
+    '{"expiration": "1s", "headers": {"x-delay-cancel": "k"}}': (422, "to refuse it: expiration: expected"),
+    '{"headers": {"CC": "a"}}': (
+        422,
+        "Body: headers: expected what the daemon does not refuse, found a reason to refuse",
+    ),
+    '{"reply_to": "amq.rabbitmq.reply-to"}': (422, "to refuse it: reply_to: expected a queue"),
+    '{"user_id": "guest"}': (422, 'unknown field "user_id". Expected one of'),
 }
 
 
@@ -180,7 +193,30 @@ async def test_a_wrong_message_is_a_problem_and_is_not_sent(text: str) -> None:
     assert (answer.status, answer.headers["content-type"]) == (status, "application/problem+json"), answer.text
     assert says in answer.json["detail"] and answer.json["errors"], answer.text
     assert "nput should" not in answer.text and answer.json["next"], answer.text
+    assert all(one["found"] and "found" not in one["expected"] for one in answer.json["errors"]), answer.text
     assert inside.sent == []
+
+
+async def test_two_mistakes_of_fields_that_exclude_each_other_are_two_errors() -> None:
+    async with served(daemon()) as web:
+        answer = await send(web, {"delay": 1, "due": 1, "body": "a", "body_json": None})
+        assert answer.json["errors"] == [
+            {"where": "delay, due", "expected": "one of delay, due", "found": "delay and due"},
+            {"where": "body, body_json", "expected": "one of body, body_json, body_b64", "found": "body and body_json"},
+        ]
+        answer = await send_lines(web, {"delay": 1, "due": 1})
+        assert [one["where"] for one in answer.json["errors"]] == ["line 1 delay, due"]
+
+
+@pytest.mark.parametrize(
+    ("new", "where"),
+    [({"delay": "2d"}, "delay"), ({"due": NOW_MS + 2 * DAY}, "due"), ({"headers": {"x-delay": 2 * DAY}}, "delay")],
+)
+async def test_a_refusal_names_the_field_that_asks_for_the_delay(new: dict[str, Any], where: str) -> None:
+    async with served(daemon(intake={"max_delay": "1d"})) as web:
+        answer = await send(web, new)
+    [wrong] = answer.json["errors"]
+    assert (wrong["where"], "the delay is too long" in wrong["found"]) == (where, True), answer.text
 
 
 async def test_lines_are_all_checked_before_one_is_sent() -> None:
@@ -272,6 +308,7 @@ async def test_every_error_is_a_problem(method: str, path: str, headers: dict[st
     assert answer.json["status"] == status and answer.json["title"] and answer.json["detail"] and answer.json["next"]
     assert ("www-authenticate" in answer.headers) == (status == 401)
     assert ("allow" in answer.headers) == (status == 405)
+    assert "docs/" not in answer.text, "an installed package has no docs"
     assert inside.sent == []
 
 
@@ -322,10 +359,27 @@ async def test_a_mistake_names_the_field_what_is_expected_and_what_is_found(
     async with served(daemon(store={"url": "postgresql://127.0.0.1:1/x"})) as web:
         answer = await web.ask(method, path, None if body is None else json.dumps(body).encode(), JSON)
     [wrong] = answer.json["errors"]
-    assert (wrong["where"], expected in wrong["expected"], "found" in wrong["expected"]) == (where, True, True), (
-        answer.text
-    )
+    told = f"{wrong['expected']}, found {wrong['found']}"
+    assert (wrong["where"], expected in told, "found" in wrong["expected"]) == (where, True, False), answer.text
     assert f"{where}: expected" in answer.json["detail"] and "correct what `errors` names" in answer.json["next"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "step"),
+    [
+        ("PATCH", "/api/messages/m-1", {}, "use PATCH or DELETE /api/messages?message_id=ID, or ?key=KEY"),
+        ("DELETE", "/api/messages/m-1", {}, "use PATCH or DELETE /api/messages?message_id=ID, or ?key=KEY"),
+        ("POST", "/api/messages/m-1", {}, problems.DOCUMENT),
+        ("POST", "/api/messages", {"Content-Type": "text/plain"}, "send the header Content-Type: application/json"),
+        ("POST", "/actions/messages", FORM, problems.CORRECT_FORM),
+        ("POST", "/actions/schedules", FORM, problems.CORRECT_FORM),
+        ("POST", "/actions/nothing", FORM, problems.ACTIONS),
+    ],
+)
+async def test_the_next_step_of_an_error(method: str, path: str, headers: dict[str, str], step: str) -> None:
+    async with served(daemon(store={"url": "postgresql://127.0.0.1:1/x"})) as web:
+        answer = await web.ask(method, path, b"verb=x", JSON | headers)
+    assert answer.json["next"] == step, answer.text
 
 
 async def test_slow_bodies_of_one_token_do_not_keep_out_the_others() -> None:
@@ -357,11 +411,33 @@ async def test_a_body_that_does_not_come_in_is_not_waited_for(monkeypatch: pytes
     assert inside.sent == []
 
 
+async def test_the_examples_of_the_document_are_accepted() -> None:
+    async with served(daemon()) as web:
+        schemas = (await web.get("/api/openapi.json")).json["components"]["schemas"]
+        [message] = schemas["NewMessage"]["examples"]
+        assert (await send(web, message)).status == 202
+    for model in (api_schedules.WholeSchedule, api_schedules.NewSchedule):
+        schema = schemas[model.__name__]
+        [example] = schema["examples"]
+        new = endpoints.read_json(model, json.dumps(example).encode())
+        assert problems_of(new_schedule(example.get("name", "x"), new.given), NOW_MS) == []
+        assert schema["oneOf"] == [{"required": ["to", "cron"]}, {"required": ["to", "every"]}]
+    assert "oneOf" not in schemas["ScheduleChange"], "a change may have any field"
+
+
 async def test_the_document_is_valid_and_has_every_path() -> None:
     async with served(daemon()) as web:
         document = (await web.get("/api/openapi.json")).json
     validate(document)
     assert document["openapi"].startswith("3.1")
+    for path, name in (("/api/messages", "NewMessage"), ("/api/schedules", "NewSchedule")):
+        body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert body == {"$ref": f"#/components/schemas/{name}"}
+        assert document["components"]["schemas"][name]["examples"], "a body to begin with"
+    for method in ("delete", "patch"):
+        parameters = document["paths"]["/api/messages"][method]["parameters"]
+        which = {one["name"]: one["schema"] for one in parameters if one["in"] == "query"}
+        assert which == {name: {"type": "string", "minLength": 1} for name in ("key", "message_id")}
     operations = [one for path in document["paths"].values() for one in path.values()]
     assert len({one["operationId"] for one in operations}) == len(operations) == 19
     for path, methods in document["paths"].items():

@@ -113,3 +113,10 @@ def test_colours_can_be_told_apart(front: str, back: str, least: float, dark: bo
 def test_vendored_files_have_their_licence() -> None:
     for library in ("htmx", "uPlot"):
         assert "ermission" in (STATIC / f"{library}.LICENSE.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("at_ms", "text"), [(NOW + 2_000, "in 2 s"), (NOW, "now"), (NOW - 2_000, "now"), (NOW - 30_000, "30 s ago")]
+)
+def test_what_comes_next_and_is_due_comes_now(at_ms: int, text: str) -> None:
+    assert render.upcoming(at_ms, NOW) == text
