@@ -1,5 +1,5 @@
-"""What a publisher learns about a message that it sent, from the daemon's plan for it. The same for `delayer send
---json` and for POST /api/messages."""
+"""Tells a publisher what becomes of a message that it sent, by the daemon's plan for it. `delayer send --json` and POST
+/api/messages give the same answer."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ HEAD_SECONDS: Final = 10.0
 READ_SECONDS: Final = 30.0
 """The longest time for a client to read what was written to it."""
 STOP_SECONDS: Final = 1
-"""How long a stop waits for clients; for requests that still run, twice as long."""
+"""Seconds until a stop closes connections. Requests that still run then are cancelled after as long again."""
 MOST_CONNECTIONS: Final = 2 * AT_ONCE
 """Maximum number of connections. For one more, the one that has waited longest for its client is closed."""
 OTHER_ADDRESS: Final = (
@@ -130,8 +130,8 @@ class ImpatientProtocol(H11Protocol):
     _stopping: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        # So writing pauses, and the deadline begins, with the first byte that the client does not read. Without it an
-        # answer below the limit would keep a closed connection for ever.
+        # Writing pauses, and the deadline begins, with the first byte that the client does not read. With uvicorn's
+        # limit, a short answer that nobody reads would not pause writing, and close() would wait for it for ever.
         transport.set_write_buffer_limits(high=0)
         super().connection_made(transport)
         self._since = self.loop.time()
@@ -163,7 +163,8 @@ class ImpatientProtocol(H11Protocol):
             self._unread.cancel()
 
     def shutdown(self) -> None:
-        """Begin to stop. Dropped before uvicorn cancels what still runs, because uvicorn would log that as a bug."""
+        """Begin to stop. The connection is dropped before uvicorn cancels what still runs, which it would log as a
+        bug."""
         super().shutdown()
         self._stopping = self.loop.call_later(STOP_SECONDS, self.drop)
 
@@ -177,7 +178,8 @@ class ImpatientProtocol(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _watch(self) -> None:
-        """Allow HEAD_SECONDS from the first byte of a head to its end, however the bytes come."""
+        """Allow HEAD_SECONDS for the whole head of a request, however slowly it comes. The time of the first head
+        begins with the connection, that of a later one with its first byte."""
         if self._answering and self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None

@@ -1,7 +1,8 @@
 """Sessions of other roles that have locks of the store, or wait for them.
 
 Every role that can connect may take any advisory lock, and see in pg_locks which ones the daemons use. Such a session
-keeps a lane from its owner, or a park waiting. It cannot be overruled, so it is named.
+can keep a process from taking a lane, or from parking messages. delayer cannot take the lock away, so it says who has
+it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from delayer.store.statements import OURS, TRUSTED
 LOCKED: Final = (
     "lane", "delayer_inbox", "message", "message_key", "schedule", "history", "request", "import_run", "segment",
 )  # fmt: skip
-"""The tables whose numbers are in the advisory locks of delayer."""
+"""The tables whose OIDs are the class ids of delayer's advisory locks."""
 ADVICE: Final = (
-    "end that session, and take the right to lock from its role: docs/security.md, "
+    "end that session (or ROLLBACK PREPARED), and revoke the lock functions from its role: docs/security.md, "
     '"Postgres: applications that send by SQL"'
 )
 _MOST: Final = 20
@@ -53,5 +54,5 @@ class ForeignLocks(NamedTuple):
 
 
 async def find(connection: Connection, timeout: float | None = None) -> list[ForeignLocks]:
-    """Raises the driver's errors."""
+    """Find them, at most 20 sessions. Raises the driver's errors."""
     return [ForeignLocks(*row) for row in await connection.fetch(_FOREIGN, LOCKED, timeout=timeout)]

@@ -1,13 +1,15 @@
 """The SQL inbox as a queue of the intake: rows that applications write by delayer_send and delayer_cancel in their own
 transactions (migrations/versions/0002).
 
-One process reads it, the owner of the store's first lane. It holds a lock on a connection of its own, until every row
-that it has read is settled. So no two processes have the same row without a fault. A row stays in the table until the
-transaction that moves its message into the backlog deletes it, or until its publish is confirmed.
+One process reads it, the owner of the store's first lane. It holds an advisory lock through a connection of its own
+until every row that it has read is settled. So unless a fault occurs, no two processes work on the same row. A row
+stays in the table until the transaction that moves its message into the backlog deletes it, or until its publish is
+confirmed.
 
 Transactions commit in another order than they draw ids. The reader keeps the ids that may still appear (OpenRanges),
-and closes a range once every transaction that could have drawn an id there is over. Such a transaction had its number
-before the id, so it is over when no older one runs than a number that was drawn after the id was seen. Rows that were
+and closes a range once every transaction that could have drawn an id there has ended. A transaction gets its own number
+(xid) before it draws an id. If we draw an xid after we have seen an id, all transactions that drew this id or a lower
+one have lower xids than ours. They have ended once the oldest xid that still runs has reached ours. Rows that were
 inserted by hand, or restored, may have any id, so the reader also looks at all ids now and then.
 """
 
@@ -37,22 +39,24 @@ from delayer.store.postgres import DELETE_INBOX
 POLL_SECONDS: Final = 1.0
 """Seconds between two reads without a notification. Messages that are due later than this do not notify."""
 CLOSE_SECONDS: Final = 1.0
-"""Seconds between two attempts to close ranges. Each needs a transaction's number."""
+"""Seconds between two attempts to close ranges. Each consumes an xid."""
 LOOK_SECONDS: Final = 60.0
-"""Seconds between two reads of all ids, if no row is known. Such a read passes the dead rows of the past."""
+"""Seconds between two reads of all ids, if no row is known. Such a read scans past the dead rows of deleted
+messages."""
 MOST_RANGES: Final = 1_000
-"""With more, every read would be slow. They grow while any program has an old transaction open."""
+"""With more, every read would be slow. Their number grows while any program keeps a transaction open."""
 BATCH_BYTES: Final = 8 << 20
 POSTPONE_SECONDS: Final = 10.0
-"""How long rows are passed over that none of our own queues took. Then a new subscription tries them again, often
-enough for the consumer to be unsteady meanwhile (UNSTEADY_SECONDS in intake/consume.py)."""
+"""How long the reader skips rows whose messages none of delayer's own queues took. Then a new subscription tries them
+again. It does so often enough that the consumer counts as unsteady, and the daemon as not ready, while there are such
+rows (UNSTEADY_SECONDS in intake/consume.py)."""
 MOST_POSTPONED: Final = 100_000
-"""With as many rows, no more are passed over: each id takes memory, and each gap between them a look into the index."""
+"""Beyond this number no more rows are skipped: each id takes memory, and each gap between them a scan of the index."""
 _HORIZON: Final = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint, pg_current_xact_id()::text::bigint"
 
 
 class _Mark(NamedTuple):
-    """All ids up to ``last`` were drawn by transactions with smaller numbers than ``xid``."""
+    """All ids up to ``last`` were drawn by transactions with lower xids than ``xid``."""
 
     last: int
     xid: int
@@ -60,14 +64,15 @@ class _Mark(NamedTuple):
 
 @dataclass
 class Postponed:
-    """The ids of rows to pass over, over several subscriptions, and until when, in seconds of the event loop."""
+    """The ids of rows to skip, also in later subscriptions, and until when, in seconds of the event loop."""
 
     ids: set[int] = field(default_factory=set)
     until: float = 0.0
 
     def add(self, ids: Sequence[int], now: float, *, more: bool) -> bool:
-        """``more``: whether other rows wait to be read, before any of these is tried again. Otherwise the time stays:
-        new rows, one after another, must not keep the first ones waiting. Returns False if there are too many."""
+        """Skip these rows. Returns False if there would be too many. With ``more``, rows that were not read yet come
+        first, and the time of the next attempt moves. Otherwise it stays, or new rows, one after another, would keep
+        the first ones waiting for ever."""
         if len(self.ids) + len(ids) > MOST_POSTPONED:
             return False
         if more or not self.ids:
@@ -155,14 +160,14 @@ class InboxSubscription:
         return batch
 
     def _next_ranges(self) -> OpenRanges:
-        """Return the ranges to read, now and then all ids. No row is read twice: all others that were read are gone, or
-        postponed."""
-        now, there = asyncio.get_running_loop().time(), [*self._rows.values(), *self._settled]
-        if not there and now >= self._look_at:
+        """Return the ranges to read, now and then all ids. No row is read twice: all ids are read only when no row is
+        unsettled. Then each row that was read is gone, or postponed and left out."""
+        now, unsettled = asyncio.get_running_loop().time(), [*self._rows.values(), *self._settled]
+        if not unsettled and now >= self._look_at:
             self._look_at = now + LOOK_SECONDS
             return self._all_ranges()
         if len(self._ranges) > MOST_RANGES:
-            self._ranges.merge(MOST_RANGES // 2, [*there, *self._postponed.ids])
+            self._ranges.merge(MOST_RANGES // 2, [*unsettled, *self._postponed.ids])
         return self._ranges
 
     def _all_ranges(self) -> OpenRanges:

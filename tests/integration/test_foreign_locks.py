@@ -150,7 +150,7 @@ async def test_a_daemon_that_cannot_be_present_says_who_prevents_it(
         async with opened(database) as store:
             with pytest.raises(StoreLost, match=f"session {other.get_server_pid()} of role '{role}'") as lost:
                 await store.locks.look()
-            assert "take the right to lock" in lost.value.advice
+            assert "revoke the lock functions" in lost.value.advice
             await other.execute("SELECT pg_advisory_unlock_all()")
             assert (await store.locks.look()).live == 1
 

@@ -40,7 +40,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--faults", action="append", default=[], choices=OF_STORE, help="only this kind; may be repeated"
     )
-    parser.add_argument("--keep", help="only the faults at these places, as in 0,3")
+    parser.add_argument("--keep", help="only the faults with these indices, as in 0,3")
     parser.add_argument(
         "--new", type=float, metavar="SECONDS", help="new seeds, in all modes, for so many real seconds"
     )
@@ -65,7 +65,8 @@ def main(arguments: Sequence[str]) -> int:
             print(result, flush=True)
             if result.failure:
                 failed += 1
-                print(f"to repeat: python -m tests.simulation {words_of(case)}", flush=True)
+                planted = f" --plant {asked.plant}" if asked.plant else ""
+                print(f"to repeat: python -m tests.simulation {words_of(case)}{planted}", flush=True)
                 if asked.shrink:
                     tell(shrunk(case, result, simulations.run), simulations)
                 if asked.first:
@@ -109,8 +110,7 @@ def words_of(case: Case) -> str:
 
 
 def shrunk(case: Case, result: Result, run: Callable[[Case], Result]) -> Case:
-    """A case that fails too, with as few faults and as little time as leaving out one after the other, and halving,
-    can reach."""
+    """Return a smaller case that still fails: drop faults, one at a time, then halve the time."""
     keep = list(range(len(result.drawn)) if case.keep is None else case.keep)
     for place in reversed(keep.copy()):
         fewer = tuple(one for one in keep if one != place)
@@ -124,7 +124,7 @@ def shrunk(case: Case, result: Result, run: Callable[[Case], Result]) -> Case:
 
 def tell(case: Case, simulations: Simulations) -> None:
     """Print who did what in a case: the time in virtual seconds, the host, and its log line."""
-    print(f"the shortest that fails: python -m tests.simulation {words_of(case)}\nits story:", flush=True)
+    print(f"smaller, and it fails too: python -m tests.simulation {words_of(case)}\nits story:", flush=True)
     print(simulations.run(case, log=True), flush=True)
 
 

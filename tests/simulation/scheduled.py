@@ -1,4 +1,5 @@
-"""Schedules in a simulation: of the steady ones each occurrence must arrive, and an operator changes the others."""
+"""Schedules in a simulation. Some are never changed, and each of their occurrences must arrive. An operator changes the
+others at random."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from tests.support.store import sql
 STEADY: Final = [f"steady-{number}" for number in range(4)]
 CHANGED: Final = [f"changed-{number}" for number in range(3)]
 ALL: Final = 1_000
-"""More occurrences than any fault makes overdue, so that each is sent late."""
+"""More occurrences than any fault makes overdue, so that none is skipped."""
 COMMIT_MS: Final = 1_000
 """The most that a release takes from the publish to the commit, without a fault."""
 CHANGES_EACH: Final = 0.2
@@ -57,7 +58,8 @@ class Scheduling(Ledger):
         super().__init__(*arguments, **more)
         self.came: dict[Occurrence, list[float]] = {}
         self.owed: dict[str, range] = {}
-        """The times of the steady schedules, the first one at first, and all once they are paused."""
+        """The times that must arrive, by steady schedule. Until :meth:`finish`, an empty range that begins with the
+        first one."""
 
     def _arrived(self, delivery: Delivery, at_ms: float) -> bool:
         properties = Properties.parse(delivery.properties)
@@ -70,7 +72,7 @@ class Scheduling(Ledger):
         return True
 
     async def finish(self) -> None:
-        """Pause all schedules."""
+        """Pause all schedules, and note what the steady ones owe."""
         for name in STEADY:
             over = await _until_done(changes.pause, name)
             assert isinstance(over.schedule.rhythm, Every)
@@ -139,9 +141,10 @@ def judge(ledger: Scheduling) -> None:
     owed = {Occurrence(name, due_ms) for name, times in ledger.owed.items() for due_ms in times}
     assert len(owed) > len(STEADY), "the schedules did not run"
     assert not (missing := sorted(owed - steady)), f"{len(missing)} of {len(owed)} are lost: {missing[:5]}"
-    # An occurrence whose release could not commit after the publish waits again, until the schedule is paused.
+    # If the release cannot commit after the publish, the occurrence has arrived and still waits. The pause then takes
+    # it away, so it is not owed.
     wrong = [one for one in sorted(steady - owed) if not _excused(ledger, one, max(ledger.came[one]) + COMMIT_MS)]
-    assert not wrong, f"{len(wrong)} came that no rhythm has: {wrong[:5]}"
+    assert not wrong, f"{len(wrong)} came that no schedule owed: {wrong[:5]}"
     early = [one for one, times in ledger.came.items() if min(times) < one.due_ms]
     assert not early, f"{len(early)} came early: {early[:5]}"
     again = [one for one, times in ledger.came.items() if len(times) > 1 and not _excused(ledger, one, max(times))]

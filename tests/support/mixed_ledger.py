@@ -1,4 +1,4 @@
-"""A ledger whose messages are sent over AMQP, by SQL and over HTTP, with one account."""
+"""A ledger whose messages are sent over AMQP, by SQL and over HTTP. One account has what is owed of all three."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.verdict import Owed
 
 
 class MixedLedger(Ledger):
-    """``publish`` sends over AMQP, ``sql.publish`` by SQL, ``http.publish`` over HTTP. Everything is consumed here."""
+    """``publish`` sends over AMQP, ``sql.publish`` by SQL, ``http.publish`` over HTTP. Only this ledger consumes."""
 
     def __init__(self, url: str, chance: Any, **names: Any) -> None:
         super().__init__(url, chance, **names)

@@ -1,11 +1,11 @@
 """Keeps the waiting occurrences of schedules in step with the host's zone data.
 
 The store remembers the oldest version of the data by which one of them may have been computed. A daemon or a command
-whose host has older data lowers it to its own, and an import to "". A daemon whose host has newer data computes all of
-them again: at once, and once more when no daemon with older data is left. Until then it does not, because two hosts
-with different data would work forever. The older version stays in the store until the work is done and these daemons
-have left, so another daemon does it again if this one dies. A schedule that failed for lack of its zone continues once
-the data have it.
+whose host has older data lowers it to its own, and an import to "". A daemon whose host has newer data computes all
+waiting occurrences twice: at once, and again after the last daemon with older data has left. In between it does
+nothing, because the two hosts would keep overwriting each other's results. The older version stays in the store until
+the work is done and these daemons have left, so another daemon does it if this one dies. A schedule that failed for
+lack of its zone continues once the data have it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from delayer.store.schedules.occurrences import NEXT_STEP
 
 log = structlog.get_logger(__name__)
 
+# The version is marked while a daemon works. Its last statement finds the mark only if nobody has lowered the version.
 _RENEWING: Final = (
     "UPDATE store SET zone_version = split_part(zone_version, $1, 1) || $1 || $2::text RETURNING zone_version"
 )
@@ -57,7 +58,7 @@ class ZoneWatch:
         data = zone_data(self._directories())
         version = UNKNOWN if data is None else data.version
         async with pool.borrow(connections) as connection:
-            oldest = min(version, self.loaded or version)  # It has computed some by these since the last round.
+            oldest = min(version, self.loaded or version)  # This process used the data of before until now.
             await changes.lower_zone_version(connection, oldest)
             if version != self.loaded:
                 forget_zones()
@@ -66,7 +67,7 @@ class ZoneWatch:
             if version == UNKNOWN or version <= before:
                 return
             if version == self._renewed and await _oldest_alive(connection, version, owner) < version:
-                return  # It would lower the version again.
+                return  # The daemon with older data would lower the version again.
             await connection.execute("SET idle_session_timeout = '10s'")  # A daemon that hangs loses the lock.
             try:
                 if not await connection.fetchval(_LOCK) or version <= await reading.zone_version(connection):
@@ -90,8 +91,8 @@ async def _oldest_alive(connection: Connection, version: str, owner: str) -> str
 
 
 async def _renew(connection: Connection) -> int:
-    """Renew the schedules whose next occurrence is another by the zone data now. Returns their number. Raises StoreLost
-    at the end if one could not be computed."""
+    """Compute all schedules in zones, and write those whose next occurrence differs by the zone data of now. Returns
+    their number. Raises StoreLost at the end if one could not be computed, so that the next upkeep tries again."""
     renewed, after, failed = 0, "", 0
     while rows := await connection.fetch(_IN_ZONES, after):
         names = []

@@ -30,7 +30,9 @@ def test_the_cause_and_the_next_step(settings: dict[str, Any], now: dict[str, An
     store = {"url": URL, **{name: value for name, value in settings.items() if name != "mode"}}
     configured = Settings.model_validate({"mode": settings["mode"], "store": store})
     found = why_absent('under the key "k"', configured, state(**now))
-    assert found.detail.startswith('No message waits under the key "k": it is not parked yet, was delivered')
+    assert found.detail.startswith(
+        'No waiting message under the key "k" was found. Either it is not parked yet, or it was'
+    )
     assert ("waits in the broker" in found.detail) == bool(broker)
     assert broker in found.detail
     assert step in found.next_step
