@@ -4,6 +4,7 @@ failures, such as a taken port, and retries. It never stops the daemon."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack, nullcontext
@@ -50,6 +51,7 @@ MOST_CONNECTIONS: Final = 2 * AT_ONCE
 OTHER_ADDRESS: Final = (
     "another program, perhaps a second daemon, listens there (`ss -ltnp`): give each configuration its own address"
 )
+NO_ADDRESS: Final = "check the name, the address and the port: this host cannot listen there"
 OPEN: Final = "not loopback: anyone who can reach this address can read messages without a token"
 HttpHandler = Callable[[Request], Awaitable[Response]]
 STATIC: Final = Path(__file__).parent / "static"
@@ -208,10 +210,10 @@ class HttpPart:
         while not stopping.is_set():
             try:
                 await self._serve(stopping)
-            except OSError as taken:
-                reason = (taken.strerror or str(taken)).partition(" (")[0].capitalize()
+            except OSError as error:
+                reason = (error.strerror or str(error)).partition(" (")[0].capitalize()
                 if throttle.should_log(reason, asyncio.get_running_loop().time()):
-                    log.error("http not served", listen=self._listen, reason=reason, next_step=OTHER_ADDRESS)
+                    log.error("http not served", listen=self._listen, reason=reason, next_step=advice_for(error))
                 await first_set(stopping, seconds=self._retry_seconds)
 
     async def _serve(self, stopping: asyncio.Event) -> None:
@@ -271,6 +273,11 @@ async def listening(listen: str) -> list[socket.socket]:
         ]
         opened.pop_all()
     return sockets
+
+
+def advice_for(error: OSError) -> str:
+    """The next step after this error of :func:`listening`."""
+    return OTHER_ADDRESS if error.errno == errno.EADDRINUSE else NO_ADDRESS
 
 
 def _shown(one: socket.socket) -> str:

@@ -252,3 +252,11 @@ async def test_an_open_public_address_logs_a_warning() -> None:
         address, _, reason = told.address.partition(" ")
         assert (address.startswith("0.0.0.0:"), reason) == (True, server.OPEN)
         assert (await Web(address).get("/")).status == 200
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1", "no-such-host.invalid"])
+async def test_an_address_without_a_server_has_its_own_next_step(host: str) -> None:
+    """192.0.2.1 is for documentation, and no host has it."""
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError) as found:
+        await server.listening(f"{host}:{taken.getsockname()[1]}")
+    assert (server.advice_for(found.value) == server.OTHER_ADDRESS) == (host == "127.0.0.1")
