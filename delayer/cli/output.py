@@ -168,7 +168,7 @@ def print_lanes(lanes: Sequence[dict[str, Any]], now_ms: int) -> None:
         (
             one["lane"],
             one["route"] or "",
-            one["owner"] or "-",
+            one["owner"] or "–",
             "stuck" if one["stuck_ms"] else "running" if one["alive"] else "free",
             *(one[name] for name in ("waiting", "held", "released")),
             when(one["next_due_ms"], now_ms),

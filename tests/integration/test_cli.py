@@ -321,7 +321,7 @@ def test_status(delayer: Run, empty_database: str) -> None:
     told = delayer("status")
     assert re.search(r"^broker: \S+:\d+   virtual host: \S+   database: \w+ on \S+$", told.stdout, re.MULTILINE)
     assert "mode: store" in told.stdout
-    assert "waiting: 0   held: 0   next due in the store: -" in told.stdout
+    assert "waiting: 0   held: 0   next due in the store: –" in told.stdout
     assert ["delays", "3"] in [line.split() for line in told.stdout.splitlines()]
     answer = json.loads(delayer("status", "--json").stdout)
     assert answer["mode"] == "store"
