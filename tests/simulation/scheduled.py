@@ -43,7 +43,7 @@ LEFT JOIN schedule AS s ON s.waiting_id = m.id AND m.key = convert_to('delayer.s
 WHERE m.key >= 'delayer.schedule/' AND m.key < 'delayer.schedule0' AND s.name IS NULL
 """
 """Schedules without their next occurrence, or that have failed, and occurrences that are no schedule's next one."""
-_LOST: Final = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, StoreLost, OSError)
+LOST: Final = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, StoreLost, OSError)
 
 
 class Occurrence(NamedTuple):
@@ -98,7 +98,7 @@ async def send(ledger: Scheduling, rate: int) -> None:
     """Publish, and now and then let an operator change a schedule. A change may fail with the store."""
     await ledger.publish(rate, longest_ms=detangle.choice([5_000, 30_000]))
     if detangle.flip(CHANGES_EACH):
-        with suppress(ScheduleRefused, TimeoutError, *_LOST):
+        with suppress(ScheduleRefused, TimeoutError, *LOST):
             async with asyncio.timeout(30), sql(URL) as connection:
                 await _change(connection, detangle.choice(CHANGED))
 
@@ -131,7 +131,7 @@ async def _until_done(change: Callable[..., Awaitable[ScheduleRecord]], name: st
             async with asyncio.timeout(60), sql(URL) as connection:
                 await change(connection, name, who="test")
                 return await record(connection, name)
-        except (TimeoutError, *_LOST):
+        except (TimeoutError, *LOST):
             await asyncio.sleep(PAUSE)
 
 

@@ -12,7 +12,7 @@ import detangle
 
 from tests.faults.features import cancels, keys, modes
 from tests.faults.features.striking import excused
-from tests.simulation import scheduled
+from tests.simulation import operated, scheduled
 from tests.simulation.faults import OF_STORE, Plan, Trouble
 from tests.simulation.store.process import ClockedPostgres
 from tests.simulation.store.server import URL
@@ -114,6 +114,7 @@ FEATURES: Final = {
     "keys": Feature(TimedKeys, _publish_in_bursts, _judge_keys),
     "modes": Feature(modes.Modal, _publish_in_bursts, _judge_modes),
     "cancels": Feature(cancels.Cancelling, _publish_and_cancel, _judge_cancels),
+    "operator": Feature(operated.Operated, operated.send, operated.judge),
     "sql": Feature(SqlLedger, _publish, _judge_plain, all_come=True),
     "schedules": Feature(
         scheduled.Scheduling,
@@ -153,6 +154,8 @@ async def stored(
             await node.stop()
         verdict = world.ledger.verdict(world.standing() | watch.standing())
         verdict.assert_apart()
+        assert not verdict.early, f"early: {verdict.early.first}"
+        assert not verdict.changed, f"changed: {verdict.changed.first}"
         feature.judge(world.ledger)
         if feature.all_come:
             verdict.assert_kept(repeats=True)

@@ -79,6 +79,10 @@ class Account:
         """The test has rescheduled every message to this instant."""
         self._due = array("q", [due_ms]) * self.sent
 
+    def move(self, number: int, due_ms: int) -> None:
+        """The test has rescheduled this message."""
+        self._due[number] = due_ms
+
     def take(self, number: int, arrival: Arrival) -> None:
         """Note an unchanged message."""
         owed = self.owed(number)
