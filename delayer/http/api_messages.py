@@ -281,7 +281,8 @@ class MessagesApi:
         new: NewTime = call.body
         if new.due is not None:
             return await self._change(call, "reschedule", NewDue(new.due))
-        now_ms = await clock_ms(self.pages.answers.url, "reschedule")
+        async with self.change_turns:
+            now_ms = await clock_ms(self.pages.answers.url, "reschedule")
         return await self._change(call, "reschedule", NewDue(now_ms + (new.delay or 0)))
 
     async def _change(self, call: Call, verb: str, when: NewDue | None) -> ChangeJson:

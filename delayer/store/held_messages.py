@@ -11,7 +11,7 @@ from asyncpg import Connection
 from delayer.core.filters import Filter
 from delayer.core.hold import Hold
 from delayer.format.rows import read_hold
-from delayer.schedule.schedule import SCHEDULE
+from delayer.store.rows import of_schedule
 from delayer.store.waiting import BEGINNING_OF_BODY, COLUMNS, NO_BODY, Entry, entry_of, matches
 
 AT_ONCE: Final = 1000
@@ -22,9 +22,6 @@ _NAMED: Final = (
 )
 _WHOLE: Final = f"SELECT {COLUMNS.format(body='body')}, {_STATE}, token FROM held WHERE id > $1 ORDER BY id LIMIT 100"
 
-
-_NAMED_BY: Final = bytes((len(SCHEDULE),)) + SCHEDULE + b"S\0\0\0"
-"""What precedes the name of a schedule in the headers: the last byte of its length follows, and then the name."""
 _OF_SCHEDULES: Final = """
 WITH first AS (SELECT properties, position($1::bytea IN properties) + length($1) AS at
                FROM (SELECT properties, route FROM held ORDER BY id LIMIT $2) AS seen WHERE route = '')
@@ -120,7 +117,7 @@ async def count_groups(connection: Connection) -> Sequence[asyncpg.Record]:
 
 async def count_by_schedule(connection: Connection) -> dict[str, int]:
     """How many of the first SCANNED held messages each schedule has made, by its name. Raises the driver's errors."""
-    rows = await connection.fetch(_OF_SCHEDULES, _NAMED_BY, SCANNED)
+    rows = await connection.fetch(_OF_SCHEDULES, of_schedule.HEADER, SCANNED)
     return {name.decode("utf-8", "replace"): number for name, number in rows}
 
 

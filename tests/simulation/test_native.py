@@ -17,12 +17,12 @@ def simulate(*words: str) -> tuple[int, list[dict[str, Any]]]:
 
 
 def test_the_promises_hold() -> None:
-    code, results = simulate("--seed", "1", "--runs", "3")
+    code, results = simulate("--mode", "native", "--seed", "1", "--runs", "3")
     assert [one["failure"] for one in results] == [""] * 3
     assert code == 0
     assert all(sum(one["faults"].values()) == 7 for one in results)
 
 
 def test_a_seed_gives_the_same_run_in_every_process() -> None:
-    (_, [one]), (_, [same]), (_, [other]) = (simulate("--seed", seed) for seed in ("7", "7", "8"))
+    (_, [one]), (_, [same]), (_, [other]) = (simulate("--mode", "native", "--seed", seed) for seed in ("7", "7", "8"))
     assert one["hash"] == same["hash"] != other["hash"]

@@ -20,7 +20,7 @@ from delayer.core.units import DAY_MS
 from delayer.format.reading import schedule_of
 from delayer.store import pool
 from delayer.store.errors import describe
-from delayer.store.rows import partitions
+from delayer.store.rows import of_schedule, partitions
 
 log = logging.getLogger(__name__)  # Not structlog: see partitions.py.
 
@@ -38,7 +38,7 @@ _THERE: Final = "SELECT to_regclass($1) IS NOT NULL"
 
 OF_HELD: Final = (
     "route, to_exchange, to_key, due_at, NULL::timestamptz AS parked_at,"
-    " octet_length(body) + octet_length(properties) AS size, CASE WHEN route = '' THEN properties END AS properties"
+    f" octet_length(body) + octet_length(properties) AS size, {of_schedule.column()}"
 )
 """The columns of a row of ``held`` for :func:`of_row`, after its id. Its ``parked_at`` is when it was held. For a
 waiting row, DELETE_ROWS (places.py) returns them."""
@@ -77,8 +77,7 @@ def of_row(row: Mapping[str, Any], now_ms: float) -> HistoryEntry:
     due_ms, parked_ms = row["due_at"], row["parked_at"]
     places = row["route"], row["to_exchange"], row["to_key"]
     delay_ms = None if parked_ms is None else due_ms - parked_ms
-    properties = row.get("properties")
-    schedule = None if properties is None else schedule_of(properties) or None
+    schedule = of_schedule.name_in(row.get("of_schedule"))
     late_ms = round(now_ms - due_ms)
     return HistoryEntry(CANCELLED, row["id"], *places, due_ms, late_ms, delay_ms, row["size"], schedule=schedule)
 

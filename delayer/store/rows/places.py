@@ -9,6 +9,7 @@ from asyncpg import Connection
 
 from delayer.core.filters import Token
 from delayer.store import statements
+from delayer.store.rows import of_schedule
 
 WANTED: Final = "unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS w (of_lane, due, number)"
 AT: Final = (
@@ -21,8 +22,7 @@ AT_PLACES: Final = f"FROM {WANTED} CROSS JOIN LATERAL (SELECT * FROM message AS 
 DELETE_ROWS: Final = f"""
 DELETE FROM message AS m USING {WANTED} WHERE {AT}
 RETURNING m.id, m.lane, m.key, m.route, m.to_exchange, m.to_key, m.due_at, m.parked_at,
-          octet_length(m.body) + octet_length(m.properties) AS size,
-          CASE WHEN m.route = '' THEN m.properties END AS properties
+          octet_length(m.body) + octet_length(m.properties) AS size, {of_schedule.column("m.")}
 """
 """Delete the rows, in the order in which a release locks them."""
 KEYS_OF_ROWS: Final = f"SELECT m.key FROM message AS m JOIN {WANTED} ON {AT} WHERE m.key IS NOT NULL"
