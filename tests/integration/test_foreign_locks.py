@@ -141,6 +141,21 @@ async def test_a_forged_presence_takes_no_share_of_the_lanes(database: str, post
             assert not [one for one in await needs.missing_rights(admin, history=False) if one.role == role]
 
 
+async def test_a_role_that_has_the_rights_by_set_role_is_trusted(database: str, postgres: Postgres, role: str) -> None:
+    """Such as the role of one lease, whose tables belong to the role that it is a member of."""
+    await migrated(database)
+    postgres.execute("CREATE ROLE work NOLOGIN")
+    postgres.execute(f"ALTER ROLE {role} NOINHERIT; GRANT work TO {role}")
+    async with stranger(postgres, database, "delayer presence 2025b other") as other, sql(database) as admin:
+        await other.execute("SELECT pg_advisory_lock_shared('lane'::regclass::oid::int, 0)")
+        assert len(await foreign_locks.find(admin)) == 1
+        await admin.execute("GRANT UPDATE ON lane TO work")
+        assert not await foreign_locks.find(admin)
+        async with opened(database) as store:
+            assert (await store.locks.look()).live == 2
+        await admin.execute("DROP OWNED BY work; DROP ROLE work")
+
+
 async def test_a_daemon_that_cannot_be_present_says_who_prevents_it(
     database: str, postgres: Postgres, role: str
 ) -> None:
