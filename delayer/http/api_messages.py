@@ -278,14 +278,9 @@ class MessagesApi:
 
     async def reschedule_messages(self, call: Call) -> ChangeJson:
         """Give the messages that wait under a key, or with a message_id, another due instant."""
-        new: NewTime = call.body
-        if new.due is not None:
-            return await self._change(call, "reschedule", NewDue(new.due))
-        async with self.change_turns:
-            now_ms = await clock_ms(self.pages.answers.url, "reschedule")
-        return await self._change(call, "reschedule", NewDue(now_ms + (new.delay or 0)))
+        return await self._change(call, "reschedule", call.body)
 
-    async def _change(self, call: Call, verb: str, when: NewDue | None) -> ChangeJson:
+    async def _change(self, call: Call, verb: str, new: NewTime | None) -> ChangeJson:
         key, message_id = call.query.key, call.query.message_id
         if bool(key) == bool(message_id):
             found = "both" if key else "neither"
@@ -293,9 +288,10 @@ class MessagesApi:
             raise HttpProblem(400, f"Query: {in_words([wrong])}.", errors=[wrong])
         answers = self.pages.answers
         wanted = Filter(key=raw(key)) if key else Filter(message_id=raw(message_id))
-        change = StoredChange(answers.url, verb, wanted, when=when)
         async with self.change_turns:
             try:
+                when = None if new is None else await self._due(new)
+                change = StoredChange(answers.url, verb, wanted, when=when)
                 result = await asyncio.shield(change.carry_out(call.who))
             finally:
                 answers.forget()
@@ -304,6 +300,12 @@ class MessagesApi:
             absence = why_absent(which, answers.settings, answers.inside.state())
             raise HttpProblem(404, absence.detail, next_step=absence.next_step)
         return {"heading": result.heading, "done": result.messages, "lines": list(result.lines), "found": {}}
+
+    async def _due(self, new: NewTime) -> NewDue:
+        """Takes a connection to the store, so it needs a turn."""
+        if new.delay is None:
+            return NewDue(new.due)
+        return NewDue(await clock_ms(self.pages.answers.url, "reschedule") + new.delay)
 
     async def send_messages(self, call: Call) -> SentJson | SentLinesJson:
         """Send a message, or several as JSON lines. The answer comes once the broker has confirmed them all. `where`

@@ -11,10 +11,13 @@ from openapi_spec_validator import validate
 
 from delayer.amqp.properties import Properties, decoded
 from delayer.amqp.values import Outgoing
+from delayer.core.errors import StoreLost
 from delayer.core.hold import NACKED, returned
 from delayer.fields.schedules import new_schedule
 from delayer.http import api_messages, api_schedules, endpoints, forms, problems
+from delayer.http.view import QUERIES
 from delayer.schedule.schedule import problems as problems_of
+from tests.support.fakes import until
 from tests.support.web import Answer, Web, tokens_file
 from tests.unit.http.inside import NOW_MS, TOKEN, Inside, opened, served
 
@@ -396,6 +399,33 @@ async def test_slow_bodies_of_one_token_do_not_keep_out_the_others() -> None:
                 assert (await web.ask("POST", "/api/messages", large, JSON)).status == 202
         for _, writer in slow:
             writer.close()
+
+
+async def test_requests_that_ask_for_the_stores_clock_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them opens a connection to Postgres."""
+    asked, go, at_once = [], asyncio.Event(), []
+
+    async def clock_ms(_url: str, _doing: str) -> int:
+        asked.append(1)
+        at_once.append(len(asked))
+        await go.wait()
+        asked.pop()
+        raise StoreLost("away")
+
+    monkeypatch.setattr(api_messages, "clock_ms", clock_ms)
+    body = b'{"delay": "1h"}'
+    head = f"PATCH /api/messages?key=k HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+    head += f"Connection: close\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    async with served(daemon(store={"url": "postgresql://127.0.0.1:1/x"})) as web:
+        clients = [await opened(web, head.encode() + body) for _ in range(3 * QUERIES)]
+        await until(lambda: len(asked) >= QUERIES)
+        assert (await web.get("/health/live")).status == 200
+        go.set()
+        async with asyncio.timeout(20):
+            assert {(await reader.read(-1)).split()[1] for reader, _ in clients} == {b"503"}
+        for _, writer in clients:
+            writer.close()
+    assert (len(at_once), max(at_once)) == (3 * QUERIES, QUERIES)
 
 
 async def test_a_body_that_does_not_come_in_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
