@@ -11,6 +11,7 @@ from dataclasses import replace
 import asyncpg
 import pytest
 
+from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.core.filters import Filter
 from delayer.core.importing import ImportBatch, ImportItem
 from delayer.core.message import Due
@@ -19,13 +20,15 @@ from delayer.schedule.missed import LATE_MS
 from delayer.schedule.occurrence import message_id
 from delayer.schedule.record import key_of
 from delayer.schedule.rhythm import Cron, Every
-from delayer.schedule.schedule import SKIP, ScheduleState
-from delayer.store import waiting
+from delayer.schedule.schedule import SCHEDULE, SKIP, ScheduleState
+from delayer.store import pool, waiting
 from delayer.store.admin import actions, draining
 from delayer.store.admin.actions import NewDue
 from delayer.store.admin.detail import FoundIn
 from delayer.store.admin.importing import ImportStore
 from delayer.store.lanes.lane import PostgresLane
+from delayer.store.rows import keys
+from delayer.store.rows.history import OF_HELD
 from delayer.store.schedules import changes
 from tests.support.fakes import WHY
 from tests.support.logged import capture_logs
@@ -205,6 +208,23 @@ async def test_the_history_names_the_schedule_of_all_that_is_cancelled(database:
         assert len(await actions.cancel(admin, ids)) == 5
         rows = await admin.fetch("SELECT schedule FROM history WHERE what = 'cancelled'")
     assert Counter(name for (name,) in rows) == {"tick": 4, None: 1}
+
+
+@pytest.mark.parametrize("named", [b"", entry(SCHEDULE, long_string(b"tick"))])
+async def test_what_is_cancelled_is_not_read_whole_for_the_history(database: str, named: bytes) -> None:
+    """A park may replace thousands of messages that came straight to the queue, with 128 KB of headers each."""
+    long = encode_headers(named + entry(b"h", long_string(b"x" * 100_000)))
+    async with opened(database) as store, owned(store) as [lane, *_], sql(database) as admin:
+        of_key = parcel(store.now_lower_ms() + HOUR_MS, route=b"", properties=long, key=b"k")
+        await store.park(lane, [of_key], [])
+        await store.hold(lane, [(of_key._replace(key=None), WHY)])
+        async with pool.transaction(admin):
+            [waited] = (await keys.cancel_waiting(admin, [b"k"])).rows
+        [was_held] = await admin.fetch(f"DELETE FROM held RETURNING {OF_HELD}")
+    for row in (waited, was_held):
+        assert row["size"] > 100_000
+        assert len(row["of_schedule"] or b"") < 1_000
+        assert (row["of_schedule"] is None) == (not named)
 
 
 async def test_a_cancelled_occurrence_does_not_stop_the_next(database: str) -> None:
