@@ -22,7 +22,8 @@ _TAKEN: Final = (asyncpg.DuplicateTableError, asyncpg.DuplicateFunctionError, as
 """A relation, a function or a type of this name exists."""
 OWN_SCHEMA: Final = (
     "give delayer a schema of its own: CREATE SCHEMA delayer, add options=-csearch_path%3Ddelayer to the query of "
-    "store.url (postgresql://…/database?options=-csearch_path%3Ddelayer), and call delayer.delayer_send(…)"
+    "store.url (postgresql://…/database?options=-csearch_path%3Ddelayer), and call delayer.delayer_send(…). But "
+    "if this schema had a store, restore its table delayer_schema_version: messages may wait in the others"
 )
 
 
@@ -59,7 +60,7 @@ async def upgrade(url: str, lanes: int = 4) -> None:
                 await connection.run_sync(run)
     except DBAPIError as error:
         if isinstance(taken := driver_error(error.orig or error), _TAKEN):
-            text = f"the schema {schema!r} is in use: {describe(taken)}, and is not delayer's; nothing was changed"
+            text = f"the schema {schema!r} is in use: {describe(taken)}; nothing was changed"
             raise SchemaUnusable(text, OWN_SCHEMA) from error
         raise to_store_lost("schema upgrade", error.orig or error) from error
     finally:

@@ -92,11 +92,20 @@ async def test_a_schema_with_other_objects_of_these_names_is_left_alone(
         await connection.execute(theirs)
         with pytest.raises(SchemaUnusable) as refused:
             await upgrades.upgrade(empty_database)
-        why = f"the schema 'public' is in use: {found}, and is not delayer's; nothing was changed"
+        why = f"the schema 'public' is in use: {found}; nothing was changed"
         assert str(refused.value) == why
         assert refused.value.advice == upgrades.OWN_SCHEMA
         assert await setup.schema_of(empty_database) is None
         assert not await connection.fetchval("SELECT to_regclass('counter')")
+
+
+async def test_a_store_without_its_version_is_not_called_a_stranger_s(database: str) -> None:
+    """A new schema next to it would hide its messages."""
+    async with sql(database) as connection:
+        await connection.execute("DROP TABLE delayer_schema_version")
+    with pytest.raises(SchemaUnusable) as refused:
+        await upgrades.upgrade(database)
+    assert "restore its table delayer_schema_version" in refused.value.advice
 
 
 async def test_a_search_path_without_a_schema_is_refused_until_there_is_one(empty_database: str) -> None:
