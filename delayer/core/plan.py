@@ -294,8 +294,7 @@ def _placed(
         return Park(due_ms, target)
     if wait_ms > policy.longest_native_ms:
         expected = f"expected at most {policy.longest_native_ms // 1000} s, found {-(-wait_ms // 1000)} s"
-        step = 'send a shorter delay, or use mode = "store"'
-        raise Unacceptable(f"the delay is too long for the cascade: {expected}; {step}")
+        raise Unacceptable(f'the delay is too long for the cascade: {expected}; shorten it, or use mode = "store"')
     seconds = whole_seconds_until(due_ms, start_ms)
     return EnterCascade(due_ms, seconds, target, wait_ms - seconds * 1000)
 
@@ -347,9 +346,7 @@ def _due(asked: Asked, request: DelayRequest, policy: Policy, now_ms: int, now_l
     if due_ms - start_ms > policy.max_delay_ms or due_ms > LATEST_MS:
         longest_ms = min(policy.max_delay_ms, LATEST_MS - start_ms)
         found = in_words(due_ms - start_ms)
-        step = "send a shorter delay"
-        if policy.max_delay_ms == longest_ms:
-            step += ", or raise max_delay"
+        step = "send a shorter delay" + ", or raise max_delay" * (policy.max_delay_ms == longest_ms)
         raise Unacceptable(f"the delay is too long: expected at most {in_words(longest_ms)}, found {found}; {step}")
     # A delay of minus a googol ms is valid and means "at once", but as a time it would not fit a header or a row.
     return (due_ms if due_ms > 0 else 0), start_ms

@@ -371,7 +371,6 @@ async def test_messages_without_a_delay_are_counted() -> None:
 
 
 async def test_a_message_that_is_due_when_it_arrives_has_no_lateness() -> None:
-    """Otherwise one publisher with an instant of last year would raise the alarm about the daemon."""
     it = Gathered()
     await it.take(delivery(1), asks(2, -3_600_000), asks(3, 0), delivery(4, says(b"x-deliver-at", NOW - 3 * 10**10)))
     await it.session.wait_until_idle()
