@@ -34,7 +34,7 @@ ANSWER_SECONDS: Final = 2.0
 """Seconds that a subscription waits for a connection, and for the broker to close a consumer."""
 OPEN_ROOMS: Final = 2
 CLOSE_ROOMS: Final = 4
-"""While a subscription waits for the broker's answers, the others may buffer this many times the room. Closing needs
+"""While one subscription waits for the broker's answers, others may buffer this many times their room. Closing needs
 the broker's answer, which shows that the acknowledgements arrived."""
 NACKS_UNCOUNTED: Final = (4, 3)
 """The first version of RabbitMQ that does not count a nacked message as delivered."""

@@ -89,7 +89,7 @@ EndpointHandler = Callable[[Call], Awaitable[Any]]
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """One method of one path. ``role``: of the token that it needs; None: as the page. ``result``: the shape of the
-    answer; None: no content. ``lines``: whether the body may be JSON lines. ``problems``: those of its own."""
+    answer; None: no content. ``lines``: whether the body may be JSON lines. ``problems``: statuses of its errors."""
 
     method: str
     path: str

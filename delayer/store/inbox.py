@@ -71,8 +71,8 @@ class Postponed:
 
     def add(self, ids: Sequence[int], now: float, *, more: bool) -> bool:
         """Skip these rows. Returns False if there would be too many. With ``more``, rows that were not read yet come
-        first, and the time of the next attempt moves. Otherwise it stays, or new rows, one after another, would keep
-        the first ones waiting for ever."""
+        first, and the time of the next attempt moves. Otherwise that time stays: a trickle of new rows would keep the
+        first ones waiting for ever."""
         if len(self.ids) + len(ids) > MOST_POSTPONED:
             return False
         if more or not self.ids:
