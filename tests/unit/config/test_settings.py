@@ -254,7 +254,7 @@ def test_urls_of_one_broker_may_spell_its_virtual_host_in_two_ways(one: str, oth
         ('["amqp://a/v", "amqp://b/w"]', "same virtual host"),
         ('["amqp://u:hunter,2@a/v"]', "%2C"),
         ('"amqp://u:hunter,2@a/v"', "a comma in a URL is written %2C"),
-        ('"amqp://u:12,34@a/v"', "a comma in a URL is written %2C"),
+        ('"amqp://u:271828,314159@a/v"', "a comma in a URL is written %2C"),
         ("[]", "a list of URLs"),
         ("'[amqp://a/v'", "a list of URLs in JSON"),
         ("7", "a URL"),
@@ -265,7 +265,7 @@ def test_urls_of_one_broker_may_spell_its_virtual_host_in_two_ways(one: str, oth
 def test_wrong_lists_of_urls(url: str, expected: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=expected) as caught:
         load(write(tmp_path / "f.toml", f"[broker]\nurl = {url}"), {}, {})
-    assert not any(piece in str(caught.value) for piece in ("hunter", "12", "34"))
+    assert not any(piece in str(caught.value) for piece in ("hunter", "271828", "314159"))
 
 
 def test_broker_url_carries_tls_and_heartbeat() -> None:
