@@ -56,8 +56,7 @@ class Traffic:
         while not over.is_set():
             mode = fleet.mode
             if account.sent - account.back >= WAITING[mode]:
-                with suppress(AssertionError):
-                    await mixed.until(lambda mode=mode: account.sent - account.back < WAITING[mode], timeout=1.0)
+                await mixed.is_soon(lambda mode=mode: account.sent - account.back < WAITING[mode], 1.0)
                 continue
             if ledger is mixed:
                 portion, doomed, pace = PORTION[mode], DOOMED, PACE[mode]
