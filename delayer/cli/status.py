@@ -34,6 +34,14 @@ from delayer.store.errors import STORE_RUNS, BadStoreUrl
 from delayer.store.foreign_locks import ADVICE
 
 WINDOWS: Final = (("60", "1 min"), ("300", "5 min"), ("900", "15 min"))
+SLOW: Final = {
+    "publish": "broker: a batch, until its last confirm",
+    "claim": "store: to claim due messages",
+    "settle": "store: to commit a release",
+    "park": "store: to commit new messages",
+    "loop_lag": "this daemon: lag of its event loop",
+}
+"""What can make a message late, by the names of counters.DURATIONS."""
 _HERE: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
@@ -111,9 +119,10 @@ async def _ask(listen: str, path: str, patience: float, token: Secret | None = N
     host, _, port = listen.rpartition(":")
     host = _HERE.get(host, host)
     login = f"Authorization: Bearer {token.reveal()}\r\n" if token else ""
+    # In a thread, because asyncio would hide a refusal if the host has several addresses. With a timeout of its own,
+    # because a thread cannot be cancelled, and its socket would stay open.
+    made = await asyncio.to_thread(socket.create_connection, (host.strip("[]"), int(port)), patience)
     async with asyncio.timeout(patience):
-        # In a thread, because asyncio would hide a refusal if the host has several addresses.
-        made = await asyncio.to_thread(socket.create_connection, (host.strip("[]"), int(port)), patience)
         reader, writer = await asyncio.open_connection(sock=made)
         try:
             writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\n{login}\r\n".encode())
@@ -151,6 +160,11 @@ def show(live: dict[str, Any]) -> None:
         )
     columns = ["this host, over the last", "in/s", "out/s", "late: p50", "p99", "max"]
     print_table(columns, rows, right=(1, 2, 3, 4, 5))
+    click.echo()
+    slow: list[tuple[object, ...]] = [
+        (text, *(duration(live["last"][one]["slowest"][name]) for one, _ in WINDOWS)) for name, text in SLOW.items()
+    ]
+    print_table(["the slowest, over the last", *(name for _, name in WINDOWS)], slow, right=(1, 2, 3))
     if live["blocked"]:
         click.echo(
             "BLOCKED: a resource alarm of the broker (memory, disk): it accepts no publishes, so nothing is released"

@@ -19,7 +19,7 @@ OTHERS: Final = b"(others)"
 MOST_DESTINATIONS: Final = 1_000
 """Limit of destinations with their own counters: the first that this process released to."""
 
-DURATIONS: Final = ("claim", "settle", "park", "publish")
+DURATIONS: Final = ("claim", "settle", "park", "publish", "loop_lag")
 STAGES: Final = ("intake", "park", "claim", "publish")
 
 

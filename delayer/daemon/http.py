@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from delayer.amqp.errors import BrokerLost
 from delayer.amqp.values import Delivery, Outgoing
@@ -19,7 +20,7 @@ from delayer.core.message import as_text, raw
 from delayer.core.plan import Plan, Refuse
 from delayer.daemon.wiring import Daemon
 from delayer.format.refusal import RetryEdits
-from delayer.http.recent import Recent, host_ms
+from delayer.http.recent import Recent, host_ms, measure_lag
 from delayer.http.server import HttpPart
 from delayer.http.view import ConnectionState, DaemonState, Depths
 from delayer.intake.handle import classify
@@ -130,6 +131,7 @@ def serve(daemon: Daemon) -> None:
     """Serve HTTP at ``daemon``'s addresses while it runs."""
     inside, http = DaemonInside(daemon), daemon.settings.http
     daemon.services.add("recent", inside.recent.run)
+    daemon.services.add("loop lag", partial(measure_lag, daemon.counters))
     if http.listen:
         daemon.services.add("http", HttpPart(inside).run)
     if http.metrics_listen:

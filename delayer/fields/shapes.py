@@ -290,13 +290,15 @@ class SentLinesJson(TypedDict):
 
 @documented
 class LatenessJson(TypedDict):
-    """Rates in messages per second, and lateness in seconds."""
+    """Rates in messages per second, and lateness and durations in seconds."""
 
     seconds: float
     rates: dict[str, float]
     p50: float | None
     p99: float | None
     worst: float | None
+    slowest: dict[str, float | None]
+    """By name: claim, settle, park, publish, loop_lag; null if there was none."""
 
 
 @documented

@@ -77,6 +77,7 @@ METRICS: Final[Mapping[str, MetricKind]] = {
     "settle_seconds": _histogram("", "seconds", "the time to settle and commit a release"),
     "park_seconds": _histogram("", "seconds", "the time to write and commit a batch of new messages"),
     "publish_seconds": _histogram("", "seconds", "the time to publish a batch, until the last confirm"),
+    "loop_lag_seconds": _histogram("", "seconds", "the time by which the event loop ran a timer later than asked"),
     # Per store. Every daemon that queries it reports the same.
     "store_up": _gauge("", "0 or 1", "whether the last query of the store succeeded"),
     "store_schema_current": _gauge("", "0 or 1", "whether the store has the schema that this version needs"),
