@@ -13,17 +13,19 @@ import asyncpg
 import pytest
 
 from delayer.core.errors import StoreLost
+from delayer.core.filters import EARLIEST_MS, LAST_MS
 from delayer.http.health import not_ready
 from delayer.store import foreign_locks
 from delayer.store.admin import needs, stats
 from delayer.store.identity import read_identity
+from delayer.store.lanes.notify import channel
 from delayer.store.schedules import reading
 from tests.integration.cli import Run
 from tests.integration.lanes_shared import migrated, running
 from tests.integration.rights import statements_of
 from tests.support.place import eventually
 from tests.support.postgres import Postgres
-from tests.support.store import opened, owned, sql
+from tests.support.store import opened, owned, parcel, sql
 from tests.unit.http.states import state
 
 LOCK = "SELECT pg_advisory_lock('{}'::regclass::oid::int, {})"
@@ -154,6 +156,24 @@ async def test_a_role_that_has_the_rights_by_set_role_is_trusted(database: str, 
         async with opened(database) as store:
             assert (await store.locks.look()).live == 2
         await admin.execute("DROP OWNED BY work; DROP ROLE work")
+
+
+@pytest.mark.parametrize("at_ms", [EARLIEST_MS, LAST_MS, -(10**25), -(10**400)], ids=["first", "last", "int", "float"])
+async def test_a_notification_of_a_stranger_disturbs_no_lane(
+    database: str, postgres: Postgres, role: str, at_ms: int
+) -> None:
+    """No right is needed to notify, and none can be taken away."""
+    await migrated(database)
+    epochs = "SELECT number, epoch FROM lane ORDER BY number"
+    async with running(database) as process, stranger(postgres, database) as other, sql(database) as admin:
+        await eventually(lambda: asyncio.sleep(0, process.backlog.numbers), lambda found: len(found) == 4)
+        before = await admin.fetch(epochs)
+        for number in process.backlog.numbers:
+            for kind in ("waiting", "held"):
+                await other.execute(f"NOTIFY {channel(number)}, '{kind} {at_ms}'")
+        await process.backlog.apply([parcel(process.now_upper_ms() + 1_500)])
+        await eventually(lambda: asyncio.sleep(0, process.publisher.published))
+        assert await admin.fetch(epochs) == before
 
 
 async def test_a_daemon_that_cannot_be_present_says_who_prevents_it(

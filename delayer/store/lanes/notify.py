@@ -12,6 +12,8 @@ from typing import Final
 
 from asyncpg import Connection
 
+from delayer.core.filters import EARLIEST_MS, LAST_MS
+
 WAITING: Final = "waiting"
 HELD: Final = "held"
 INBOX: Final = "delayer_inbox"
@@ -62,11 +64,13 @@ async def listen(connection: Connection, lane: int, told: Callable[[str, int], N
 
 
 def parse_payload(payload: str) -> tuple[str, int] | None:
-    """The kind and instant of a payload; None if it is not ours, because any session may notify."""
+    """The kind and instant of a payload; None if it is not ours, because any session may notify. An instant that no row
+    can have would make every claim fail, or stop the process."""
     kind, _, at = payload.partition(" ")
     if kind not in (WAITING, HELD):
         return None
     try:
-        return kind, int(at)
+        at_ms = int(at)
     except ValueError:
         return None
+    return (kind, at_ms) if EARLIEST_MS <= at_ms <= LAST_MS else None

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.amqp.values import Delivery
-from delayer.core.filters import Filter, Token, names_of, own_name, read_token
+from delayer.core.filters import EARLIEST_MS, LAST_MS, Filter, Token, names_of, own_name, read_token
 from delayer.format import reading
 from delayer.format.refusal import EntryPoints, read_refusal
 from delayer.set_aside.messages import Result
@@ -121,7 +121,16 @@ def test_previews() -> None:
 
 @pytest.mark.parametrize(
     ("payload", "expected"),
-    [("waiting 5", (WAITING, 5)), ("held -1", (HELD, -1)), ("", None), ("waiting", None), ("other 5", None)],
+    [
+        ("waiting 5", (WAITING, 5)),
+        ("held -1", (HELD, -1)),
+        ("", None),
+        ("waiting", None),
+        ("other 5", None),
+        (f"held {LAST_MS + 1}", None),
+        (f"waiting {EARLIEST_MS - 1}", None),
+        (f"waiting -1{'0' * 400}", None),  # more than a float has
+    ],
 )
 def test_notifications_of_lanes(payload: str, expected: tuple[str, int] | None) -> None:
     assert parse_payload(payload) == expected
