@@ -41,9 +41,10 @@ class InboxHandler(IntakeHandler):
 
     def _policy(self) -> Policy:
         """Return the policy for rows. Routes with ``retry`` are left out: no dead letter comes by SQL, and a forged
-        x-death would choose any queue."""
+        x-death would choose any queue. There is a store, because it has the row, which can wait there."""
         policy = super()._policy()
         if policy is not self._seen or self._adapted is self._seen:
             routes = {source: route for source, route in policy.routes.items() if route.retry is None}
-            self._seen, self._adapted = policy, replace(policy, routes=routes, unrouted=_UNROUTED)
+            self._seen = policy
+            self._adapted = replace(policy, routes=routes, unrouted=_UNROUTED, has_store=True)
         return self._adapted

@@ -16,10 +16,11 @@ import pytest
 
 from delayer.store.inbox import POLL_SECONDS
 from tests.acceptance.own_vhost import OwnVhost, delayed
+from tests.acceptance.test_locked_tables import END_LANES
 from tests.support.daemon import DaemonProcess, command
 from tests.support.place import eventually
 from tests.support.rows import conserved
-from tests.support.store import sql
+from tests.support.store import blocked, sql
 from tests.support.web import Web
 
 MODES = pytest.mark.parametrize("mode", ["store", "native"])
@@ -271,6 +272,27 @@ async def test_a_locked_inbox_delays_messages_by_sql_alone(place: OwnVhost, stor
         await inbox.got([b"meanwhile"])
         assert await daemon.stop() == 0
     assert set(inbox.counts.values()) == {1}
+
+
+@pytest.mark.deadline(120)
+async def test_a_key_is_not_refused_because_the_store_was_away(place: OwnVhost, store: str) -> None:
+    """In native mode a message with a key by AMQP is refused then, but a row can wait where it is. Here the daemon has
+    begun to read the row, and loses its lanes and its polls of the store before the row arrives."""
+    async with (
+        place.working(place.environ("native", store)) as (daemon, _, inbox),
+        application(store) as app,
+        sql(store) as admin,
+    ):
+        await send(app, "before", None, key="k")
+        await inbox.got([b"before"])
+        async with app.transaction():
+            await app.execute("LOCK TABLE delayer_inbox, lane IN ACCESS EXCLUSIVE MODE")
+            await send(app, "meanwhile", None, key="k")
+            await blocked(admin, "%delayer_inbox%")
+            await admin.execute(END_LANES)
+            await daemon.event("store unreachable", timeout=60)
+        await inbox.got([b"meanwhile"])
+    assert "message refused" not in {one["event"] for one in daemon.events}
 
 
 async def test_a_delay_counts_on_a_route_that_reads_other_forms(place: OwnVhost, store: str) -> None:
