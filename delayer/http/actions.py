@@ -118,7 +118,8 @@ class Actions:
         change = StoredChange(url, verb, search.wanted, when=when)
         if _confirmed(request, form):
             shown = form.get("counted", [""])[0].strip()
-            return await change.carry_out(who, ChangeResult(MATCHED, int(shown)) if shown.isdecimal() else None)
+            known = shown.isdecimal() and len(shown) < 19
+            return await change.carry_out(who, ChangeResult(MATCHED, int(shown)) if known else None)
         return await self._ask_about_all(request, form, search, change)
 
     async def set_aside(self, request: Request, who: str, form: Form, *, name: SetAsideName) -> ChangeResult | Response:
