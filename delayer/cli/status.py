@@ -119,16 +119,16 @@ async def _ask(listen: str, path: str, patience: float, token: Secret | None = N
     host, _, port = listen.rpartition(":")
     host = _HERE.get(host, host)
     login = f"Authorization: Bearer {token.reveal()}\r\n" if token else ""
-    # In a thread, because asyncio would hide a refusal if the host has several addresses. With a timeout of its own,
-    # because a thread cannot be cancelled, and its socket would stay open.
+    # In a thread, because asyncio would hide a refusal if the host has several addresses. Neither this nor the next step
+    # is in the timeout below, which would leave the socket open.
     made = await asyncio.to_thread(socket.create_connection, (host.strip("[]"), int(port)), patience)
-    async with asyncio.timeout(patience):
-        reader, writer = await asyncio.open_connection(sock=made)
-        try:
+    reader, writer = await asyncio.open_connection(sock=made)
+    try:
+        async with asyncio.timeout(patience):
             writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\n{login}\r\n".encode())
             head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-        finally:
-            writer.close()
+    finally:
+        writer.close()
     version, _, rest = head.partition(b" ")
     return (rest[:3].decode("ascii", "replace") if version.startswith(b"HTTP/") else ""), body
 
