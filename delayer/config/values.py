@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from functools import partial
 from typing import Annotated
 from urllib.parse import unquote, urlsplit
@@ -16,6 +17,7 @@ from delayer.config.errors import Expected
 from delayer.core.cascade import ADDRESS_BYTES, NAME_BYTES, Cascade, bindable
 from delayer.core.delay_sources import HEADER
 from delayer.core.secret import SecretUrl, SecretUrls
+from delayer.core.store_hosts import hosts_of
 from delayer.core.units import LONGEST_DURATION_MS
 
 UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
@@ -213,7 +215,13 @@ def broker_urls(value: object) -> SecretUrl:
 
 
 def store_url(value: object) -> SecretUrl:
-    return _url(value, ("postgresql", "postgres"), "postgresql://user:password@host:5432/database")
+    check = partial(_url, schemes=("postgresql", "postgres"), example="postgresql://user:password@host:5432/database")
+    if isinstance(value, str):
+        with suppress(ValueError):  # Otherwise the check of the whole URL names the mistake.
+            for one in hosts_of(value):  # urllib reads the ports of several hosts as one.
+                check(one)
+            return SecretUrl(value)
+    return check(value)
 
 
 def management_url(value: object) -> SecretUrl | None:

@@ -13,6 +13,7 @@ import asyncpg
 from asyncpg import Connection
 
 from delayer.core.errors import Rejected, StoreLost
+from delayer.store import hosts
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, REJECTED, WORTH_REPEATING, BadStoreUrl, describe, to_store_lost
 
@@ -80,7 +81,7 @@ async def connect(
     statements that may take long. Raises StoreLost, BadStoreUrl."""
     limit, more = (None, {"statement_timeout": "0", **(more or {})}) if plain else (COMMAND_SECONDS, more)
     with translate_connect_errors():
-        connection = await asyncpg.connect(
+        connection = await hosts.connect(
             url, timeout=CONNECT_SECONDS, command_timeout=limit, server_settings={"application_name": application}
         )
         try:
@@ -153,7 +154,7 @@ async def open_pool(
 
     async def connect(*_: object, **how: Any) -> Connection:
         with translate_reconnect_errors():
-            return await asyncpg.connect(url(), **how)
+            return await hosts.connect(url(), **how)
 
     async def prepared(connection: Connection) -> None:
         await server.check(connection)

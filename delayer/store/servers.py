@@ -13,14 +13,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
 
-import asyncpg
 import structlog
 from asyncpg import Connection
 
 from delayer.core.clocks import FOLLOW_TIME, ClockOffset, differences
 from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl
-from delayer.store import pool
+from delayer.store import hosts, pool
 from delayer.store.errors import StoreUnfit, translate_errors
 
 log = structlog.get_logger(__name__)
@@ -102,7 +101,7 @@ def warn(state: ServerState) -> None:
 async def _session(url: str) -> AsyncIterator[Connection]:
     """A connection without settings, because other clients of a pooler would get them too."""
     with pool.translate_connect_errors():
-        connection = await asyncpg.connect(url, timeout=pool.CONNECT_SECONDS, command_timeout=pool.CONNECT_SECONDS)
+        connection = await hosts.connect(url, timeout=pool.CONNECT_SECONDS, command_timeout=pool.CONNECT_SECONDS)
     try:
         with translate_errors("look at the server"):
             yield connection

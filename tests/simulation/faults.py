@@ -13,7 +13,7 @@ import detangle
 import structlog
 
 from tests.simulation import clock, pauses
-from tests.simulation.store.server import HOST as STORE
+from tests.simulation.store.server import HOSTS, Role
 from tests.simulation.world import BROKER, DESTINATION, Node, World
 from tests.support.verdict import Window
 
@@ -149,7 +149,26 @@ async def store_stopped(world: World, _: Node) -> None:
 
 async def _store_back(world: World) -> None:
     await asyncio.sleep(detangle.uniform(0.1, 30.0))
-    await detangle.spawn(world.store.start(), host=STORE)
+    await detangle.spawn(world.store.start(), host=world.store.primary)
+
+
+async def store_fails_over(world: World, _: Node) -> None:
+    """The primary dies, or its machine falls silent. Its standby, which has every commit, is read-only for a while, or
+    starts, and then takes its place. The old primary may come back at once as a standby, or not before the next
+    failover."""
+    store, last, next_ = world.store, world.store.primary, world.store.standby
+    detangle.network().restart(next_)
+    await store.assume(next_, detangle.choice([Role.STANDBY, Role.STARTING, Role.AWAY]))
+    if is_silent := detangle.flip(0.5):
+        detangle.network().crash(last)
+    store.kill()
+    store.roles[last] = Role.AWAY
+    await asyncio.sleep(detangle.uniform(0.0, 10.0))
+    await store.assume(next_, Role.STANDBY)
+    if not is_silent and detangle.flip(0.5):
+        await store.assume(last, Role.STANDBY)
+    await asyncio.sleep(detangle.uniform(0.0, 20.0))
+    await store.assume(next_, Role.PRIMARY)
 
 
 async def store_cut(world: World, _: Node) -> None:
@@ -165,7 +184,7 @@ async def store_frozen(world: World, _: Node) -> None:
 
 async def store_apart(_: World, node: Node) -> None:
     """One daemon does not reach the store."""
-    await _apart(node.host, STORE)
+    await _apart(node.host, *HOSTS)
 
 
 async def broker_apart(_: World, node: Node) -> None:
@@ -192,10 +211,12 @@ async def clock_stepped(_: World, node: Node) -> None:
     del clock.ahead[node.host]
 
 
-async def _apart(one: str, other: str) -> None:
-    detangle.network().disconnect(one, other)
+async def _apart(one: str, *others: str) -> None:
+    for other in others:
+        detangle.network().disconnect(one, other)
     await asyncio.sleep(detangle.uniform(0.1, 40.0))
-    detangle.network().reconnect(one, other)
+    for other in others:
+        detangle.network().reconnect(one, other)
 
 
 OF_BROKER: Final[Mapping[str, Fault]] = {
@@ -204,7 +225,8 @@ OF_BROKER: Final[Mapping[str, Fault]] = {
 }  # fmt: skip
 OF_STORE: Final[Mapping[str, Fault]] = {
     **OF_BROKER, "daemon stopped": daemon_stopped, "daemon paused": daemon_paused, "store killed": store_killed,
-    "store stopped": store_stopped, "store cut": store_cut, "store frozen": store_frozen, "store apart": store_apart,
+    "store stopped": store_stopped, "store cut": store_cut,
+    "store fails over": store_fails_over, "store frozen": store_frozen, "store apart": store_apart,
     "broker apart": broker_apart, "destination away": destination_away, "mode switched": mode_switched,
     "reloaded": reloaded, "clock stepped": clock_stepped,
 }  # fmt: skip

@@ -16,7 +16,7 @@ from delayer.broker.publisher import AmqpPublisher
 from delayer.daemon.live_settings import LiveSettings
 from delayer.format import envelope
 from delayer.intake.handle import IntakeHandler
-from delayer.store import postgres, statements
+from delayer.store import hosts, postgres, statements
 from delayer.store.lanes import locks
 from delayer.store.lanes.cursor import ReleaseCursor
 
@@ -109,6 +109,11 @@ def a_reload_without_routes() -> None:
     rewrite(LiveSettings.adopt, ("policy_of(settings,", "policy_of(settings.model_copy(update={'routes': ()}),"))
 
 
+def a_standby_that_nobody_asks() -> None:
+    """The driver asks the store's hosts, and a silent one keeps it from asking the next."""
+    hosts.hosts_of = lambda url: [url]
+
+
 @dataclass(frozen=True)
 class Bug:
     """``mode``: of a simulation that can meet it. ``faults``: the kinds that it needs; empty: any."""
@@ -128,6 +133,7 @@ PLANTED: Final = {
         Bug(two_owners),
         Bug(a_wide_window),
         Bug(a_breaker_that_stays_open, faults=["destination away"]),
+        Bug(a_standby_that_nobody_asks, faults=["store fails over"]),
         Bug(a_reload_without_routes, faults=["reloaded"]),
         Bug(a_cut_envelope, "native"),
         Bug(an_overtaken_cancel, "keys"),

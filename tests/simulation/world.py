@@ -19,9 +19,8 @@ from delayer.daemon.wiring import Daemon
 from delayer.store.lanes.lane import PostgresLane
 from tests.simulation.broker.broker import Pace, SimulatedBroker
 from tests.simulation.store.process import ClockedPostgres
-from tests.simulation.store.server import HOST as STORE
+from tests.simulation.store.server import HOSTS, SimulatedStore
 from tests.simulation.store.server import URL as STORE_URL
-from tests.simulation.store.server import SimulatedStore
 from tests.support.ledger import Ledger
 from tests.support.sql_ledger import SqlLedger
 
@@ -121,7 +120,7 @@ class World:
             return store
 
         broker = await detangle.spawn(serve(), host=BROKER)
-        store = await detangle.spawn(store_of(postgres), host=STORE) if postgres else None
+        store = await detangle.spawn(store_of(postgres), host=HOSTS[0]) if postgres else None
         async with ledger.open(URL, random.Random(detangle.randint(0, 1 << 30))) as opened:
             if isinstance(opened, SqlLedger):
                 opened.store = STORE_URL

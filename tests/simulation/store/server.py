@@ -1,5 +1,6 @@
 """The simulated store's server: its sessions, its pace, and what may happen to it.
 
+Two addresses lead to one Postgres: that of the primary, and that of its synchronous standby. A failover swaps them.
 SQL, locks, visibility and errors are the real Postgres's. Of its time, the network, timeouts, deadlock detection and
 its death the simulation decides."""
 
@@ -7,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final
 
 from tests.simulation import clock
 from tests.simulation.store.process import DATABASE, ClockedPostgres, Control
 from tests.simulation.store.session import Session
+from tests.simulation.store.standby import Role
 
-HOST: Final = "postgres"
+HOSTS: Final = ("postgres", "postgres-2")
 PORT: Final = 5432
-URL: Final = f"postgresql://postgres@{HOST}:{PORT}/{DATABASE}?sslmode=disable"
+URL: Final = f"postgresql://postgres@{','.join(HOSTS)}/{DATABASE}?sslmode=disable&target_session_attrs=primary"
 PACES: Final = (0.0001, 0.0003, 0.001, 0.003, 0.02)
 _GONE_SECONDS: Final = 5.0
 """Real time that a backend may take to end."""
@@ -36,32 +39,55 @@ class SimulatedStore:
         self.running = False
         self.terminates = False
         """The statement under way may end other sessions."""
+        self.primary = HOSTS[chance(len(HOSTS))]
+        """The host of the primary, or of the last one."""
+        self.roles = {self.primary: Role.PRIMARY, self.standby: Role.STANDBY}
         self._process = process
-        self._server: asyncio.AbstractServer | None = None
+        self._servers: dict[str, asyncio.AbstractServer] = {}
         process.renew()
         self.watch = Control(process.address, DATABASE)
         """For questions about its tables."""
 
     async def start(self) -> None:
+        """Listen at the addresses where something is."""
         self.running = True
-        self._server = await self.loop.create_server(lambda: Session(self), HOST, PORT)
+        for host, role in self.roles.items():
+            if role is not Role.AWAY and host not in self._servers:
+                self._servers[host] = await self.loop.create_server(partial(Session, self, host), host, PORT)
 
     def stop(self) -> None:
-        """A fast shutdown: it tells its clients."""
-        self._stop_listening()
+        """A fast shutdown of the primary: it tells its clients."""
+        self._stop_listening(self.primary)
         for session in list(self.sessions):
             session.terminate()
 
     def kill(self) -> None:
-        """It dies: connections break, and transactions without a commit are gone."""
-        self._stop_listening()
+        """The primary dies: connections break, and transactions without a commit are gone."""
+        self._stop_listening(self.primary)
         self.end_backends([session.pid for session in self.sessions if session.pid])
         for session in list(self.sessions):
             session.cut()
             session.leave()
 
+    @property
+    def standby(self) -> str:
+        return next(host for host in HOSTS if host != self.primary)
+
+    async def assume(self, host: str, role: Role) -> None:
+        """Let the server at this address have another role. There the sessions end, at a promotion too."""
+        for session in [one for one in self.sessions if one.host == host]:
+            session.terminate()
+        self.roles[host] = role
+        if role is Role.PRIMARY:
+            self.primary = host
+        if role is Role.AWAY:
+            self._stop_listening(host)
+        await self.start()
+
     def close(self) -> None:
         """Release the real sessions, at the end of a simulation."""
+        for host in HOSTS:
+            self._stop_listening(host)
         self.kill()
         self.watch.close()
 
@@ -81,10 +107,10 @@ class SimulatedStore:
             session.cut()
         return len(found)
 
-    def _stop_listening(self) -> None:
-        self.running = False
-        if self._server is not None:
-            self._server.close()
+    def _stop_listening(self, host: str) -> None:
+        self.running &= host != self.primary
+        if host in self._servers:
+            self._servers.pop(host).close()
 
     # What its sessions use.
 
@@ -92,7 +118,7 @@ class SimulatedStore:
         return PACES[self.chance(len(PACES))]
 
     def set_clock(self) -> None:
-        self._process.set_clock(clock.EPOCH + self.loop.time() + clock.ahead.get(HOST, 0.0))
+        self._process.set_clock(clock.EPOCH + self.loop.time() + clock.ahead.get(self.primary, 0.0))
 
     def is_blocked(self, pid: int) -> bool:
         return bool(pid) and self.control.numbers(f"SELECT cardinality(pg_blocking_pids({pid}))")[0] > 0
@@ -166,4 +192,4 @@ def _count_of(answer: bytes) -> int:
     return 0
 
 
-__all__ = ["HOST", "PORT", "URL", "SimulatedStore"]
+__all__ = ["HOSTS", "PORT", "URL", "Role", "SimulatedStore"]

@@ -8,7 +8,9 @@ import re
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from tests.simulation.store import standby
 from tests.simulation.store.process import connect, is_readable
+from tests.simulation.store.standby import Role
 
 if TYPE_CHECKING:
     from tests.simulation.store.server import SimulatedStore
@@ -32,7 +34,8 @@ _ANSWERED: Final = b"123TnCsI"
 class Session(asyncio.Protocol):
     """``status``: as in ReadyForQuery: idle, in a transaction, or in a failed one."""
 
-    def __init__(self, server: SimulatedStore) -> None:
+    def __init__(self, server: SimulatedStore, host: str) -> None:
+        self.host = host
         self.pid = 0
         self.status = b""
         self.application = ""
@@ -52,7 +55,7 @@ class Session(asyncio.Protocol):
         self._timeouts: dict[bytes, int] = {}
         self._local_timeouts: dict[bytes, int] = {}
         self._timers: list[asyncio.TimerHandle] = []
-        self._is_left = False
+        self._is_left = self._is_standby = False
 
     # The client's side.
 
@@ -104,11 +107,15 @@ class Session(asyncio.Protocol):
         elif code == CANCEL_REQUEST:
             self._server.cancel(int.from_bytes(message[8:12]))
             self._transport.close()
+        elif (role := self._server.roles[self.host]) not in {Role.PRIMARY, Role.STANDBY}:
+            self._transport.write(standby.STARTING)
+            self._transport.close()
         else:
+            self._is_standby = role is Role.STANDBY
             fields = message[8:].split(b"\0")
             self.application = dict(zip(fields[::2], fields[1::2], strict=False)).get(b"application_name", b"").decode()
             self._socket = connect(self._server.address)
-            self._requests.append((message, 0))
+            self._requests.append((standby.begun(message) if self._is_standby else message, 0))
         return True
 
     # The backend's side.
@@ -135,7 +142,7 @@ class Session(asyncio.Protocol):
         self.running = True
         self._answer, self._read = b"", 0
         self._server.set_clock()
-        self._socket.sendall(request)
+        self._socket.sendall(standby.asked(request) if self._is_standby else request)
         if self.advance():
             self._server.settle()
 
@@ -211,7 +218,7 @@ class Session(asyncio.Protocol):
         if self in self._server.waiting:
             self._server.waiting.remove(self)
         answer = self._answer.replace(b"C" + _QUERY_CANCELED + b"\0", b"C" + code + b"\0") if code else self._answer
-        self._transport.write(answer)
+        self._transport.write(standby.answered(answer) if self._is_standby else answer)
         if self.status not in {b"T", b"E"}:
             self._local_timeouts.clear()
             told, self._told = self._told, b""

@@ -84,3 +84,16 @@ async def test_an_unescaped_at_sign_in_the_user_part_is_a_mistake(who: str) -> N
     with pytest.raises((ValueError, OSError), match=r"invalid|not known|name resolution"):  # another host
         await asyncpg.connect(url, timeout=5)
     assert store_url_errors(url.replace("@", "%40", 1), {}) == []
+
+
+@pytest.mark.parametrize("place", ["db1:5433,db2:5434", "db1,db2:5434", "[::1]:5433,db2"])
+def test_each_of_several_hosts_may_have_its_port(place: str) -> None:
+    url = f"postgresql://user:hunter2@{place}/delayer?target_session_attrs=primary"
+    assert load(NO_FILE, {"DELAYER_STORE__URL": url}, {}).store_url == url
+
+
+@pytest.mark.parametrize("place", ["db1:5433,db2:x", "db1:0,db2", "db1,db2:99999"])
+def test_a_wrong_port_of_several_is_a_mistake(place: str) -> None:
+    with pytest.raises(ConfigError, match=r"store\.url: expected a URL like") as told:
+        load(NO_FILE, {"DELAYER_STORE__URL": f"postgresql://user:hunter2@{place}/delayer"}, {})
+    assert "hunter2" not in str(told.value)
