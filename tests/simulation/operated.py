@@ -1,17 +1,21 @@
-"""An operator cancels messages, and gives others a later due instant, while everything fails."""
+"""An operator cancels messages, gives others a later due instant, and tries held ones again, while everything fails.
+Some of the messages are in segments."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import detangle
 
 from delayer.amqp.values import Delivery
+from delayer.core.filters import Filter, Token
 from delayer.store.admin import actions
-from delayer.store.admin.detail import ABSENT
+from delayer.store.admin.changes import StoredChange
+from delayer.store.admin.detail import ABSENT, FoundIn
 from tests.faults.features.striking import excused
 from tests.simulation.scheduled import LOST
 from tests.simulation.store.server import URL
@@ -23,6 +27,8 @@ EACH: Final = 0.3
 MOST: Final = 5
 """Messages of one command."""
 _NEWEST: Final = "SELECT id, due_at, body FROM message ORDER BY id DESC LIMIT 200"
+_HELD: Final = "SELECT id, due_at, body FROM held"
+VERBS: Final = ("cancel", "cancel", "reschedule", "reschedule", "retry", "drop", "retry all")
 
 
 class Moved(NamedTuple):
@@ -36,12 +42,17 @@ class Operated(Ledger):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
+        self.numbers: dict[int, int] = {}
+        """The letters of all rows that the operator has seen, by id. They may be in segments by now, or gone."""
         self.cancelled: set[int] = set()
         self.moved: dict[int, Moved] = {}
         self.in_doubt: set[int] = set()
         self.stale: list[int] = []
         """Numbers of messages that came by an earlier due instant than the one that a command had given them."""
+        self._due: dict[int, set[int]] = {}
+        """The due instants that a row may have, by id."""
         self._dues: dict[int, set[int]] = {}
+        """Those that a letter may arrive with."""
 
     def judge(self, number: int, delivery: Delivery, at_ms: float) -> bool:
         letter = self.letter(number, self.account.owed(number))
@@ -53,38 +64,74 @@ class Operated(Ledger):
             self.stale.append(number)
         return super().judge(number, delivery, at_ms)
 
-    async def cancel(self, connection: Any, numbers: dict[int, int]) -> None:
-        """Cancel the rows with these ids. The values are the numbers of their letters."""
-        self.in_doubt.update(numbers.values())
-        found = await actions.cancel(connection, [*numbers])
-        self.cancelled.update(numbers[id_] for id_, where in found.items() if where not in ABSENT)
-        self.in_doubt.difference_update(numbers.values())
+    async def look(self) -> None:
+        """Note the rows that wait or are held."""
+        async with actions.change_connection(URL, "operate") as connection:
+            for row in [*await connection.fetch(_NEWEST), *await connection.fetch(_HELD)]:
+                self.numbers[row["id"]] = NUMBER.unpack_from(row["body"])[0]
+                self._due.setdefault(row["id"], {row["due_at"]})
 
-    async def move(self, connection: Any, numbers: dict[int, int], dues: dict[int, int]) -> None:
-        """Let the rows with these ids be due later."""
+    async def cancel(self, verb: str, ids: Collection[int]) -> None:
+        """Cancel these rows, or those of them that are held."""
+        numbers = {self.numbers[id_] for id_ in ids}
+        self.in_doubt |= numbers
+        found = await self._change(verb, ids)
+        self.cancelled.update(self.numbers[id_] for id_, where in found.items() if where not in ABSENT)
+        self.in_doubt -= numbers
+
+    async def move(self, ids: Collection[int]) -> None:
+        """Let these rows be due later."""
         by_ms = detangle.randint(1_000, 60_000)
-        for id_, number in numbers.items():
-            self._dues.setdefault(number, {dues[id_]}).add(dues[id_] + by_ms)
-        found = await actions.reschedule(connection, [*numbers], when=actions.NewDue(by_ms=by_ms))
+        later = {id_: {due_ms + by_ms for due_ms in self._due[id_]} for id_ in ids}
+        for id_, dues in later.items():
+            self._dues.setdefault(self.numbers[id_], set()).update(self._due[id_] | dues)
+        try:
+            found = await self._change("reschedule", ids, actions.NewDue(by_ms=by_ms))
+        except (TimeoutError, *LOST):
+            for id_, dues in later.items():
+                self._due[id_] |= dues
+            raise
         for id_, where in found.items():
             if where not in ABSENT:
-                self.moved[numbers[id_]] = Moved(dues[id_] + by_ms, time.time() * 1000)
+                self._due[id_] = later[id_]
+                self.moved[self.numbers[id_]] = Moved(min(later[id_]), time.time() * 1000)
+
+    async def retry(self, ids: Collection[int]) -> None:
+        """Try these rows again now, if they are held. Without ids, all that are held."""
+        if ids:
+            await self._change("retry", ids)
+        else:
+            await StoredChange(URL, "retry", Filter()).carry_out("test")
+
+    async def _change(self, verb: str, ids: Collection[int], when: actions.NewDue | None = None) -> dict[int, FoundIn]:
+        """Returns where each row was. An operator may know its due instant."""
+        dues = {id_: next(iter(self._due[id_])) if detangle.flip(0.5) else None for id_ in sorted(ids)}
+        names = {str(id_): Token(id_, due_ms) for id_, due_ms in dues.items()}
+        result = await StoredChange(URL, verb, Filter(), names, when).carry_out("test")
+        return {int(name): FoundIn(where) for name, where in result.found.items()}
 
 
 async def send(ledger: Operated, rate: int) -> None:
     """Publish, and now and then let the operator act. A command may fail with the store."""
-    await ledger.publish(rate, longest_ms=detangle.choice([30_000, 120_000]))
+    await ledger.publish(rate, longest_ms=detangle.choice([30_000, 120_000, 180_000]))
     if not detangle.flip(EACH):
         return
     with suppress(TimeoutError, *LOST):
-        async with asyncio.timeout(60), actions.change_connection(URL, "operate") as connection:
-            rows = await connection.fetch(_NEWEST)
-            chosen = [detangle.choice(rows) for _ in range(min(len(rows), detangle.randint(1, MOST)))]
-            numbers = {row["id"]: NUMBER.unpack_from(row["body"])[0] for row in chosen}
-            if detangle.flip(0.5):
-                await ledger.cancel(connection, numbers)
-            else:
-                await ledger.move(connection, numbers, {row["id"]: row["due_at"] for row in chosen})
+        async with asyncio.timeout(60):
+            await ledger.look()
+            known = sorted(ledger.numbers)[-1_000:]
+            ids = {detangle.choice(known) for _ in range(detangle.randint(1, MOST))} if known else set()
+            match detangle.choice(VERBS):
+                case "retry all":
+                    await ledger.retry(())
+                case _ if not ids:
+                    pass
+                case "reschedule":
+                    await ledger.move(ids)
+                case "retry":
+                    await ledger.retry(ids)
+                case verb:
+                    await ledger.cancel(verb, ids)
 
 
 def judge(ledger: Operated) -> None:

@@ -13,12 +13,17 @@ from typing import Any, Final
 from delayer.amqp.values import CONFIRMED, Outgoing
 from delayer.broker.circuit_breaker import CircuitBreaker
 from delayer.broker.publisher import AmqpPublisher
+from delayer.cli import drain
 from delayer.daemon.live_settings import LiveSettings
 from delayer.format import envelope
 from delayer.intake.handle import IntakeHandler
+from delayer.set_aside.queues import QueueReader
 from delayer.store import hosts, postgres, statements
+from delayer.store.admin.importing import ImportStore
 from delayer.store.lanes import locks
 from delayer.store.lanes.cursor import ReleaseCursor
+from delayer.store.restoring import SegmentRestorer
+from delayer.store.segments import compact
 
 
 def rewrite(function: Any, *changes: tuple[str, str]) -> None:
@@ -114,6 +119,31 @@ def a_standby_that_nobody_asks() -> None:
     hosts.hosts_of = lambda url: [url]
 
 
+def segments_that_wait_too_long() -> None:
+    """A segment is restored once its first message is due."""
+    rewrite(SegmentRestorer.poll, ("self.ahead_ms()", "0"))
+
+
+def keys_that_stay_behind() -> None:
+    """The keys of messages that go into a segment do not point there."""
+    compact._keyed = lambda *_: []
+
+
+def a_drain_that_leaves_one_out() -> None:
+    """One row of each portion leaves the store without a publish."""
+    rewrite(drain._publish, ("for row in rows]", "for row in rows[1:]]"))
+
+
+def an_import_that_leaves_one_out() -> None:
+    """One message of each batch is not parked."""
+    rewrite(ImportStore._transact, ("fold(parcels)", "fold(parcels[1:])"))
+
+
+def a_drop_of_too_many() -> None:
+    """A refused message that is dropped takes those before it along."""
+    rewrite(QueueReader.ack, ("multiple=False", "multiple=True"))
+
+
 @dataclass(frozen=True)
 class Bug:
     """``mode``: of a simulation that can meet it. ``faults``: the kinds that it needs; empty: any."""
@@ -138,5 +168,10 @@ PLANTED: Final = {
         Bug(a_cut_envelope, "native"),
         Bug(an_overtaken_cancel, "keys"),
         Bug(a_wrong_counter, "keys"),
+        Bug(segments_that_wait_too_long, "operator"),
+        Bug(keys_that_stay_behind, "segments"),
+        Bug(a_drain_that_leaves_one_out, "drain"),
+        Bug(an_import_that_leaves_one_out, "import"),
+        Bug(a_drop_of_too_many, "refused"),
     )
 }

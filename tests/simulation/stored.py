@@ -6,13 +6,13 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import detangle
 
 from tests.faults.features import cancels, keys, modes
 from tests.faults.features.striking import excused
-from tests.simulation import operated, scheduled
+from tests.simulation import drained, imported, operated, packed, refused, scheduled
 from tests.simulation.faults import OF_STORE, Plan, Trouble
 from tests.simulation.store.process import ClockedPostgres
 from tests.simulation.store.server import URL
@@ -31,6 +31,12 @@ REST: Final = 300.0
 """Everything that is owed comes so many seconds after the last fault and its due instant."""
 
 
+class Beside(NamedTuple):
+    world: World
+    nodes: Sequence[Node]
+    stopping: asyncio.Event
+
+
 @dataclass(frozen=True)
 class Feature:
     """What is sent, and its verdict. ``judge`` raises AssertionError."""
@@ -43,6 +49,8 @@ class Feature:
     begin: Callable[[Any], Awaitable[None]] | None = None
     finish: Callable[[Any], Awaitable[None]] | None = None
     """What goes before the faults, and after them."""
+    beside: Callable[[Beside], Awaitable[None]] | None = None
+    """What an operator does meanwhile, until told to stop."""
 
 
 class TimedKeys(keys.Keyed):
@@ -89,6 +97,26 @@ async def _publish_and_cancel(ledger: cancels.Cancelling, rate: int) -> None:
         await ledger.cancel({detangle.randint(max(0, ledger.account.sent - 20 * rate), ledger.account.sent - 1)})
 
 
+async def _nothing() -> None:
+    """No operator."""
+
+
+async def _pack(beside: Beside) -> None:
+    await packed.pack_now_and_then(beside.stopping)
+
+
+async def _change_refused(beside: Beside) -> None:
+    await beside.world.ledger.operate(beside.nodes[0].settings, beside.stopping)
+
+
+async def _drain(beside: Beside) -> None:
+    await drained.drain_back_and_forth(beside.nodes, beside.stopping)
+
+
+async def _move_through_files(beside: Beside) -> None:
+    await beside.world.ledger.move_through_files(beside.stopping)
+
+
 def _judge_plain(_: Ledger) -> None:
     """The ledger's own verdict says all."""
 
@@ -114,7 +142,11 @@ FEATURES: Final = {
     "keys": Feature(TimedKeys, _publish_in_bursts, _judge_keys),
     "modes": Feature(modes.Modal, _publish_in_bursts, _judge_modes),
     "cancels": Feature(cancels.Cancelling, _publish_and_cancel, _judge_cancels),
-    "operator": Feature(operated.Operated, operated.send, operated.judge),
+    "operator": Feature(operated.Operated, operated.send, operated.judge, beside=_pack),
+    "segments": Feature(TimedKeys, _publish_in_bursts, _judge_keys, beside=_pack),
+    "refused": Feature(refused.Refusing, refused.send, refused.judge, all_come=True, beside=_change_refused),
+    "drain": Feature(Ledger, _publish, _judge_plain, all_come=True, beside=_drain),
+    "import": Feature(imported.Exported, _publish, imported.judge, beside=_move_through_files),
     "sql": Feature(SqlLedger, _publish, _judge_plain, all_come=True),
     "schedules": Feature(
         scheduled.Scheduling,
@@ -135,6 +167,9 @@ async def stored(
     async with World.open(postgres, ledger=feature.ledger) as world:
         tables = {"mode": "store", "store": {"url": URL, "lanes": 4}}
         nodes = [world.node(f"delayer-{number}", **tables) for number in range(DAEMONS)]
+        for node in nodes:
+            store = node.settings.store.model_copy(update={"restore_ahead_ms": packed.AHEAD_MS})
+            node.settings = node.settings.model_copy(update={"store": store})
         for node in nodes:
             await node.start()
             await node.consuming()
@@ -181,12 +216,16 @@ async def _work(
     loop, ledger = asyncio.get_running_loop(), world.ledger
     ends = loop.time() + seconds
     faults = asyncio.create_task(trouble)
+    stopping = asyncio.Event()
+    beside = asyncio.create_task(feature.beside(Beside(world, nodes, stopping)) if feature.beside else _nothing())
     quiet = detangle.flip(0.3)
     while loop.time() < ends:
         await _phase(feature, ledger, rate, min(ends, loop.time() + detangle.uniform(10.0, 60.0)), quiet=quiet)
         for node in nodes:
             node.check()
     await faults
+    stopping.set()
+    await beside
     if feature.finish:
         await feature.finish(ledger)
     if feature.all_come:

@@ -22,8 +22,9 @@ LATE_SECONDS: Final = 5.0
 """In peace a due row is released by then."""
 _BEGIN: Final = (
     "BEGIN ISOLATION LEVEL REPEATABLE READ;"
-    " LOCK TABLE message, message_key, held, counter, schedule IN ACCESS SHARE MODE NOWAIT"
+    " LOCK TABLE message, message_key, held, counter, schedule, segment IN ACCESS SHARE MODE NOWAIT"
 )
+_COUNTS: Final = "lane, came, went, counted held, held, waiting, counted packed, packed"
 _WRONG_COUNTS: Final = """
 SELECT * FROM (
     SELECT lane,
@@ -31,19 +32,28 @@ SELECT * FROM (
         coalesce(sum(n) FILTER (WHERE kind IN ('released', 'cancelled', 'compacted')), 0) AS went,
         coalesce(sum(n) FILTER (WHERE kind = 'held'), 0) AS counted_held,
         (SELECT count(*) FROM held AS h WHERE h.lane = c.lane) AS held,
-        (SELECT count(*) FROM message AS m WHERE m.lane = c.lane) AS waiting
+        (SELECT count(*) FROM message AS m WHERE m.lane = c.lane) AS waiting,
+        coalesce(sum(CASE kind WHEN 'compacted' THEN n WHEN 'restored' THEN -n END), 0) AS counted_packed,
+        (SELECT coalesce(sum(s.messages), 0) FROM segment AS s WHERE s.lane = c.lane) AS packed
     FROM counter AS c GROUP BY lane) AS of
-WHERE came <> went + held + waiting OR counted_held <> held
+WHERE came <> went + held + waiting OR counted_held <> held OR counted_packed <> packed
 """
 _WRONG_KEYS: Final = """
 SELECT key, id, lane FROM (SELECT key, id, lane FROM message UNION ALL SELECT key, id, lane FROM held) AS m
-FULL JOIN (SELECT key, id FROM message_key) AS k USING (key, id)
+FULL JOIN (SELECT key, id FROM message_key WHERE segment IS NULL) AS k USING (key, id)
 WHERE key IS NOT NULL AND (k IS NULL OR m IS NULL) AND id IS NOT NULL
+UNION ALL
+SELECT k.key, k.id, k.lane FROM message_key AS k LEFT JOIN segment AS s ON s.id = k.segment AND s.lane = k.lane
+WHERE k.segment IS NOT NULL AND (s IS NULL OR s.ids[k.position + 1] IS DISTINCT FROM k.id
+    OR CASE WHEN k.position / 8 < length(s.gone) THEN get_bit(s.gone, k.position) = 1 ELSE false END)
 """
+"""Keys without their message, and messages without their key. Of those in segments, the keys without their message."""
 _LATE: Final = """
 SELECT 'row', lane, id, due_at FROM message WHERE due_at < clock_timestamp() - interval '{seconds} s'
 UNION ALL
 SELECT 'held', lane, id, retry_at FROM held WHERE retry_at < clock_timestamp() - interval '{seconds} s'
+UNION ALL
+SELECT 'segment', lane, id, first_due FROM segment WHERE first_due < clock_timestamp() - interval '{seconds} s'
 LIMIT 5
 """
 _BEHIND: Final = """
@@ -55,7 +65,8 @@ LASTING_LOOKS: Final = 15
 OWNERS_LOOKS: Final = round(COMMAND_SECONDS) + 5
 """After a fault, a statement without an answer may hide for so many seconds that a lane is lost."""
 _STANDING: Final = (
-    "SELECT (SELECT count(*) FROM message), (SELECT count(*) FROM held), (SELECT count(*) FROM delayer_inbox)"
+    "SELECT (SELECT count(*) FROM message), (SELECT count(*) FROM held), (SELECT count(*) FROM delayer_inbox),"
+    " (SELECT count(*) FROM segment)"
 )
 
 
@@ -89,7 +100,7 @@ class Watch:
 
     def _check(self, ask: Ask) -> None:
         wrong = ask(_WRONG_COUNTS)
-        assert not wrong, f"counters differ from rows (lane, came, went, counted held, held, waiting): {wrong}"
+        assert not wrong, f"counters differ from rows ({_COUNTS}): {wrong}"
         wrong = ask(_WRONG_KEYS)
         assert not wrong, f"keys differ from rows: {wrong[:5]}"
         wrong = ask(INCONSISTENT)
@@ -127,4 +138,4 @@ class Watch:
 
     def standing(self) -> dict[str, int]:
         [counts] = self._store.watch.query(_STANDING)
-        return dict(zip(("waiting", "held", "inbox"), (int(count or 0) for count in counts), strict=True))
+        return dict(zip(("waiting", "held", "inbox", "segments"), (int(count or 0) for count in counts), strict=True))

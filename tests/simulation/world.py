@@ -67,9 +67,13 @@ class Node:
         if self._running.done() and not self._running.cancelled():
             self._running.result()
 
+    @property
+    def runs(self) -> bool:
+        return not self._running.done()
+
     def lanes(self) -> list[PostgresLane]:
         """The lanes that its process believes to own."""
-        if self._running.done():
+        if not self.runs:
             return []
         return [lane for lane in self.daemon.store._ownership._lanes if lane.owned]
 
