@@ -26,6 +26,7 @@ EACH: Final = 0.3
 """The chance that the operator acts after a publish."""
 MOST: Final = 5
 """Messages of one command."""
+REMEMBERED: Final = 1_000
 _NEWEST: Final = "SELECT id, due_at, body FROM message ORDER BY id DESC LIMIT 200"
 _HELD: Final = "SELECT id, due_at, body FROM held"
 VERBS: Final = ("cancel", "cancel", "reschedule", "reschedule", "retry", "drop", "retry all")
@@ -43,7 +44,7 @@ class Operated(Ledger):
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self.numbers: dict[int, int] = {}
-        """The letters of all rows that the operator has seen, by id. They may be in segments by now, or gone."""
+        """The letters of the newest rows that the operator has seen, by id. They may be in segments by now, or gone."""
         self.cancelled: set[int] = set()
         self.moved: dict[int, Moved] = {}
         self.in_doubt: set[int] = set()
@@ -70,6 +71,8 @@ class Operated(Ledger):
             for row in [*await connection.fetch(_NEWEST), *await connection.fetch(_HELD)]:
                 self.numbers[row["id"]] = NUMBER.unpack_from(row["body"])[0]
                 self._due.setdefault(row["id"], {row["due_at"]})
+        for id_ in sorted(self.numbers)[:-REMEMBERED]:
+            del self.numbers[id_], self._due[id_]
 
     async def cancel(self, verb: str, ids: Collection[int]) -> None:
         """Cancel these rows, or those of them that are held."""
@@ -119,7 +122,7 @@ async def send(ledger: Operated, rate: int) -> None:
     with suppress(TimeoutError, *LOST):
         async with asyncio.timeout(60):
             await ledger.look()
-            known = sorted(ledger.numbers)[-1_000:]
+            known = sorted(ledger.numbers)
             ids = {detangle.choice(known) for _ in range(detangle.randint(1, MOST))} if known else set()
             match detangle.choice(VERBS):
                 case "retry all":
