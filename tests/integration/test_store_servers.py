@@ -94,3 +94,20 @@ async def test_a_file_that_names_another_server_moves_no_session_there(database:
                 await asyncio.gather(*(store.read_identity() for _ in range(2)))
         finally:
             await store.close()
+
+
+async def test_a_daemon_goes_past_a_host_that_does_not_answer(postgres: Postgres, database: str) -> None:
+    """The first of two hosts accepts connections, and says nothing: its machine hangs."""
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    name = database.rpartition("/")[2]
+    async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as silent:
+        port = silent.sockets[0].getsockname()[1]
+        there = f"127.0.0.1:{postgres.port}"
+        url = postgres.url(name).replace(there, f"127.0.0.1:{port},{there}")
+        assert url.count(",") == 1, url
+        async with opened(f"{url}?target_session_attrs=primary") as store, owned(store) as lanes:
+            assert lanes
