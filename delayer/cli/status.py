@@ -119,8 +119,8 @@ async def _ask(listen: str, path: str, patience: float, token: Secret | None = N
     host, _, port = listen.rpartition(":")
     host = _HERE.get(host, host)
     login = f"Authorization: Bearer {token.reveal()}\r\n" if token else ""
-    # In a thread, because asyncio would hide a refusal if the host has several addresses. Neither this nor the next step
-    # is in the timeout below, which would leave the socket open.
+    # In a thread, because asyncio would hide a refusal if the host has several addresses. A timeout around this or the
+    # next step would leave the socket open.
     made = await asyncio.to_thread(socket.create_connection, (host.strip("[]"), int(port)), patience)
     reader, writer = await asyncio.open_connection(sock=made)
     try:
