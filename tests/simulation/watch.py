@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
 from typing import Final
 
 from delayer.store.lanes.cursor import NEVER_MS
@@ -18,12 +19,17 @@ from tests.simulation.store.process import Locked
 from tests.simulation.store.server import SimulatedStore
 from tests.simulation.world import Node
 
+
+class Kind(StrEnum):
+    """What a row of an answer tells."""
+
+    STATE = "state"
+    LATE = "late"
+    BEHIND = "behind"
+
+
 LATE_SECONDS: Final = 5.0
 """In peace a due row is released by then."""
-_BEGIN: Final = (
-    "BEGIN ISOLATION LEVEL REPEATABLE READ;"
-    " LOCK TABLE message, message_key, held, counter, schedule, segment IN ACCESS SHARE MODE NOWAIT"
-)
 _COUNTS: Final = "lane, came, went, counted held, held, waiting, counted packed, packed"
 _WRONG_COUNTS: Final = """
 SELECT * FROM (
@@ -48,18 +54,30 @@ WHERE k.segment IS NOT NULL AND (s IS NULL OR s.ids[k.position + 1] IS DISTINCT 
     OR CASE WHEN k.position / 8 < length(s.gone) THEN get_bit(s.gone, k.position) = 1 ELSE false END)
 """
 """Keys without their message, and messages without their key. Of those in segments, the keys without their message."""
-_LATE: Final = """
-SELECT 'row', lane, id, due_at FROM message WHERE due_at < clock_timestamp() - interval '{seconds} s'
-UNION ALL
-SELECT 'held', lane, id, retry_at FROM held WHERE retry_at < clock_timestamp() - interval '{seconds} s'
-UNION ALL
-SELECT 'segment', lane, id, first_due FROM segment WHERE first_due < clock_timestamp() - interval '{seconds} s'
-LIMIT 5
+_ROWS: Final = f"""
+SELECT 'counters differ from rows ({_COUNTS})', one::text
+FROM ({_WRONG_COUNTS}) AS one
+UNION ALL SELECT 'keys differ from rows (key, id, lane)', one::text FROM ({_WRONG_KEYS}) AS one
+UNION ALL SELECT 'schedules and their occurrences differ', one::text FROM ({INCONSISTENT}) AS one
 """
-_BEHIND: Final = """
-SELECT id FROM message WHERE lane = {lane} AND id <> ALL('{{{taken}}}')
-AND (due_at, id) <= (timestamptz 'epoch' + {place[0]} * interval '1 millisecond', {place[1]})
+_LOOK: Final = f"""
+SELECT '{Kind.STATE}', pg_current_snapshot()::text, NULL, NULL
+UNION ALL
+(SELECT '{Kind.LATE}', 'row', id::text, due_at::text FROM message
+ WHERE due_at < clock_timestamp() - interval '{LATE_SECONDS} s' LIMIT 5)
+UNION ALL
+(SELECT '{Kind.LATE}', 'held', id::text, retry_at::text FROM held
+ WHERE retry_at < clock_timestamp() - interval '{LATE_SECONDS} s' LIMIT 5)
+UNION ALL
+(SELECT '{Kind.LATE}', 'segment', id::text, first_due::text FROM segment
+ WHERE first_due < clock_timestamp() - interval '{LATE_SECONDS} s' LIMIT 5)
+UNION ALL
+SELECT '{Kind.BEHIND}', m.lane::text, m.id::text, NULL FROM unnest($1::int[], $2::bigint[], $3::bigint[])
+AS place (lane, due_ms, id) JOIN message AS m ON m.lane = place.lane AND m.id <> ALL($4::bigint[])
+AND (m.due_at, m.id) <= (timestamptz 'epoch' + place.due_ms * interval '1 millisecond', place.id)
 """
+_BEGIN: Final = "BEGIN; LOCK TABLE message, message_key, held, counter, schedule, segment IN ACCESS SHARE MODE NOWAIT"
+_PREPARE: Final = f"PREPARE rows AS {_ROWS}; PREPARE look AS {_LOOK}"
 LASTING_LOOKS: Final = 15
 """A notification may be on its way to a lane for so many seconds."""
 OWNERS_LOOKS: Final = round(COMMAND_SECONDS) + 5
@@ -80,6 +98,9 @@ class Watch:
         self._trouble = trouble
         self._looks: dict[tuple[object, ...], int] = {}
         """For how many looks in a row something has been so."""
+        self._state: str | None = ""
+        """Postgres's snapshot at the last check of rows. Only a transaction that may have written changes it."""
+        store.watch.query(_PREPARE)
 
     async def run(self) -> None:
         while True:
@@ -88,54 +109,57 @@ class Watch:
 
     def look(self) -> None:
         """Raises AssertionError."""
-        ask = self._store.watch.query
         self._store.set_clock()
         try:
-            ask(_BEGIN)
-            self._check(ask)
+            self._check(self._store.watch.query)
         except Locked:  # partitions are being attached
             pass
         finally:
-            ask("ROLLBACK")
+            self._store.watch.query("ROLLBACK")
 
     def _check(self, ask: Ask) -> None:
-        wrong = ask(_WRONG_COUNTS)
-        assert not wrong, f"counters differ from rows ({_COUNTS}): {wrong}"
-        wrong = ask(_WRONG_KEYS)
-        assert not wrong, f"keys differ from rows: {wrong[:5]}"
-        wrong = ask(INCONSISTENT)
-        assert not wrong, f"schedules and their occurrences differ: {wrong[:5]}"
-        self._check_lasting(ask)
-        if self._trouble.is_peace:
-            late = ask(_LATE.format(seconds=LATE_SECONDS))
-            assert not late, f"nobody looks at these rows: {late}"
+        """Nothing else runs meanwhile, so several statements see the same state."""
+        owned = [lane for node in self._nodes if not is_paused(node.host) for lane in node.lanes()]
+        owners = Counter(lane.number for lane in owned)
+        lanes = {lane.number: lane for lane in owned if owners[lane.number] == 1}
+        answer = ask(f"{_BEGIN}; {_look_at(lanes.values())}")
+        found = {kind: [row[1:] for row in answer if row[0] == kind] for kind in Kind}
+        [(state, *_)] = found[Kind.STATE]
+        if state != self._state:
+            wrong = ask("EXECUTE rows")
+            assert not wrong, f"{wrong[0][0]}: {[row[1] for row in wrong[:5]]}"
+            self._state = state
+        late = found[Kind.LATE] if self._trouble.is_peace else ()
+        assert not late, f"nobody looks at these rows: {late}"
+        self._check_lasting(owners, lanes, found[Kind.BEHIND])
 
-    def _check_lasting(self, ask: Ask) -> None:
+    def _check_lasting(
+        self, owners: Mapping[int, int], lanes: Mapping[int, PostgresLane], behind: Sequence[tuple[str | None, ...]]
+    ) -> None:
         """What may be for a moment, or until a process notices a fault, but not for long."""
         found: dict[tuple[object, ...], str] = {}
-        lanes = [lane for node in self._nodes if not is_paused(node.host) for lane in node.lanes()]
-        owners = Counter(lane.number for lane in lanes)
-        for lane in lanes:
-            for row in self._overlooked(ask, lane) if owners[lane.number] == 1 else ():
-                found[id(lane), row] = f"row {row} is behind the cursor of lane {lane.number}: {lane.cursor}"
-        for number, count in owners.items():
-            if count > 1:
-                found["lane", number] = f"lane {number} has {count} owners"
+        for number, row, *_ in behind:
+            lane = lanes[int(number or 0)]
+            found[id(lane), row] = f"row {row} is behind the cursor of lane {number}: {lane.cursor}"
+        for number, many in owners.items():
+            if many > 1:
+                found["lane", number] = f"lane {number} has {many} owners"
         self._looks = {what: self._looks.get(what, 0) + 1 for what in found}
         for what, looks in self._looks.items():
             in_trouble = what[0] == "lane" and not self._trouble.is_peace
             assert looks < (OWNERS_LOOKS if in_trouble else LASTING_LOOKS), found[what]
 
-    @staticmethod
-    def _overlooked(ask: Ask, lane: PostgresLane) -> list[str | None]:
-        """Rows at the lane's place or before it that it has not claimed: it would not claim them next."""
-        if lane.cursor.place[0] >= NEVER_MS:
-            return []
-        claims = [claimer.opened for claimer in lane.claimers if claimer.opened is not None]
-        taken = [*lane.skipped.ids, *(due.id for claim in claims for due in (*claim.rows, *claim.expired))]
-        asked = _BEHIND.format(lane=lane.number, place=lane.cursor.place, taken=",".join(map(str, taken)))
-        return [row[0] for row in ask(asked)]
-
     def standing(self) -> dict[str, int]:
         [counts] = self._store.watch.query(_STANDING)
         return dict(zip(("waiting", "held", "inbox", "segments"), (int(count or 0) for count in counts), strict=True))
+
+
+def _look_at(lanes: Iterable[PostgresLane]) -> str:
+    """Ask also for rows at a lane's place or before it that it has not claimed: it would not claim them next."""
+    lanes = [lane for lane in lanes if lane.cursor.place[0] < NEVER_MS]
+    claims = [claimer.opened for lane in lanes for claimer in lane.claimers if claimer.opened is not None]
+    taken = [due.id for claim in claims for due in (*claim.rows, *claim.expired)]
+    taken += [id_ for lane in lanes for id_ in lane.skipped.ids]
+    places = [lane.cursor.place for lane in lanes]
+    columns = [[lane.number for lane in lanes], [due_ms for due_ms, _ in places], [id_ for _, id_ in places], taken]
+    return "EXECUTE look ({})".format(", ".join(f"'{{{','.join(map(str, column))}}}'" for column in columns))
