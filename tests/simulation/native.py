@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 from typing import Final
 
 import detangle
 
+from tests.simulation import memory
 from tests.simulation.faults import OF_BROKER, Plan, Trouble
 from tests.simulation.world import World
 
@@ -29,14 +31,20 @@ async def native(plan: Plan, seconds: float, rate: int) -> tuple[str, dict[str, 
         kinds = [*(["cut"] * 3), "alarm", "minority", "daemon", detangle.choice(["kill", "stop"])]
         detangle.shuffle(kinds)
         faults = asyncio.create_task(trouble.run(OF_BROKER, kinds, seconds))
-        while (now := loop.time()) < ends:
+        for number in count():
+            if (now := loop.time()) >= ends:
+                break
             await world.ledger.publish(rate, shortest_ms=SHORTEST_MS, longest_ms=LONGEST_MS)
             for node in nodes:
                 node.check()
+                if number % memory.EACH_SECONDS == 0:
+                    memory.check(node)
             await asyncio.sleep(max(0.0, 1.0 - (loop.time() - now)))
         await faults
         await world.ledger.all_back(timeout=LONGEST_MS / 1000 + 60)
         await world.ledger.drained()
+        for node in nodes:
+            await memory.check_rest(node)
         for node in nodes:
             await node.stop()
         verdict = world.ledger.verdict(world.standing())

@@ -144,6 +144,12 @@ def a_drop_of_too_many() -> None:
     rewrite(QueueReader.ack, ("multiple=False", "multiple=True"))
 
 
+def a_leak() -> None:
+    """The publisher never forgets the tokens of its messages."""
+    forget = "self._tokens.difference_update(pending.batch[index].token for index in together)"
+    rewrite(AmqpPublisher._publish_ordinary, (forget, "pass"))
+
+
 @dataclass(frozen=True)
 class Bug:
     """``mode``: of a simulation that can meet it. ``faults``: the kinds that it needs; empty: any."""
@@ -161,6 +167,7 @@ PLANTED: Final = {
         Bug(acknowledged_before_the_commit),
         Bug(a_cursor_ahead),
         Bug(two_owners),
+        Bug(a_leak),
         Bug(a_wide_window),
         Bug(a_breaker_that_stays_open, faults=["destination away"]),
         Bug(a_standby_that_nobody_asks, faults=["store fails over"]),

@@ -12,7 +12,7 @@ import detangle
 
 from tests.faults.features import cancels, keys, modes
 from tests.faults.features.striking import excused
-from tests.simulation import drained, imported, operated, packed, refused, scheduled
+from tests.simulation import drained, imported, memory, operated, packed, refused, scheduled
 from tests.simulation.faults import OF_STORE, Plan, Trouble
 from tests.simulation.store.process import ClockedPostgres
 from tests.simulation.store.server import URL
@@ -233,6 +233,8 @@ async def _work(
     await _nothing_left(world, watch)
     await ledger.drained()
     watch.look()
+    for node in nodes:
+        await memory.check_rest(node)
 
 
 async def _phase(feature: Feature, ledger: Ledger, rate: int, ends: float, *, quiet: bool) -> None:

@@ -1,5 +1,5 @@
-"""Invariants of store mode, asked once a second: counters equal rows, every lane has one owner at most, and nobody
-overlooks a due row."""
+"""Invariants of store mode, asked once a second: counters equal rows, every lane has one owner at most, nobody
+overlooks a due row, and the daemons' memory is bounded."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
+from itertools import count
 from typing import Final
 
 from delayer.store.lanes.cursor import NEVER_MS
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.pool import COMMAND_SECONDS
+from tests.simulation import memory
 from tests.simulation.faults import Trouble
 from tests.simulation.pauses import is_paused
 from tests.simulation.scheduled import INCONSISTENT
@@ -103,9 +105,12 @@ class Watch:
         store.watch.query(_PREPARE)
 
     async def run(self) -> None:
-        while True:
+        for number in count(1):
             await asyncio.sleep(1.0)
             self.look()
+            if number % memory.EACH_SECONDS == 0:
+                for node in self._nodes:
+                    memory.check(node)
 
     def look(self) -> None:
         """Raises AssertionError."""
