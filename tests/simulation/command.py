@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +51,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
         "--shrink", action="store_true", help="leave out what a failure does not need, and tell its story"
     )
     parser.add_argument("--log", action="store_true")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="append a line of JSON for each run")
     parser.add_argument("--plant", choices=PLANTED, help="a bug that the simulation should find, in its mode")
     return parser.parse_args(arguments)
 
@@ -58,11 +60,15 @@ def main(arguments: Sequence[str]) -> int:
     asked = parsed(arguments)
     if asked.plant:
         PLANTED[asked.plant].plant()
-    failed = 0
+    failed, code = 0, revision() if asked.results else ""
     with Simulations() as simulations:
         for case in cases_of(asked):
+            began = clock.real_seconds()
             result = simulations.run(case, log=asked.log)
             print(result, flush=True)
+            if asked.results:
+                with asked.results.open("a") as file:
+                    print(line_of(case, result, clock.real_seconds() - began, code), file=file)
             if result.failure:
                 failed += 1
                 planted = f" --plant {asked.plant}" if asked.plant else ""
@@ -98,6 +104,20 @@ def case_of(line: dict[str, object]) -> Case:
     """A case of KNOWN."""
     fields = {name: line[name] for name in ("mode", "seed", "seconds", "rate")}
     return Case(**fields, kinds=tuple(line.get("kinds", ())))  # type: ignore[arg-type]
+
+
+def line_of(case: Case, result: Result, real_seconds: float, code: str) -> str:
+    """The line of a run in a log of results."""
+    asked = {"mode": case.mode, "seed": case.seed, "seconds": case.seconds, "rate": case.rate}
+    took = {"virtual_seconds": round(result.virtual_seconds), "real_seconds": round(real_seconds, 1)}
+    found = {"messages": result.messages, "faults": result.faults, "failure": result.failure}
+    return json.dumps({**asked, **took, **found, "revision": code})
+
+
+def revision() -> str:
+    """The commit of the code; "+" if it was changed since."""
+    described = ["git", "-C", str(KNOWN.parent), "describe", "--always", "--dirty=+", "--exclude=*"]
+    return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def words_of(case: Case) -> str:

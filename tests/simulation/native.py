@@ -10,6 +10,7 @@ import detangle
 
 from tests.simulation import memory
 from tests.simulation.faults import OF_BROKER, Plan, Trouble
+from tests.simulation.run import Outcome
 from tests.simulation.world import World
 
 DAEMONS: Final = 2
@@ -17,9 +18,8 @@ DAEMONS: Final = 2
 SHORTEST_MS, LONGEST_MS = 1_000, 300_000
 
 
-async def native(plan: Plan, seconds: float, rate: int) -> tuple[str, dict[str, int]]:
-    """Publish for so many seconds, then wait until everything came. Returns the verdict and a count of the faults.
-    Raises AssertionError."""
+async def native(plan: Plan, seconds: float, rate: int) -> Outcome:
+    """Publish for so many seconds, then wait until everything came. Raises AssertionError."""
     async with World.open() as world:
         nodes = [world.node(f"delayer-{number}", mode="native") for number in range(DAEMONS)]
         for node in nodes:
@@ -49,4 +49,4 @@ async def native(plan: Plan, seconds: float, rate: int) -> tuple[str, dict[str, 
             await node.stop()
         verdict = world.ledger.verdict(world.standing())
         verdict.assert_kept(repeats=True)
-        return str(verdict), trouble.counts
+        return Outcome(str(verdict), trouble.counts, world.ledger.account.sent)

@@ -22,7 +22,17 @@ from tests.simulation import clock, pauses
 from tests.simulation.faults import Plan
 
 FORGET_SECONDS: Final = 60.0
-Scenario = Callable[[Plan, float, int], Awaitable[tuple[str, dict[str, int]]]]
+
+
+class Outcome(NamedTuple):
+    """``faults``: how many of each kind. ``messages``: how many the ledger sent."""
+
+    verdict: str
+    faults: dict[str, int]
+    messages: int
+
+
+Scenario = Callable[[Plan, float, int], Awaitable[Outcome]]
 
 
 class Case(NamedTuple):
@@ -45,6 +55,7 @@ class Result:
     failure: str
     verdict: str
     faults: dict[str, int]
+    messages: int
     drawn: Sequence[str]
     virtual_seconds: float
     cpu_seconds: float
@@ -126,14 +137,11 @@ def simulate(case: Case, scenario: Scenario, *, log: bool = False) -> Result:
         real = clock.cpu_seconds() - began
     gc.unfreeze()
     events.update(f"{decisions.hash}".encode())
-    failure, verdict, faults = run.failure.message if run.failure else "", "", {}
-    if run.value is not None:
-        verdict, faults = run.value
+    outcome = run.value or Outcome("", {}, 0)
     return Result(
         case.seed,
-        failure,
-        verdict,
-        faults,
+        run.failure.message if run.failure else "",
+        *outcome,
         plan.drawn,
         run.virtual_time,
         real,

@@ -14,6 +14,7 @@ from tests.faults.features import cancels, keys, modes
 from tests.faults.features.striking import excused
 from tests.simulation import drained, imported, memory, operated, packed, refused, scheduled
 from tests.simulation.faults import OF_STORE, Plan, Trouble
+from tests.simulation.run import Outcome
 from tests.simulation.store.process import ClockedPostgres
 from tests.simulation.store.server import URL
 from tests.simulation.watch import Watch
@@ -159,11 +160,8 @@ FEATURES: Final = {
 }
 
 
-async def stored(
-    feature: Feature, postgres: ClockedPostgres, plan: Plan, seconds: float, rate: int
-) -> tuple[str, dict[str, int]]:
-    """Publish for so many seconds, then wait until nothing is owed any more. Returns the verdict and a count of the
-    faults. Raises AssertionError."""
+async def stored(feature: Feature, postgres: ClockedPostgres, plan: Plan, seconds: float, rate: int) -> Outcome:
+    """Publish for so many seconds, then wait until nothing is owed any more. Raises AssertionError."""
     async with World.open(postgres, ledger=feature.ledger) as world:
         tables = {"mode": "store", "store": {"url": URL, "lanes": 4}}
         nodes = [world.node(f"delayer-{number}", **tables) for number in range(DAEMONS)]
@@ -194,7 +192,7 @@ async def stored(
         feature.judge(world.ledger)
         if feature.all_come:
             verdict.assert_kept(repeats=True)
-        return str(verdict), trouble.counts
+        return Outcome(str(verdict), trouble.counts, world.ledger.account.sent)
 
 
 def kinds_of(plan: Plan, seconds: float) -> list[str]:
