@@ -17,6 +17,7 @@ from delayer.core.counters import MOST_DESTINATIONS
 from delayer.intake.handle import PARK_MESSAGES
 from delayer.release.loop import CLAIM_MESSAGES, MOST_CONFIRMED
 from delayer.store.inbox import MOST_POSTPONED, MOST_RANGES
+from delayer.store.lanes.settling import MOST_COUNTED
 from tests.simulation.world import Node
 
 EACH_SECONDS: Final = 10
@@ -51,6 +52,7 @@ def bounds_of(settings: Settings) -> dict[str, int]:
         "Isolation.exchanges": MAX_EXCHANGES,
         "OpenRanges._ranges": MOST_RANGES,
         "Postponed.ids": MOST_POSTPONED,
+        "SkippedRows._times": MOST_COUNTED,
     }
 
 

@@ -43,7 +43,7 @@ async def test_it_looks_into_suspended_tasks() -> None:
 
 def test_a_collection_without_a_bound_stays_small() -> None:
     bounds = bounds_of(Settings())
-    assert is_within(bounds, "SkippedRows._times", FEW)
-    assert not is_within(bounds, "SkippedRows._times", FEW + 1)
+    assert is_within(bounds, "SkippedRows.ids", FEW)
+    assert not is_within(bounds, "SkippedRows.ids", FEW + 1)
     assert is_within(bounds, "AckTracker._order", 5_000)
     assert not is_within(bounds, "AckTracker._order", 5_001)

@@ -39,6 +39,8 @@ log = structlog.get_logger()
 
 MOST: Final = 100
 """Maximum number of skipped rows. If the database rejects more, the rows are not the cause."""
+MOST_COUNTED: Final = 10_000
+"""Maximum number of rows whose skips are counted. The row counted first is forgotten, and its next pause is short."""
 NEXT_STEP: Final = 'find what rejects it: triggers, constraints (docs/operations.md, "A row that the database rejects")'
 NO_LIMIT: Final = 1 << 30
 
@@ -63,6 +65,8 @@ class SkippedRows:
         if self.full:
             return
         self._times[id] += 1
+        if len(self._times) > MOST_COUNTED:
+            del self._times[next(iter(self._times))]
         pause = pause_ms(self._times[id], id) / 1000
         self._paused[id] = due_ms, self._clock.monotonic() + pause
         self.ids = list(self._paused)
