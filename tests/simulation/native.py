@@ -15,6 +15,8 @@ from tests.simulation.world import World
 
 DAEMONS: Final = 2
 """One of them consumes the intake queue, and the other stands by."""
+MANY_SECONDS: Final = 600
+"""In so many seconds happen as many faults as in a short run."""
 SHORTEST_MS, LONGEST_MS = 1_000, 300_000
 
 
@@ -29,6 +31,7 @@ async def native(plan: Plan, seconds: float, rate: int) -> Outcome:
         ends = loop.time() + seconds
         trouble = Trouble(world, nodes, plan)
         kinds = [*(["cut"] * 3), "alarm", "minority", "daemon", detangle.choice(["kill", "stop"])]
+        kinds *= max(1, round(seconds / MANY_SECONDS))
         detangle.shuffle(kinds)
         faults = asyncio.create_task(trouble.run(OF_BROKER, kinds, seconds))
         for number in count():
