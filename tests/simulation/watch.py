@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import count
 from typing import Final
@@ -90,9 +90,6 @@ _STANDING: Final = (
 )
 
 
-Ask = Callable[[str], list[tuple[str | None, ...]]]
-
-
 class Watch:
     def __init__(self, store: SimulatedStore, nodes: Sequence[Node], trouble: Trouble) -> None:
         self._store = store
@@ -116,22 +113,24 @@ class Watch:
         """Raises AssertionError."""
         self._store.set_clock()
         try:
-            self._check(self._store.watch.query)
+            self._check()
         except Locked:  # partitions are being attached
-            pass
-        finally:
             self._store.watch.query("ROLLBACK")
 
-    def _check(self, ask: Ask) -> None:
+    def _ask(self, statement: str) -> list[tuple[str | None, ...]]:
+        """Raises Locked within a transaction. A wait for a lock would last forever, because nothing else runs."""
+        return self._store.watch.query(f"{_BEGIN}; {statement}; ROLLBACK")
+
+    def _check(self) -> None:
         """Nothing else runs meanwhile, so several statements see the same state."""
         owned = [lane for node in self._nodes if not is_paused(node.host) for lane in node.lanes()]
         owners = Counter(lane.number for lane in owned)
         lanes = {lane.number: lane for lane in owned if owners[lane.number] == 1}
-        answer = ask(f"{_BEGIN}; {_look_at(lanes.values())}")
+        answer = self._ask(_look_at(lanes.values()))
         found = {kind: [row[1:] for row in answer if row[0] == kind] for kind in Kind}
         [(state, *_)] = found[Kind.STATE]
         if state != self._state:
-            wrong = ask("EXECUTE rows")
+            wrong = self._ask("EXECUTE rows")
             assert not wrong, f"{wrong[0][0]}: {[row[1] for row in wrong[:5]]}"
             self._state = state
         late = found[Kind.LATE] if self._trouble.is_peace else ()
