@@ -153,13 +153,19 @@ class Past:
 @dataclass(frozen=True, slots=True)
 class RuleRun:
     """A rule and the numbers of its findings. ``skipped``: why it did not run, or empty. ``unlisted``: findings that
-    the report leaves out because it limits their number per rule."""
+    the report leaves out because it limits their number per rule. ``count``: the sum of the counts of its violations,
+    or of its warnings if it has no violation."""
 
     rule: str
     violations: int
     warnings: int
     skipped: str = ""
     unlisted: int = 0
+    count: int = 0
+
+    @property
+    def severity(self) -> Severity | None:
+        return "violation" if self.violations else "warning" if self.warnings else None
 
 
 def run_of(rule: str, found: Iterable[Finding], skipped: str = "") -> tuple[RuleRun, list[Finding]]:
@@ -167,7 +173,8 @@ def run_of(rule: str, found: Iterable[Finding], skipped: str = "") -> tuple[Rule
     ordered = sorted(found, key=lambda one: (one.severity == "warning", -one.count, one.subject))
     violations = sum(one.severity == "violation" for one in ordered)
     listed = ordered[:100]
-    return RuleRun(rule, violations, len(ordered) - violations, skipped, len(ordered) - len(listed)), listed
+    count = sum(one.count for one in ordered[: violations or None])
+    return RuleRun(rule, violations, len(ordered) - violations, skipped, len(ordered) - len(listed), count), listed
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from delayer.cli.errors import ExitCode, Misused
-from delayer.cli.options import Stoppable, as_json, conf_option, master_option, request_of, store_url
+from delayer.cli.options import Stoppable, as_json, check_package, conf_option, master_option, request_of, store_url
 from delayer.cli.output import note, progress
 from delayer.core.secret import SecretUrl
 from delayer.store.admin.stats import restored_ms
@@ -47,6 +47,12 @@ def _finite(_context: click.Context, _option: click.Parameter, value: float | No
     "--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the report as a page."
 )
 @click.option(
+    "--results",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Append a row for each rule to the Parquet files in DIR (docs/tables.md). Needs the extra `segments`.",
+)
+@click.option(
     "--release-rate",
     type=click.FloatRange(0, min_open=True),
     callback=_finite,
@@ -70,6 +76,7 @@ def audit(
     *,
     as_json: bool,
     html: Path | None,
+    results: Path | None,
     deep: bool,
     no_broker: bool,
     master: str | None,
@@ -88,7 +95,7 @@ def audit(
     \b
     Examples:
       delayer audit
-      delayer audit --html backlog.html
+      delayer audit --html backlog.html --results /srv/audits
       delayer --set store.url_file=/etc/delayer/replica.url audit --json
       delayer audit --deep
       delayer audit --deep --sample 0.01 --no-broker
@@ -112,18 +119,47 @@ def audit(
     )
     if html is not None and not html.parent.is_dir():
         raise Misused(f"--html {html}: there is no directory {html.parent}")
+    if results is not None:
+        _check_results(results)
     report = _run(options, master, conf, deep=deep)
     tell(report, as_json=as_json)
-    code = ExitCode.DONE
-    if html is not None:
-        from delayer.audit import report_html  # noqa: PLC0415
+    written = [html is None or _write_page(report, html)]
+    written.append(results is None or _append_results(report, results, options.store))
+    context.exit(ExitCode.FOUND if report.violations else ExitCode.DONE if all(written) else ExitCode.USAGE)
 
-        try:
-            report_html.write(report, html)
-        except OSError as error:
-            note(f"delayer: --html {html}: {error.strerror}")
-            code = ExitCode.USAGE
-    context.exit(ExitCode.FOUND if report.violations else code)
+
+def _check_results(directory: Path) -> None:
+    check_package("pyarrow", "segments")
+    from delayer.audit import dataset, results  # noqa: PLC0415 - pyarrow
+
+    try:
+        results.check(directory)
+    except dataset.Unfit as error:
+        raise Misused(f"--results {error}") from error
+
+
+def _append_results(report: AuditReport, directory: Path, store: SecretUrl) -> bool:
+    """Return whether the results were written."""
+    from delayer.audit import dataset, results  # noqa: PLC0415 - pyarrow
+
+    try:
+        results.append(directory, report, store)
+    except dataset.DatasetNotWritten as error:
+        note(f"delayer: --results {error}")
+        return False
+    return True
+
+
+def _write_page(report: AuditReport, page: Path) -> bool:
+    """Return whether the page was written."""
+    from delayer.audit import report_html  # noqa: PLC0415
+
+    try:
+        report_html.write(report, page)
+    except OSError as error:
+        note(f"delayer: --html {page}: {error.strerror}")
+        return False
+    return True
 
 
 def _run(options: Options, master: str | None, conf: dict[str, str], *, deep: bool) -> AuditReport:

@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from delayer.cli.errors import CommandFailed, Misused, OutOfReach
-from delayer.cli.options import Stoppable, as_json, request_of, store_url
+from delayer.cli.options import Stoppable, as_json, check_package, request_of, store_url
 from delayer.cli.output import print_json, progress
 from delayer.core.filters import Filter
 from delayer.core.readable import Say, counted
@@ -58,12 +57,12 @@ def export(context: click.Context, /, *, directory: Path, form: str, bodies: boo
       delayer backlog export /srv/backlog
       delayer backlog export /srv/backlog-delta --format delta --bodies --json
     """
-    _check_packages("pyarrow", "segments")
+    check_package("pyarrow", "segments")
     from delayer.audit import dataset  # noqa: PLC0415 - pyarrow
 
     opened: Callable[[Path], AbstractContextManager[PlainDataset | DeltaDataset]] = dataset.plain
     if form == "delta":
-        _check_packages("deltalake", "delta")
+        check_package("deltalake", "delta")
         from delayer.audit.delta import delta  # noqa: PLC0415 - needs the extra
 
         opened = partial(delta, bodies=bodies)
@@ -85,11 +84,6 @@ def export(context: click.Context, /, *, directory: Path, form: str, bodies: boo
         click.echo(moved + files)
     if broken := done["broken_segments"]:
         raise CommandFailed(str(BrokenSegments(broken)))
-
-
-def _check_packages(module: str, extra: str) -> None:
-    if find_spec(module) is None:
-        raise OutOfReach(f"the Python package {module} is missing. Next: install delayer[{extra}] (docs/install.md)")
 
 
 async def _export(url: str, target: PlainDataset | DeltaDataset, say: Say, *, bodies: bool) -> dict[str, Any]:

@@ -13,13 +13,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from asyncpg import Connection
 
-from delayer.cli.errors import Misused
+from delayer.cli.errors import Misused, OutOfReach
 from delayer.cli.output import note, quoted
 from delayer.config import loading, texts
 from delayer.config.errors import Expected, format_found
@@ -261,3 +262,9 @@ def url_of(option: str, text: str, read: Callable[[object], SecretUrl | None]) -
     if url is None:
         raise Misused(f"{option}: expected a URL, found none")
     return url
+
+
+def check_package(module: str, extra: str) -> None:
+    """Raise OutOfReach unless the package of an extra is installed."""
+    if find_spec(module) is None:
+        raise OutOfReach(f"the Python package {module} is missing. Next: install delayer[{extra}] (docs/install.md)")

@@ -97,7 +97,7 @@ def test_an_empty_store(spark: SparkSession) -> None:
     assert report.findings == ()
     assert (report.totals.waiting, report.totals.first_due_ms, report.calendar.days) == (0, None, ())
     assert json.loads(report.to_json())["rules"][0] == {
-        "rule": "conservation", "violations": 0, "warnings": 0, "skipped": "", "unlisted": 0,
+        "rule": "conservation", "violations": 0, "warnings": 0, "skipped": "", "unlisted": 0, "count": 0,
     }  # fmt: skip
 
 
@@ -112,4 +112,5 @@ def test_findings_of_one_rule_are_bounded_violations_first() -> None:
     found = [Finding("overdue", "violation" if n < 120 else "warning", f"lane {n}", n) for n in range(150)]
     run, listed = run_of("overdue", found)
     assert (run.violations, run.warnings, run.unlisted) == (120, 30, 50)
+    assert (run.severity, run.count) == ("violation", sum(range(120))), "without the warnings"
     assert [one.count for one in listed] == list(range(119, 19, -1))

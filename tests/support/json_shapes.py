@@ -310,7 +310,7 @@ class AuditOutput(TypedDict):
     calendar: dict[str, Any]
     """Messages by due time, and their destinations."""
     rules: list[dict[str, Any]]
-    """Each rule with its violations, warnings, `skipped` (why it did not run) and `unlisted`."""
+    """Each rule with its violations, warnings, `skipped` (why it did not run), `unlisted` and `count`."""
     findings: list[dict[str, Any]]
     """Each with rule, severity, subject, count, first_due_ms, details and `next`, the next step."""
     past: dict[str, Any] | None

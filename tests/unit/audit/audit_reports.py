@@ -160,6 +160,7 @@ def full() -> AuditReport:
             sum(one.rule == rule and one.severity == "warning" for one in found) + 12 * (rule == "overdue"),
             {"repeats": "a sample was read, and this rule needs the whole store"}.get(rule, ""),
             12 if rule == "overdue" else 0,
+            sum(one.count for one in found if one.rule == rule and one.severity == "violation"),
         )
         for rule in RULES
     )
