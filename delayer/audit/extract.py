@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
-from delayer.audit import faults
+from delayer.audit import faults, tasks
 from delayer.audit import spark as sessions
 from delayer.core.message import OCCURRENCES
 from delayer.core.secret import SecretUrl
@@ -199,7 +199,12 @@ def show_empty(spark: SparkSession) -> None:
 @contextmanager
 def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[str]:
     """Create a directory below ``work`` (a path, or a URL of shared storage) for this user only; remove it on exit.
-    ``work`` None means the system's temporary directory. A URL needs ``spark``."""
+    ``work`` None means the system's temporary directory. A URL needs ``spark``. On a Spark Connect server the directory
+    has the permissions that the server gives it."""
+    if spark is not None and tasks.is_remote(spark):
+        with _workplace_of_server(str(work), spark) as url:
+            yield url
+        return
     if work is None or not urlsplit(work).scheme:
         if work is not None:
             Path(work).mkdir(parents=True, exist_ok=True)
@@ -221,6 +226,21 @@ def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[s
         yield url
     finally:
         files.delete(path, True)
+
+
+@contextmanager
+def _workplace_of_server(work: str, spark: SparkSession) -> Iterator[str]:
+    """Create a directory by SQL: a client cannot reach the server's file system, but a database has a directory, and
+    takes all its files along."""
+    name = f"delayer_audit_{uuid.uuid4().hex}"
+    base = work.rstrip("/") if urlsplit(work).scheme else Path(work).absolute().as_uri()
+    url = f"{base}/{_NAME}{name.rpartition('_')[2]}"
+    quoted = url.replace("\\", "\\\\").replace("'", "\\'")
+    spark.sql(f"CREATE DATABASE {name} LOCATION '{quoted}'")
+    try:
+        yield url
+    finally:
+        spark.sql(f"DROP DATABASE {name} CASCADE")
 
 
 def write_extract(spark: SparkSession, url: SecretUrl, place: str, watch: Watch, *, sample: float = 1.0) -> Extract:

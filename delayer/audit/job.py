@@ -10,11 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from delayer.audit import coming, extract, past, rules
+from delayer.audit import coming, extract, past, rules, tasks
 from delayer.audit import spark as sessions
 from delayer.audit.coming import RELEASE_RATE
 from delayer.audit.findings import AuditReport
-from delayer.audit.tasks import StageWatcher
 from delayer.core.readable import Say
 from delayer.core.secret import SecretUrl
 from delayer.store import schema
@@ -55,8 +54,9 @@ def check(options: Options) -> None:
 def run(spark: SparkSession, options: Options, say: Say) -> AuditReport:
     """Run one audit. Raises StoreLost, JobMisused, JobFailed."""
     began = time.monotonic()
-    sessions.check_work(spark.sparkContext.master, options.work)  # spark-submit's master is unknown until now.
-    watching = StageWatcher(spark, say)
+    if not tasks.is_remote(spark):
+        sessions.check_work(spark.sparkContext.master, options.work)  # spark-submit's master is unknown until now.
+    watching = tasks.watcher(spark, say)
     if options.own_rules:
         extract.show_empty(spark)
         rules.check_own(spark, options.own_rules)

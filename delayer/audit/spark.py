@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,12 +35,15 @@ _LOGGING: Final = Path(__file__).with_name("log4j2.properties")
 # tasks it used about 10 s of processor time with this option, and 21 s without.
 _BRIEF: Final = "-XX:TieredStopAtLevel=1"
 
-_EVERYWHERE: Final[Mapping[str, str]] = {
+OF_SESSIONS: Final[Mapping[str, str]] = {
     "spark.sql.session.timeZone": "UTC",
     # Limit one exchange between the JVM and a Python worker, so that large rows do not add up.
     "spark.sql.execution.arrow.maxRecordsPerBatch": str(10_000),
     "spark.sql.execution.arrow.maxBytesPerBatch": str(16 << 20),
     "spark.sql.parquet.compression.codec": "zstd",
+}
+_EVERYWHERE: Final[Mapping[str, str]] = {
+    **OF_SESSIONS,
     "spark.ui.showConsoleProgress": "false",
     # Spark's default plus URLs, so that pages never show a URL in one of Spark's settings.
     "spark.redaction.regex": "(?i)secret|password|passwd|token|credential|access[.]?key|url",
@@ -72,11 +75,11 @@ def submitted() -> bool:
     return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
-def check_reachable(master: str) -> None:
-    """Raise JobFailed unless a host of ``spark://HOST:PORT,HOST:PORT`` accepts a connection. Spark itself gives up only
-    after three minutes and a hundred log lines."""
+def check_reachable(what: str, hosts: Iterable[str], option: str) -> None:
+    """Raise JobFailed unless one of ``hosts`` (HOST:PORT) accepts a connection. Spark itself gives up only after
+    minutes and a hundred log lines."""
     reason: Exception | None = None
-    for host in master.removeprefix("spark://").split(","):
+    for host in hosts:
         try:
             at = urlsplit(f"//{host}")
             socket.create_connection((at.hostname, at.port), 5.0).close()
@@ -84,9 +87,7 @@ def check_reachable(master: str) -> None:
             reason = error
         else:
             return
-    raise JobFailed(
-        f"Spark's master {master} is out of reach: {reason}. Next: check --master, and that Spark runs there"
-    )
+    raise JobFailed(f"{what} is out of reach: {reason}. Next: check {option}, and that Spark runs there")
 
 
 def check_work(master: str | None, work: str | None) -> None:
@@ -132,7 +133,7 @@ def session(
     if chosen is not None and not re.match(r"local\b|local-cluster\[|spark://|k8s://|yarn$", chosen):
         raise JobMisused(f"--master {chosen}: expected local[N], spark://HOST:PORT, yarn or k8s://…")
     if chosen is not None and chosen.startswith("spark://"):
-        check_reachable(chosen)
+        check_reachable(f"Spark's master {chosen}", chosen.removeprefix("spark://").split(","), "--master")
     _point_to_python(chosen, more)
     from py4j.protocol import Py4JError  # noqa: PLC0415
     from pyspark.errors import PySparkException  # noqa: PLC0415
@@ -216,9 +217,9 @@ def check_machine() -> None:
         check_java(os.environ)
 
 
-def check_packages() -> None:
-    """Raise JobImpossible unless the extra is installed."""
-    for module in ("pyspark", "pyarrow", "pandas", "adbc_driver_postgresql"):
+def check_packages(*more: str) -> None:
+    """Raise JobImpossible unless the extra is installed, and the modules ``more``."""
+    for module in ("pyspark", "pyarrow", "pandas", "adbc_driver_postgresql", *more):
         if find_spec(module) is None:  # Do not import: pandas takes most of a second, and not every job needs it.
             raise JobImpossible(
                 f"the Python package {module} is missing: audit --deep and compact are an extra. "

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from asyncpg import Connection
@@ -26,6 +26,8 @@ from delayer.store.admin.traffic import Traffic
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+    from delayer.audit.remote import OperationWatcher
 
 _STORE_LOST: Final = re.compile(r"delayer\.core\.errors\.StoreLost: (.*)")
 _PYTHON: Final = re.compile(r"^((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Lost)\b.*)$", re.MULTILINE)
@@ -43,9 +45,10 @@ _CALL: Final = "An error occurred while calling "
 class StageWatcher:
     """``with watching("reading messages"):`` shows the stages of the Spark jobs that the block starts in its thread."""
 
-    def __init__(self, spark: SparkSession, say: Say) -> None:
+    def __init__(self, spark: SparkSession, say: Say, *, count_rows: bool = True) -> None:
         self._context: Any = spark.sparkContext
         self._say = say
+        self._count_rows = count_rows
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -81,7 +84,7 @@ class StageWatcher:
         with suppress(Py4JError, OSError):  # The JVM is gone. The caller that waits for the tasks gets that error too.
             while not over.wait(0.25):
                 rows, done, of = self.seen(name)
-                self._say(f"{name}, {rows:,} rows" if rows else name, done, of)
+                self._say(f"{name}, {rows:,} rows" if rows and self._count_rows else name, done, of)
 
     def seen(self, name: str) -> tuple[int, int, int]:
         """Count rows read, tasks done and all tasks, over the stages that have begun."""
@@ -91,6 +94,20 @@ class StageWatcher:
         known = [info for stage in stages if (info := tracker.getStageInfo(stage)) is not None]
         rows = sum(store.lastStageAttempt(info.stageId).inputRecords() for info in known)
         return rows, sum(info.numCompletedTasks for info in known), sum(info.numTasks for info in known)
+
+
+def is_remote(spark: SparkSession) -> bool:
+    """Whether this is a session on a Spark Connect server, which has no SparkContext (audit.remote)."""
+    return type(spark).__module__.startswith("pyspark.sql.connect.")
+
+
+def watcher(spark: SparkSession, say: Say, *, count_rows: bool = True) -> StageWatcher | OperationWatcher:
+    """Return what shows the progress of jobs. ``count_rows``: also the rows that Spark has read, if it knows them."""
+    if not is_remote(spark):
+        return StageWatcher(spark, say, count_rows=count_rows)
+    from delayer.audit.remote import OperationWatcher  # noqa: PLC0415 - imports this module
+
+    return OperationWatcher(spark, say)
 
 
 @contextmanager
@@ -163,6 +180,9 @@ async def turn(connection: Connection, seen: Traffic, *, hurried: bool = False) 
 
 T = TypeVar("T")
 R = TypeVar("R")
+AT_ONCE: Final = 1_000
+"""Tasks of one query. Their inputs travel in its function with the store's URL. Spark would write a function of more
+than 1 MiB to a file."""
 
 
 def run(
@@ -170,14 +190,28 @@ def run(
 ) -> list[R]:
     """Run ``work`` on each of ``tasks`` on the executors; return all results in the order of the tasks. ``say`` gets
     the numbers of finished and all tasks. An interruption cancels tasks; commits stay. Raises JobFailed, StoreLost."""
-    if not tasks:
-        return []
-    with StageWatcher(spark, say)(name):
-        found: list[R] = spark.sparkContext.parallelize(tasks, len(tasks)).flatMap(partial(_last, work)).collect()
-        return found
+    found: list[R] = []
+    with watcher(spark, say, count_rows=False)(name):  # Its rows are the numbers of tasks.
+        for start in range(0, len(tasks), AT_ONCE):
+            some = tasks[start : start + AT_ONCE]
+            # A partition for each task, whose only row is the task's number. Spark Connect has no RDDs.
+            frame = spark.range(0, len(some), 1, len(some)).mapInArrow(_portions(some, work), "result binary")
+            found += [pickle.loads(row.result) for row in frame.collect()]
+    return found
 
 
-def _last(work: Callable[[Sequence[T]], Iterable[R]], portion: Sequence[T]) -> Iterable[R]:
-    """Run a portion on an executor, at a lower priority than the machine's daemons."""
-    step_back()
-    return work(portion)
+def _portions(
+    tasks: Sequence[Sequence[T]], work: Callable[[Sequence[T]], Iterable[R]]
+) -> Callable[[Iterable[Any]], Iterator[Any]]:
+    """Make the function of an executor: it gets batches of task numbers and returns batches of pickled results."""
+
+    def run_portions(batches: Iterable[Any]) -> Iterator[Any]:
+        import pyarrow as pa  # noqa: PLC0415 - the driver may not need it
+
+        step_back()  # The machine's daemons come first.
+        for batch in batches:
+            for number in batch.column(0).to_pylist():
+                results = pa.array([pickle.dumps(one) for one in work(tasks[number])], pa.binary())
+                yield pa.RecordBatch.from_arrays([results], ["result"])
+
+    return run_portions

@@ -10,7 +10,17 @@ import click
 from rich.console import Console
 
 from delayer.cli.errors import ExitCode, Misused
-from delayer.cli.options import Stoppable, as_json, check_package, conf_option, master_option, request_of, store_url
+from delayer.cli.options import (
+    Stoppable,
+    as_json,
+    check_package,
+    check_remote,
+    conf_option,
+    master_option,
+    remote_option,
+    request_of,
+    store_url,
+)
 from delayer.cli.output import note, progress
 from delayer.core.secret import SecretUrl
 from delayer.store.admin.stats import restored_ms
@@ -32,7 +42,7 @@ def _finite(_context: click.Context, _option: click.Parameter, value: float | No
     "--deep",
     is_flag=True,
     help="Read every message and unpack every segment, by Spark, which needs Java. Goes with --sample, --work, "
-    "--master and --conf.",
+    "--master, --remote and --conf.",
 )
 @click.option(
     "--sample",
@@ -68,6 +78,7 @@ def _finite(_context: click.Context, _option: click.Parameter, value: float | No
     "temporary files]",
 )
 @master_option
+@remote_option
 @conf_option
 @click.pass_context
 def audit(
@@ -80,6 +91,7 @@ def audit(
     deep: bool,
     no_broker: bool,
     master: str | None,
+    remote: SecretUrl | None,
     conf: dict[str, str],
     **given: Any,
 ) -> None:
@@ -100,13 +112,19 @@ def audit(
       delayer audit --deep
       delayer audit --deep --sample 0.01 --no-broker
       delayer audit --deep --master spark://cluster:7077 --work hdfs://cluster/tmp
+      delayer audit --deep --remote sc://cluster:15002 --work hdfs://cluster/tmp
     """
     from delayer.audit.job import Options  # noqa: PLC0415 - only this verb needs it
 
-    of_spark = {**given, "master": master, "conf": conf or None}
-    alone = [f"--{name}" for name in ("sample", "work", "master", "conf") if of_spark[name] not in (None, 1.0)]
+    of_spark = {**given, "master": master, "remote": remote, "conf": conf or None}
+    names = ("sample", "work", "master", "remote", "conf")
+    alone = [f"--{name}" for name in names if of_spark[name] not in (None, 1.0)]
     if alone and not deep:
         raise Misused(f"{', '.join(alone)}: expected --deep with it")
+    if remote is not None:
+        check_remote(remote, master)
+        if given["work"] is None:
+            raise Misused("--remote: expected --work with it, a directory or URL of the server and its executors")
     settings = request_of(context).settings()
     options = Options(
         store=SecretUrl(store_url(settings)),
@@ -121,7 +139,7 @@ def audit(
         raise Misused(f"--html {html}: there is no directory {html.parent}")
     if results is not None:
         _check_results(results)
-    report = _run(options, master, conf, deep=deep)
+    report = _run(options, master, remote, conf, deep=deep)
     tell(report, as_json=as_json)
     written = [html is None or _write_page(report, html)]
     written.append(results is None or _append_results(report, results, options.store))
@@ -162,19 +180,23 @@ def _write_page(report: AuditReport, page: Path) -> bool:
     return True
 
 
-def _run(options: Options, master: str | None, conf: dict[str, str], *, deep: bool) -> AuditReport:
+def _run(
+    options: Options, master: str | None, remote: SecretUrl | None, conf: dict[str, str], *, deep: bool
+) -> AuditReport:
     if not deep:
         from delayer.audit import quick  # noqa: PLC0415
 
         with progress("reading"):
             return quick.run(options)
     from delayer.audit import job, spark, tasks  # noqa: PLC0415
+    from delayer.audit.remote import job_session  # noqa: PLC0415
 
-    spark.check_machine()
-    spark.check_work(master, options.work)
+    if remote is None:
+        spark.check_machine()
+        spark.check_work(master, options.work)
     job.check(options)
     tasks.step_back()
-    with progress() as say, spark.session("delayer audit", master=master, work=options.work, more=conf) as session:
+    with progress() as say, job_session("delayer audit", master, remote, conf, work=options.work) as session:
         return job.run(session, options, say)
 
 

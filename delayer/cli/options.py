@@ -201,6 +201,12 @@ stored_change_options = joined(names_argument, filter_options, change_options)
 master_option = click.option(
     "--master", metavar="URL", help="Spark's master, such as spark://host:7077. [default: all cores of this machine]"
 )
+remote_option = click.option(
+    "--remote",
+    metavar="URL",
+    callback=lambda _context, _option, given: None if given is None else SecretUrl(given),
+    help="A Spark Connect server instead of a master: sc://host:15002. Needs no Java here.",
+)
 conf_option = click.option(
     "--conf",
     multiple=True,
@@ -208,6 +214,15 @@ conf_option = click.option(
     metavar="KEY=VALUE",
     help="Set one of Spark's settings.",
 )
+
+
+def check_remote(remote: SecretUrl, master: str | None) -> None:
+    """Raise Misused or JobMisused if the server's URL is unusable, or goes with a master."""
+    from delayer.audit.remote import place_of  # noqa: PLC0415 - only jobs need it
+
+    place_of(remote)
+    if master is not None:
+        raise Misused("--master, --remote: expected one of them")
 
 
 def selected(names: Sequence[str], given: dict[str, Any], *, everything: bool) -> Filter:

@@ -13,16 +13,19 @@ from delayer.cli.errors import ExitCode, Misused, OutOfReach
 from delayer.cli.options import (
     Stoppable,
     as_json,
+    check_remote,
     conf_option,
     dry_run_option,
     duration,
     master_option,
+    remote_option,
     request_of,
     store_url,
 )
 from delayer.cli.output import note, per_second, print_json, progress, when
 from delayer.core.readable import counted, size
 from delayer.core.readable import duration as readable_duration
+from delayer.core.secret import SecretUrl
 from delayer.store.segments.compact import FEWEST
 
 if TYPE_CHECKING:
@@ -71,6 +74,7 @@ def _end(context: click.Context, broken: Sequence[str], lost: Sequence[str], kep
 @click.option("--dry-run", is_flag=True, help="Estimate the gain and the cost, and change nothing. Needs no Spark.")
 @as_json
 @master_option
+@remote_option
 @conf_option
 @click.pass_context
 def compact(
@@ -81,6 +85,7 @@ def compact(
     dry_run: bool,
     as_json: bool,
     master: str | None,
+    remote: SecretUrl | None,
     conf: dict[str, str],
 ) -> None:
     """Pack the messages that are due in the far future into segments: compressed, inside the store.
@@ -98,10 +103,14 @@ def compact(
       delayer compact --dry-run
       delayer compact --after 30d
       delayer compact --master spark://cluster:7077 --conf spark.cores.max=4 --json
+      delayer compact --remote sc://cluster:15002
     """
     from delayer.audit import compact as job  # noqa: PLC0415 - only this verb needs it
-    from delayer.audit import spark, tasks  # noqa: PLC0415
+    from delayer.audit import tasks  # noqa: PLC0415
+    from delayer.audit.remote import job_session  # noqa: PLC0415
 
+    if remote is not None:
+        check_remote(remote, master)
     settings = request_of(context).settings()
     url = store_url(settings)
     job.check_after(after_ms, settings.store.restore_ahead_ms)
@@ -116,7 +125,7 @@ def compact(
         done = job.finish(url, planned, (), 0.0, lambda _done, _of: None)
     else:
         tasks.step_back()
-        with progress() as say, spark.session("delayer compact", master=master, more=conf, handing_out=True) as session:
+        with progress() as say, job_session("delayer compact", master, remote, conf, handing_out=True) as session:
             done = job.run(session, url, planned, rows, say)
     _tell_packed(done, as_json=as_json)
     parts = f"not packed, or perhaps not: {counted(len(done.lost), 'window')}"

@@ -22,7 +22,7 @@ import pyspark
 from tests.support import ports, reaper
 from tests.support.processes import Family, clean_environment, make_directory, remove_directory
 
-_HOME: Final = Path(pyspark.__file__).parent
+HOME: Final = Path(pyspark.__file__).parent
 _SETTINGS: Final[Mapping[str, str]] = {
     "spark.driver.host": ports.HOST,
     "spark.driver.bindAddress": ports.HOST,
@@ -114,14 +114,14 @@ class Cluster:
     def _start(self, of: str, arguments: list[str], mark: str = "") -> Family:
         name = of.partition(".")[0] + mark
         environment = clean_environment("SPARK_", "PYSPARK_", "DELAYER_") | {
-            "SPARK_HOME": str(_HOME),
+            "SPARKHOME": str(HOME),
             "SPARK_LOCAL_IP": ports.HOST,
             "SPARK_DAEMON_MEMORY": "256m",
             "SPARK_WORKER_DIR": str(self._directory / f"work{mark}"),
             "SPARK_LOCAL_DIRS": str(self._directory / "scratch"),
         }
         (self._directory / "scratch").mkdir(exist_ok=True)
-        argv = [_HOME / "bin" / "spark-class", f"org.apache.spark.deploy.{of}", *arguments]
+        argv = [HOME / "bin" / "spark-class", f"org.apache.spark.deploy.{of}", *arguments]
         family = Family(argv, env=environment, cwd=self._directory, log=self._directory / f"{name}.log")
         self._families.append(family)
         return family

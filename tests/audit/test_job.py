@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 from pyspark.sql import SparkSession
 
-from delayer.audit import job, rules, source
+from delayer.audit import job, rules, source, tasks
 from delayer.audit.findings import AuditReport
 from delayer.audit.tasks import StageWatcher
 from delayer.cli import submit
@@ -75,6 +75,18 @@ def test_a_sound_store_has_no_violations(spark: SparkSession, filled: str, tmp_p
     assert "judging" in names
     assert any(of > 0 for _, _, of in told)
     assert all(0 <= done <= of for _, done, of in told)
+
+
+def test_many_tasks_are_several_queries_with_results_in_order(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "AT_ONCE", 3)
+    portions = [[n, n + 1] for n in range(0, 14, 2)]
+    told: list[tuple[str, int, int]] = []
+    found = tasks.run(spark, "doubling", portions, lambda some: [2 * n for n in some], lambda *one: told.append(one))
+    assert found == list(range(0, 28, 2))
+    assert {name for name, _, _ in told} == {"doubling"}
+    assert tasks.run(spark, "nothing", [], lambda some: some, lambda *_: None) == []
 
 
 # ---- secrets
