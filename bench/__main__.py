@@ -33,6 +33,7 @@ from bench import (
     commands,
     floods,
     hop,
+    hours,
     http,
     keys,
     native,
@@ -43,24 +44,26 @@ from bench import (
     report,
     schedules,
     sql,
+    stalls,
     steady,
 )
 from bench.figures import Result
 from bench.meter import Neighbours
-from bench.run import Bench, Options, quick
+from bench.run import RESULTS, Bench, Options, quick
 from bench.servers import running_servers
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
 SECTIONS = {
     "ceilings": ceilings, "park": park, "keys": keys, "sql": sql, "release": release, "pair": pair, "steady": steady,
     "burst": burst, "floods": floods, "native": native, "hop": hop, "peers": peers, "commands": commands,
-    "churn": churn, "schedules": schedules, "http": http,
+    "churn": churn, "schedules": schedules, "http": http, "hours": hours, "stalls": stalls,
 }  # fmt: skip
 NEEDS = {"http": "park", "park": "ceilings", "release": "ceilings", "burst": "ceilings", "peers": "native"}
 """Sections whose ratios need another section of the same run."""
 TAKES_MINUTES = {"commands", "churn", "pair"}
 """Sections that a quick run leaves out: they need more than seconds."""
+TAKES_HOURS = {"hours", "stalls"}
+"""Sections that run only by name, or in a quick run."""
 DISTURBED_CORES = 0.15
 """The run warns when other programs used more than this."""
 
@@ -104,9 +107,15 @@ def arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--schedule-period", type=whole_number, help="seconds between their times (default 60)")
     parser.add_argument("--schedule-seconds", type=whole_number, help="seconds of that traffic (default 600)")
     parser.add_argument("--many-schedules", type=whole_number, help="schedules that wait (default 1,000,000)")
+    parser.add_argument("--hours-seconds", type=whole_number, help="seconds of publishing in hours (default 10,800)")
+    parser.add_argument("--hours-longest", type=whole_number, help="its longest delay, and warm-up (default 3600)")
+    parser.add_argument("--hours-rate", type=whole_number, help="its messages a second (default 1000)")
+    parser.add_argument("--stall-seconds", type=whole_number, help="seconds of each turn of stalls (default 3600)")
+    parser.add_argument("--stall-rates", type=whole_numbers, help="its messages a second (default 200,2000)")
     parser.add_argument("--plugin-url", help="amqp:// URL of a broker with the delayed-message plugin, as a peer")
     parser.add_argument("--output", type=Path, help="the JSON file (default bench/results/latest.json or quick.json)")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print a stored result; measure nothing")
+    parser.add_argument("--plot", type=Path, nargs=2, metavar=("LINES", "SVG"), help="draw the lines of hours; no run")
     parser.add_argument("--markdown", action="store_true", help="print the tables as docs/performance.md has them")
     return parser.parse_args(line)
 
@@ -127,13 +136,18 @@ def options_of(asked: argparse.Namespace) -> Options:
         "schedule_period",
         "schedule_seconds",
         "many_schedules",
+        "hours_seconds",
+        "hours_longest",
+        "hours_rate",
+        "stall_seconds",
+        "stall_rates",
     )
     return replace(options, **{name: getattr(asked, name) for name in names if getattr(asked, name) is not None})
 
 
 def chosen(asked: argparse.Namespace) -> list[str]:
     """The names of the sections to run, in their order, with the sections that they need."""
-    wanted = asked.only or set(SECTIONS) - (TAKES_MINUTES if asked.quick else set())
+    wanted = asked.only or set(SECTIONS) - (TAKES_MINUTES if asked.quick else TAKES_HOURS)
     wanted = wanted | {NEEDS[name] for name in wanted if name in NEEDS}
     return [name for name in SECTIONS if name in wanted - asked.skip]
 
@@ -196,7 +210,7 @@ async def measure(options: Options, names: list[str], path: Path) -> Result:
     with progress_of(len(names)) as (say, done):
         say("starting RabbitMQ and Postgres")
         async with running_servers() as servers:
-            bench = Bench(options, servers, progress=say)
+            bench = Bench(options, servers, progress=say, folder=path.parent)
             bench.result.about = about(options, await servers.versions())
             for name in names:
                 bench.section = name
@@ -208,6 +222,11 @@ async def measure(options: Options, names: list[str], path: Path) -> Result:
 
 def main() -> int:
     asked = arguments()
+    if asked.plot:
+        from bench.plot import draw  # noqa: PLC0415 - matplotlib takes a second to load
+
+        draw(*asked.plot)
+        return 0
     path = asked.output or RESULTS / ("quick.json" if asked.quick else "latest.json")
     result = Result.load(asked.show) if asked.show else asyncio.run(measure(options_of(asked), chosen(asked), path))
     if asked.markdown:

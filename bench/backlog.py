@@ -27,7 +27,7 @@ import asyncpg
 from bench import plain
 from bench.__main__ import whole_number, whole_numbers
 from bench.figures import median
-from bench.meter import Meter, cpu_seconds, tree
+from bench.meter import Meter, cpu_seconds, memory_mb, tree
 from bench.rows import (
     ALL_DUE_SECONDS,
     BACKLOG_DAYS,
@@ -84,7 +84,7 @@ def ran(arguments: Sequence[object], **environ: str) -> Ran:
         nonlocal peak, used
         while not over.wait(0.5):
             pids = tree(process.pid)
-            peak, used = max(peak, sum(map(_pss_mb, pids))), max(used, cpu_seconds(pids))
+            peak, used = max(peak, memory_mb(pids)), max(used, cpu_seconds(pids))
 
     looking = threading.Thread(target=look)
     looking.start()
@@ -94,14 +94,6 @@ def ran(arguments: Sequence[object], **environ: str) -> Ran:
     if process.returncode:
         raise RuntimeError(f"{arguments}: exit {process.returncode}\n{out}{err}")
     return Ran(out, round(time.monotonic() - began, 1), round(used, 1), round(peak))
-
-
-def _pss_mb(pid: int) -> float:
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0.0
-    return next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0) * 1024 / 1e6
 
 
 def command(url: str, *arguments: str, **environ: str) -> Ran:

@@ -47,6 +47,19 @@ def _high_water_kb(pid: int) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
 
 
+def memory_mb(pids: Iterable[int]) -> float:
+    """The memory of these processes now, in MB; a page that several of them share counts once (their PSS)."""
+    return sum(map(_shared_out_kb, pids)) * 1024 / 1e6
+
+
+def _shared_out_kb(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
+
+
 class Meter:
     """The CPU that each of several trees used since the last reading."""
 

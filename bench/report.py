@@ -1,7 +1,8 @@
-"""The three tables of a run: rates and their ceilings, lateness, and the cost per message."""
+"""The tables of a run: rates and their ceilings, lateness, the causes of stalls, and the cost per message."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from datetime import datetime
 from typing import NamedTuple
@@ -31,6 +32,7 @@ plain messages, and the SQL inbox with parking by AMQP."""
 TREES = ("daemon", "broker", "database")
 UNITS = {"rate": "/s", "body": " B", "backlog": " waiting", "count": " messages"}
 SHARES = ("p50", "p99", "p99.9", "max")
+_STALL = re.compile(r"(.*), (\w+): (deliveries|stalls|worst)")
 
 
 class Sheet(NamedTuple):
@@ -42,12 +44,14 @@ class Sheet(NamedTuple):
 
 
 def sheets(result: Result) -> list[Sheet]:
-    """The three tables; a table without rows is left out."""
+    """The tables; a table without rows is left out."""
     heads = ("", "conditions", "measured", "ceiling of this run", "ratio", "all cores allow", "ratio")
     rates = Sheet("Rates", heads, list(_rates(result)))
     late = Sheet("Lateness", ("", "conditions", *SHARES), list(_lateness(result)))
+    heads = ("", "conditions", "later than 50 ms because of", "deliveries", "share", "stalls", "worst")
+    stalls = Sheet("Stalls", heads, list(_stalls(result)))
     cost = Sheet("Cost", ("", "conditions", "measured"), list(_costs(result)))
-    return [sheet for sheet in (rates, late, cost) if sheet.rows]
+    return [sheet for sheet in (rates, late, stalls, cost) if sheet.rows]
 
 
 def _rates(result: Result) -> Iterable[tuple[str, ...]]:
@@ -70,9 +74,34 @@ def _lateness(result: Result) -> Iterable[tuple[str, ...]]:
         yield (f"{section}: {name}", at, *(by_share.get(share, "") for share in SHARES))
 
 
+def _stalls(result: Result) -> Iterable[tuple[str, ...]]:
+    """A row for each turn and cause, with the cause's share of all late deliveries of the turn."""
+    seen: dict[tuple[str, str], dict[str, dict[str, Figure]]] = {}
+    for figure in result.figures:
+        if found := _STALL.fullmatch(figure.what):
+            what, cause, of_it = found.groups()
+            seen.setdefault((what, conditions(figure.at)), {}).setdefault(cause, {})[of_it] = figure
+    for (what, at), causes in seen.items():
+        late = sum(one["deliveries"].value for one in causes.values())
+        for cause, one in causes.items():
+            share = f"{one['deliveries'].value / late:.0%}" if late else ""
+            yield (
+                f"stalls: {what}",
+                at,
+                cause,
+                shown(one["deliveries"]),
+                share,
+                *map(shown, (one["stalls"], one["worst"])),
+            )
+
+
 def _costs(result: Result) -> Iterable[tuple[str, ...]]:
     for figure in result.figures:
-        if "lateness" not in figure.what and figure.unit not in ("msg/s", "rows/s"):
+        if (
+            "lateness" not in figure.what
+            and figure.unit not in ("msg/s", "rows/s")
+            and not _STALL.fullmatch(figure.what)
+        ):
             yield (f"{figure.section}: {figure.what}", conditions(figure.at), shown(figure))
 
 
@@ -126,13 +155,17 @@ def show(result: Result, console: Console) -> None:
 
 
 def markdown(result: Result) -> str:
-    """The tables as docs/performance.md has them."""
+    """All tables of a result in Markdown."""
     lines = [heading(result), ""]
     for sheet in sheets(result):
-        lines += [f"### {sheet.title}", "", _line(sheet.heads), _line(["---"] * len(sheet.heads))]
-        lines += [*map(_line, sheet.rows), ""]
+        lines += [f"### {sheet.title}", "", *markdown_table(sheet), ""]
     lines += [f"- {note}" for note in result.notes]
     return "\n".join(lines).rstrip()
+
+
+def markdown_table(sheet: Sheet) -> list[str]:
+    """Its lines in Markdown."""
+    return [_line(sheet.heads), _line(["---"] * len(sheet.heads)), *map(_line, sheet.rows)]
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -23,7 +23,7 @@ from delayer.store.rows import partitions
 CHUNK = 250_000
 WRITERS = 2
 BACKLOG_DAYS = 60
-BACKLOG_FIRST_HOURS = 3
+BACKLOG_FIRST_HOURS = 12
 """The time until the first of the backlog is due: after the end of every run."""
 ALL_DUE_SECONDS = 0.5
 """After :func:`put_due`."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from bench import rows
 from bench.figures import Figure, Result
 from bench.servers import Place, Servers
+
+RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,14 @@ class Options:
     """Seconds: a divisor of a minute."""
     schedule_seconds: int = 600
     many_schedules: int = 1_000_000
+    hours_seconds: int = 10_800
+    """Seconds of publishing. The first ``hours_longest`` of them are the warm-up; as long again, the rest drains."""
+    hours_longest: int = 3600
+    hours_rate: int = 1000
+    hours_schedules: int = 1000
+    hours_step: int = 60
+    stall_seconds: int = 3600
+    stall_rates: tuple[int, ...] = (200, 2000)
 
     def count_of(self, size: int) -> int:
         """The count for this size: fewer large messages, so that a section takes about as long for every size."""
@@ -51,7 +62,8 @@ def quick() -> Options:
         quick=True, count=10_000, sizes=(512,), backlog=20_000, repeats=1, rates=(2000,), longest_delay=2,
         steady_seconds=3, burst=5_000, flood=3_000, waiting=10_000, native=6_000, trip_seconds=2,
         trip_longest=2, peers=1000, churn_seconds=5, churn_rate=1000, schedules=200,
-        schedule_period=5, schedule_seconds=5, many_schedules=2_000,
+        schedule_period=5, schedule_seconds=5, many_schedules=2_000, hours_seconds=10, hours_longest=3,
+        hours_rate=300, hours_schedules=50, hours_step=1, stall_seconds=3, stall_rates=(200,),
     )  # fmt: skip
 
 
@@ -75,6 +87,7 @@ class Bench:
     result: Result = field(default_factory=Result)
     progress: Callable[[str], None] = print
     section: str = ""
+    folder: Path = RESULTS
     _backlogged: str | None = None
 
     def say(self, text: str) -> None:
@@ -87,6 +100,11 @@ class Bench:
 
     def note(self, text: str) -> None:
         self.result.notes.append(f"{self.section}: {text}")
+
+    @property
+    def lines(self) -> Path:
+        """The file of JSON lines that a long section writes next to the result."""
+        return self.folder / f"{'quick-' if self.options.quick else ''}{self.section}.jsonl"
 
     @property
     def backlogs(self) -> tuple[int, ...]:

@@ -116,9 +116,7 @@ async def next_to_traffic(bench: Bench, kind: str) -> None:
     count = 0 if kind == "none" else options.schedules
     period, seconds = options.schedule_period, options.schedule_seconds
     place = await bench.place()
-    queue = Plain(place.broker_url)
-    queue.fresh_queue(QUEUE)
-    queue.close()
+    place.fresh_queue(QUEUE)
     warm = options.longest_delay + 1 + LEAD_SECONDS
     # The first occurrences are due when the measurement begins: at the start of a period.
     begin = -(-(time.time() + warm + 5 + count * ADDING_SECONDS) // period) * period

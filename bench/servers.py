@@ -60,6 +60,13 @@ class Place:
         plain.fresh_queue(INBOX, bind=OUT)
         plain.close()
 
+    def fresh_queue(self, name: str) -> str:
+        """Declare an empty queue, for messages of the default exchange; return its name."""
+        plain = Plain(self.broker_url)
+        plain.fresh_queue(name)
+        plain.close()
+        return name
+
     async def delayer(self, *arguments: str) -> str:
         """Run a command of the command line until it exits. Raises RuntimeError with its output."""
         return await command(self.config, *arguments)

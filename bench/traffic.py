@@ -13,10 +13,13 @@ import array
 import asyncio
 import json
 import random
+import re
 import select
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator, Generator
+from contextlib import closing
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,36 +168,47 @@ def lateness(counted: list[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
+def reads(
+    plain: Plain, headers: re.Pattern[bytes], patience: float
+) -> Generator[tuple[float, list[tuple[bytes, ...]]]]:
+    """Yield the instant of each read (epoch ms) and the marks of its messages, until none arrived for ``patience``
+    seconds. A message is acknowledged after its read was handled."""
+    tail = b""
+    arrived = acknowledged = 0
+    try:
+        while select.select([plain.socket], [], [], patience)[0]:
+            read = plain.socket.recv(1 << 20)
+            now = time.time() * 1000
+            if not read:
+                raise EOFError("the broker closed the connection")
+            data = tail + read
+            found = list(headers.finditer(data))
+            tail = data[max(found[-1].end() if found else 0, len(data) - UNREAD) :]
+            small = len(read) < SMALL_READ
+            arrived += len(found)
+            yield now, [one.groups() for one in found]
+            if arrived - acknowledged >= ACKNOWLEDGED_TOGETHER or (arrived > acknowledged and small):
+                # One consumer on its own channel, so the tags are 1, 2, 3, …
+                acknowledged = arrived
+                plain.acknowledge(acknowledged)
+            if small:
+                time.sleep(REST_SECONDS)
+    finally:
+        if arrived > acknowledged:
+            plain.acknowledge(arrived)
+
+
 def _read(plain: Plain, count: int, patience: float, tally: Tally | None = None) -> Arrivals:
     seen = Arrivals(array.array("d"), array.array("d"))
-    tail = b""
-    acknowledged = 0
-    headers = NUMBERED if tally else DUE
-    while (tally.came if tally else len(seen.at)) < count:
-        if not select.select([plain.socket], [], [], patience)[0]:
-            break
-        read = plain.socket.recv(1 << 20)
-        now = time.time() * 1000
-        if not read:
-            raise EOFError("the broker closed the connection")
-        data = tail + read
-        end = 0
-        for found in headers.finditer(data):
-            seen.at.append(now)
-            seen.late.append(now - int.from_bytes(found[1], "big"))
-            if tally:
-                tally.take(int.from_bytes(found[2], "big"))
-            end = found.end()
-        tail = data[max(end, len(data) - UNREAD) :]
-        small = len(read) < SMALL_READ
-        fresh = len(seen.at) - acknowledged
-        done = (tally.came if tally else len(seen.at)) >= count
-        if fresh >= ACKNOWLEDGED_TOGETHER or (fresh and (small or done)):
-            # One consumer on its own channel, so the tags are 1, 2, 3, …
-            acknowledged = len(seen.at)
-            plain.acknowledge(acknowledged)
-        if small:
-            time.sleep(REST_SECONDS)
+    with closing(reads(plain, NUMBERED if tally else DUE, patience)) as all_reads:
+        for now, found in all_reads:
+            for due, *number in found:
+                seen.at.append(now)
+                seen.late.append(now - int.from_bytes(due, "big"))
+                if tally:
+                    tally.take(int.from_bytes(number[0], "big"))
+            if (tally.came if tally else len(seen.at)) >= count:
+                break
     return seen
 
 
@@ -219,6 +233,16 @@ class Helper:
         if self._process.returncode:
             raise RuntimeError(f"{self._verb}: exit {self._process.returncode}\n{errors}")
         return dict(json.loads(output.splitlines()[-1]))
+
+    async def answers(self) -> AsyncIterator[dict[str, Any]]:
+        """Each line of its answer as it comes. Raises RuntimeError with its errors."""
+        assert self._process.stdout is not None
+        while line := await asyncio.to_thread(self._process.stdout.readline):
+            if line.startswith("{"):
+                yield dict(json.loads(line))
+        _, errors = await asyncio.to_thread(self._process.communicate)
+        if self._process.returncode:
+            raise RuntimeError(f"{self._verb}: exit {self._process.returncode}\n{errors}")
 
     def __enter__(self) -> Helper:
         return self
