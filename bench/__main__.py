@@ -31,6 +31,7 @@ from bench import (
     ceilings,
     churn,
     commands,
+    document,
     floods,
     hop,
     hours,
@@ -116,7 +117,10 @@ def arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="the JSON file (default bench/results/latest.json or quick.json)")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print a stored result; measure nothing")
     parser.add_argument("--plot", type=Path, nargs=2, metavar=("LINES", "SVG"), help="draw the lines of hours; no run")
-    parser.add_argument("--markdown", action="store_true", help="print the tables as docs/performance.md has them")
+    parser.add_argument(
+        "--markdown", action="store_true",
+        help="write the tables of docs/performance.md from bench/results; with --show, print those of that file",
+    )  # fmt: skip
     return parser.parse_args(line)
 
 
@@ -226,6 +230,9 @@ def main() -> int:
         from bench.plot import draw  # noqa: PLC0415 - matplotlib takes a second to load
 
         draw(*asked.plot)
+        return 0
+    if asked.markdown and not asked.show:
+        document.write()
         return 0
     path = asked.output or RESULTS / ("quick.json" if asked.quick else "latest.json")
     result = Result.load(asked.show) if asked.show else asyncio.run(measure(options_of(asked), chosen(asked), path))
