@@ -111,6 +111,7 @@ def arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hours-seconds", type=whole_number, help="seconds of publishing in hours (default 10,800)")
     parser.add_argument("--hours-longest", type=whole_number, help="its longest delay, and warm-up (default 3600)")
     parser.add_argument("--hours-rate", type=whole_number, help="its messages a second (default 1000)")
+    parser.add_argument("--hours-step", type=whole_number, help="seconds of each of its lines (default 60)")
     parser.add_argument("--stall-seconds", type=whole_number, help="seconds of each turn of stalls (default 3600)")
     parser.add_argument("--stall-rates", type=whole_numbers, help="its messages a second (default 200,2000)")
     parser.add_argument("--plugin-url", help="amqp:// URL of a broker with the delayed-message plugin, as a peer")
@@ -143,6 +144,7 @@ def options_of(asked: argparse.Namespace) -> Options:
         "hours_seconds",
         "hours_longest",
         "hours_rate",
+        "hours_step",
         "stall_seconds",
         "stall_rates",
     )

@@ -30,19 +30,19 @@ RULES: tuple[tuple[str, str], ...] = (
     (DISK, MACHINE),
     ("confirm of the probe", BROKER),
     ("commit of the probe", DATABASE),
-    ("publish", BROKER),
-    ("settle", DATABASE),
-    ("claim", DATABASE),
-    ("park", DATABASE),
     ("COMMIT", DATABASE),
     ("CPU pressure", MACHINE),
+    ("publish", BROKER),
+    ("claim", OURS),
+    ("settle", OURS),
 )
 """Kinds of spans and their causes; the first kind that covers the stall decides.
 
 Direct evidence stands first. A probe that only sleeps tells a machine without CPU from a daemon that keeps its event
 loop busy. If a probe of the broker and one of the database wait at the same time, the disk that they share is slow. The
-daemon's own durations come after the probes, since they are long whenever a server is. Processes that wait for CPU come
-last: they are no cause while something else explains the stall.
+daemon's own durations come last, since they are long whenever a server or the machine is. A claim that is slow while
+the probe of the database is not has a statement that is slow, and statements are ours. A park delays no delivery, so
+its duration is no cause.
 """
 
 

@@ -38,11 +38,16 @@ STALL = Stall(100.0, 100.5, 40, 400.0)
             [("lock wait", 100.0, 100.4), ("settle", 100.0, 100.4)], ("ours", "lock wait"), id="our own locks"
         ),
         pytest.param([("publish", 100.0, 100.3)], ("broker", "publish"), id="only our queue's confirms"),
-        pytest.param([("settle", 100.0, 100.1), ("settle", 100.2, 100.3)], ("database", "settle"), id="two in a row"),
+        pytest.param([("settle", 100.0, 100.1), ("settle", 100.2, 100.3)], ("ours", "settle"), id="two in a row"),
+        pytest.param([("claim", 100.0, 100.3), ("COMMIT", 100.0, 100.3)], ("database", "COMMIT"), id="its log says so"),
+        pytest.param([("park", 100.0, 100.4)], ("unknown", ""), id="a park delays no delivery"),
+        pytest.param(
+            [("claim", 100.0, 100.4), ("CPU pressure", 100.0, 100.4)], ("machine", "CPU pressure"), id="too little CPU"
+        ),
         pytest.param(
             [("CPU pressure", 100.0, 100.4), ("confirm of the probe", 100.0, 100.4)],
             ("broker", "confirm of the probe"),
-            id="pressure is the last resort",
+            id="pressure explains less than a probe",
         ),
         pytest.param([("checkpoint", 0.0, 999.0)], ("unknown", ""), id="a checkpoint alone slows nothing"),
     ],
