@@ -76,6 +76,17 @@ def stalls(late: Iterable[tuple[float, float]]) -> list[Stall]:
     return found
 
 
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """Join the spans of each kind that overlap or touch."""
+    found: list[Span] = []
+    for one in sorted(spans):
+        if found and found[-1].what == one.what and one.begin <= found[-1].end:
+            found[-1] = found[-1]._replace(end=max(found[-1].end, one.end))
+        else:
+            found.append(one)
+    return found
+
+
 def covered(spans: Iterable[Span], begin: float, end: float) -> float:
     """The seconds between ``begin`` and ``end`` in which at least one of the spans was on."""
     total, until = 0.0, begin

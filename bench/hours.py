@@ -33,8 +33,6 @@ from tests.support.daemon import DaemonProcess
 
 DAEMONS = ("daemon 1", "daemon 2")
 HALF_HOUR = 1800.0
-PATIENCE_SECONDS = 60.0
-QUICK_PATIENCE_SECONDS = 5.0
 WARM, MEASURED, DRAIN = "warm-up", "measured", "drain"
 _STORE = """
 SELECT coalesce(sum(pg_table_size(relid)), 0)::float8 / 1e6 AS table_mb,
@@ -164,7 +162,7 @@ async def traffic(
     options, start = bench.options, time.time() + LEAD_SECONDS
     rate, seconds, longest = options.hours_rate, options.hours_seconds, options.hours_longest
     common = {"url": place.broker_url, "start": start}
-    patience = QUICK_PATIENCE_SECONDS if options.quick else PATIENCE_SECONDS
+    patience = LEAD_SECONDS + options.patience
     reading = {"queue": INBOX, "count": sent_in(rate, seconds), "step": options.hours_step, "patience": patience}
     sending = {"exchange": IN, "key": KEY, "queue": "delays", "size": SIZE, "rate": rate, "seconds": seconds,
                "longest_ms": longest * 1000}  # fmt: skip

@@ -50,6 +50,8 @@ class Options:
     hours_step: int = 60
     stall_seconds: int = 3600
     stall_rates: tuple[int, ...] = (200, 2000)
+    patience: int = 60
+    """Seconds without a message after which a consumer of hours or stalls ends."""
 
     def count_of(self, size: int) -> int:
         """The count for this size: fewer large messages, so that a section takes about as long for every size."""
@@ -63,7 +65,7 @@ def quick() -> Options:
         steady_seconds=3, burst=5_000, flood=3_000, waiting=10_000, native=6_000, trip_seconds=2,
         trip_longest=2, peers=1000, churn_seconds=5, churn_rate=1000, schedules=200,
         schedule_period=5, schedule_seconds=5, many_schedules=2_000, hours_seconds=10, hours_longest=3,
-        hours_rate=300, hours_schedules=50, hours_step=1, stall_seconds=3, stall_rates=(200,),
+        hours_rate=300, hours_schedules=50, hours_step=1, stall_seconds=3, stall_rates=(200,), patience=5,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from bench.evidence import LATE_MS, Share, Span, Stall, cause_of, of_postgres, shares, stalls, weigh
+from bench.evidence import LATE_MS, Share, Span, Stall, cause_of, merged, of_postgres, shares, stalls, weigh
 from bench.figures import median
 from bench.mixture import LEAD_SECONDS, sent_in
 from bench.rows import KEY
@@ -38,7 +38,6 @@ LOGGED: Mapping[str, str | int] = {
 }
 """The time between checkpoints is the default of Postgres again, so that an hour has twelve of them."""
 ALONE, DAEMON = "broker alone", "delayer"
-PATIENCE_SECONDS = 20.0
 
 
 class Attributed(NamedTuple):
@@ -61,7 +60,8 @@ class Turn(NamedTuple):
 
     def attributed(self) -> list[Attributed]:
         """Each stall with its evidence and its cause."""
-        found = ((one, weigh(one, self.spans)) for one in stalls(map(tuple, self.seen["later"])))
+        spans = merged(self.spans)
+        found = ((one, weigh(one, spans)) for one in stalls(map(tuple, self.seen["later"])))
         return [Attributed(stall, evidence, *cause_of(stall, evidence)) for stall, evidence in found]
 
 
@@ -71,7 +71,8 @@ async def turn(bench: Bench, place: Place, what: str, rate: int, trace: Path | N
     start = time.time() + LEAD_SECONDS
     seconds = longest + 1 + bench.options.stall_seconds
     common = {"url": place.broker_url, "start": start, "rate": rate, "seconds": seconds, "size": SIZE}
-    reading = {"queue": INBOX, "step": bench.options.hours_step, "patience": PATIENCE_SECONDS + longest,
+    patience = LEAD_SECONDS + longest + bench.options.patience
+    reading = {"queue": INBOX, "step": bench.options.hours_step, "patience": patience,
                "later_ms": LATE_MS, "since_ms": (start + longest + 1) * 1000}  # fmt: skip
     if what == DAEMON:
         sending = {"exchange": IN, "key": KEY, "queue": "delays", "delays_ms": (1000, longest * 1000, 1)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.evidence import Span, Stall, cause_of, covered, of_postgres, shares, stalls, weigh
+from bench.evidence import Span, Stall, cause_of, covered, merged, of_postgres, shares, stalls, weigh
 
 STALL = Stall(100.0, 100.5, 40, 400.0)
 
@@ -64,6 +64,11 @@ def test_late_deliveries_that_overlap_are_one_stall() -> None:
 def test_spans_that_overlap_cover_their_time_once() -> None:
     spans = [Span("a", 0.0, 2.0), Span("b", 1.0, 3.0), Span("c", 5.0, 9.0), Span("d", 1.5, 1.6)]
     assert covered(spans, 0.5, 6.0) == pytest.approx(3.5)
+
+
+def test_spans_of_a_kind_that_touch_are_one() -> None:
+    spans = [Span("a", 2.0, 3.0), Span("a", 1.0, 2.0), Span("b", 2.5, 4.0), Span("a", 3.1, 4.0), Span("a", 1.1, 1.2)]
+    assert merged(spans) == [Span("a", 1.0, 3.0), Span("a", 3.1, 4.0), Span("b", 2.5, 4.0)]
 
 
 def test_the_evidence_names_what_covers_the_stall_and_no_cause_too() -> None:
