@@ -32,7 +32,10 @@ plain messages, and the SQL inbox with parking by AMQP."""
 TREES = ("daemon", "broker", "database")
 UNITS = {"rate": "/s", "body": " B", "backlog": " waiting", "count": " messages"}
 SHARES = ("p50", "p99", "p99.9", "max")
+COUNTED = ("msg", "rows", "stalls")
+HALVES = ("first half hour", "last half hour", "last over first")
 _STALL = re.compile(r"(.*), (\w+): (deliveries|stalls|worst)")
+_HALF = re.compile(f"(.*), ({'|'.join(HALVES)})")
 
 
 class Sheet(NamedTuple):
@@ -51,7 +54,8 @@ def sheets(result: Result) -> list[Sheet]:
     heads = ("", "conditions", "later than 50 ms because of", "deliveries", "share", "stalls", "worst")
     stalls = Sheet("Stalls", heads, list(_stalls(result)))
     cost = Sheet("Cost", ("", "conditions", "measured"), list(_costs(result)))
-    return [sheet for sheet in (rates, late, stalls, cost) if sheet.rows]
+    growth = Sheet("Growth", ("", "conditions", *HALVES), list(_growth(result)))
+    return [sheet for sheet in (rates, late, stalls, growth, cost) if sheet.rows]
 
 
 def _rates(result: Result) -> Iterable[tuple[str, ...]]:
@@ -95,13 +99,21 @@ def _stalls(result: Result) -> Iterable[tuple[str, ...]]:
             )
 
 
-def _costs(result: Result) -> Iterable[tuple[str, ...]]:
+def _growth(result: Result) -> Iterable[tuple[str, ...]]:
+    seen: dict[tuple[str, str], dict[str, str]] = {}
     for figure in result.figures:
-        if (
-            "lateness" not in figure.what
-            and figure.unit not in ("msg/s", "rows/s")
-            and not _STALL.fullmatch(figure.what)
-        ):
+        if found := _HALF.fullmatch(figure.what):
+            seen.setdefault((f"{figure.section}: {found[1]}", conditions(figure.at)), {})[found[2]] = shown(figure)
+    for (what, at), by_half in seen.items():
+        yield (what, at, *(by_half.get(half, "") for half in HALVES))
+
+
+def _costs(result: Result) -> Iterable[tuple[str, ...]]:
+    """Everything that has no place in the other tables."""
+    for figure in result.figures:
+        if figure.unit in ("msg/s", "rows/s") or _STALL.fullmatch(figure.what) or _HALF.fullmatch(figure.what):
+            continue
+        if "lateness" not in figure.what:
             yield (f"{figure.section}: {figure.what}", conditions(figure.at), shown(figure))
 
 
@@ -129,7 +141,7 @@ def conditions(at: dict[str, int]) -> str:
 def shown(figure: Figure) -> str:
     """The value with its significant digits, and its unit."""
     value = figure.value
-    digits = 0 if value == 0 or abs(value) >= 1000 else 1 if abs(value) >= 10 else 2
+    digits = 0 if value == 0 or abs(value) >= 1000 or figure.unit in COUNTED else 1 if abs(value) >= 10 else 2
     return f"{value:,.{digits}f} {figure.unit}".rstrip()
 
 

@@ -152,7 +152,7 @@ def report(bench: Bench, what: str, found: Turn, rows: list[Share], rate: int) -
         bench.add(f"{what}, probe of the {name}, p50", ms, "ms", rate=rate)
     for row in rows:
         bench.add(f"{what}, {row.cause}: deliveries", row.deliveries, "msg", rate=rate)
-        bench.add(f"{what}, {row.cause}: stalls", row.stalls, "", rate=rate)
+        bench.add(f"{what}, {row.cause}: stalls", row.stalls, "stalls", rate=rate)
         bench.add(f"{what}, {row.cause}: worst", row.worst_ms, "ms", rate=rate)
     if what == DAEMON:
         for kind in ("early", "missing", "repeated"):
