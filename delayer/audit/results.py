@@ -21,6 +21,7 @@ from delayer.audit.dataset import Unfit, sync, writing
 from delayer.audit.files import replacing
 from delayer.audit.findings import AuditReport
 from delayer.core.secret import SecretUrl
+from delayer.core.store_hosts import hosts_of
 
 COLUMNS: Final = pa.schema([
     pa.field("run", pa.string(), nullable=False),
@@ -97,10 +98,10 @@ def rows(report: AuditReport, run: str, store: str) -> Iterable[dict[str, Any]]:
 
 
 def place_of(store: SecretUrl) -> str:
-    """Return host, port and database of a store's URL, or a mask if a password may reach into them.
+    """Return hosts, ports and database of a store's URL, or a mask if a password may reach into them.
 
-    >>> place_of(SecretUrl("postgresql://delayer:secret@db.example:5432/delayer?sslmode=require"))
-    'db.example:5432/delayer'
+    >>> place_of(SecretUrl("postgresql://delayer:secret@db1.example:5432,db2.example/delayer?sslmode=require"))
+    'db1.example:5432,db2.example/delayer'
     """
-    url = urlsplit(str(store))
-    return url.netloc.rpartition("@")[2] + url.path
+    urls = [urlsplit(str(SecretUrl(one))) for one in hosts_of(store.reveal())]
+    return ",".join(url.netloc.rpartition("@")[2] for url in urls) + urls[0].path
