@@ -13,13 +13,17 @@ from pathlib import Path
 import pytest
 
 from tests.support.daemon import DaemonProcess
+from tests.support.place import eventually
 
 NOWHERE = 'mode = "native"\nbroker.url = "amqp://127.0.0.1:1/"\n'
 
 
-async def reading(file: Path) -> int:
-    """Wait until a process reads from this named pipe; return its write end."""
-    return await asyncio.to_thread(os.open, file, os.O_WRONLY)
+async def reading(file: Path, daemon: DaemonProcess) -> int:
+    """Wait until the daemon reads from this named pipe; return its write end. A signal between its last instruction and
+    the read would wait for the read's end: only a pipe takes that long."""
+    pipe = await asyncio.to_thread(os.open, file, os.O_WRONLY)
+    await eventually(Path(f"/proc/{daemon.pid}/wchan").read_text, lambda place: place.endswith("pipe_read"))
+    return pipe
 
 
 @pytest.fixture
@@ -33,7 +37,7 @@ def slow_file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("order", [signal.SIGTERM, signal.SIGINT], ids=str)
 async def test_a_loading_daemon_obeys_a_stop(slow_file: Path, order: signal.Signals) -> None:
     async with DaemonProcess({}, config=slow_file) as daemon:
-        pipe = await reading(slow_file)
+        pipe = await reading(slow_file, daemon)
         daemon.signal(order)
         assert await daemon.wait() == 0
         assert daemon.events == [] and daemon.stray_lines == []
@@ -43,7 +47,7 @@ async def test_a_loading_daemon_obeys_a_stop(slow_file: Path, order: signal.Sign
 async def test_a_loading_daemon_reloads_later(slow_file: Path) -> None:
     """The log says there is no broker, so the daemon itself received the signal."""
     async with DaemonProcess({}, config=slow_file) as daemon:
-        pipe = await reading(slow_file)
+        pipe = await reading(slow_file, daemon)
         daemon.reload()
         later = slow_file.with_name("later.toml")
         later.write_text(NOWHERE)
