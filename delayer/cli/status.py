@@ -164,7 +164,7 @@ def show(live: dict[str, Any]) -> None:
     slow: list[tuple[object, ...]] = [
         (text, *(duration(live["last"][one]["slowest"][name]) for one, _ in WINDOWS)) for name, text in SLOW.items()
     ]
-    print_table(["the slowest, over the last", *(name for _, name in WINDOWS)], slow, right=(1, 2, 3))
+    print_table(["the slowest took at most", *(name for _, name in WINDOWS)], slow, right=(1, 2, 3))
     if live["blocked"]:
         click.echo(
             "BLOCKED: a resource alarm of the broker (memory, disk): it accepts no publishes, so nothing is released"

@@ -23,8 +23,8 @@ DURATIONS: Final = ("claim", "settle", "park", "publish", "loop_lag")
 STAGES: Final = ("intake", "park", "claim", "publish")
 
 
-SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Bounds in seconds for a statement, a commit or a round of confirms."""
+SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+"""Bounds in seconds for a statement, a commit, a round of confirms, or a stall of the event loop."""
 LATENESS: Final = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 7200.0, 14400.0,
     43200.0, 86400.0,

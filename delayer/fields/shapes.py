@@ -298,7 +298,7 @@ class LatenessJson(TypedDict):
     p99: float | None
     worst: float | None
     slowest: dict[str, float | None]
-    """By name: claim, settle, park, publish, loop_lag; null if there was none."""
+    """At most so long; by name: claim, settle, park, publish, loop_lag; null if there was none."""
 
 
 @documented

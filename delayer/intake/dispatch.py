@@ -159,9 +159,11 @@ class Dispatch:
             # Settle the known outcomes, so that an unanswered message does not repeat the rest.
             await self._settle(publications, late.outcomes, schedule, acks)
             raise
+        finally:
+            seconds = schedule.seconds_since_written() if due_ms else perf_counter() - began
+            if seconds is not None:
+                self.counters.took("publish", seconds)
         reach("intake.confirmed")
-        if not due_ms:
-            self.counters.took("publish", perf_counter() - began)
         self.counters.batch("publish", len(publications))
         return await self._settle(publications, outcomes, schedule, acks)
 

@@ -385,8 +385,10 @@ class IntakeHandler(KeepingHandler):
         """Apply a batch in one transaction, accept its deliveries, and answer its cancels."""
         operations = operations_of(batch)
         began = perf_counter()
-        applied = await self._commit(operations, [delivery.tag for delivery, _, _ in batch])
-        self._counters.took("park", perf_counter() - began)
+        try:
+            applied = await self._commit(operations, [delivery.tag for delivery, _, _ in batch])
+        finally:
+            self._counters.took("park", perf_counter() - began)
         self._counters.batch("park", len(operations))
         self._counters.add("parked", [one.route for one in operations if isinstance(one, Parcel)])
         self._session.acks.accept(delivery.tag for delivery, _, _ in batch)

@@ -157,13 +157,17 @@ class LaneRelease:
                 await asyncio.sleep(min(wait, SLICE_SECONDS))
                 return []
             limit = bucket.take(limit, now)
-        rows = await claimer.claim(limit, CLAIM_BYTES)
+        rows: list[Due] | None = None
+        try:
+            rows = await claimer.claim(limit, CLAIM_BYTES)
+        finally:
+            if rows != []:  # Even if it failed: that may have taken longest.
+                self.counters.took("claim", time.monotonic() - now)
         if bucket is not None:
             bucket.give_back(limit - len(rows))
             bucket.waited(time.monotonic() - now, time.monotonic())
         if rows:
             self.counters.batch("claim", len(rows))
-            self.counters.took("claim", time.monotonic() - now)
         return rows
 
     async def _publish_and_settle(
@@ -177,7 +181,11 @@ class LaneRelease:
             sendable, batch, held = self._prepare_batch(rows)
             pace = Pace([row.due_ms for row in sendable], self.live.now_lower_ms, written.set)
             await before.wait()
-            outcomes = [*await self.publisher.publish(batch, pace), *[Confirmed()] * len(done)]
+            try:
+                outcomes = [*await self.publisher.publish(batch, pace), *[Confirmed()] * len(done)]
+            finally:
+                if (seconds := pace.seconds_since_written()) is not None:
+                    self.counters.took("publish", seconds)
             sendable += done
             reach("release.published")
             now_ms = self.live.now_lower_ms()
@@ -201,9 +209,10 @@ class LaneRelease:
             for oldest in list(self.confirmed)[:-MOST_CONFIRMED]:
                 del self.confirmed[oldest]
             raise
+        finally:
+            self.counters.took("settle", time.monotonic() - began)
         for row in done:
             self.confirmed.pop(_release_of(row), None)
-        self.counters.took("settle", time.monotonic() - began)
         messages = [("released", row.parcel.route, _due_ms(row)) for row in sendable]
         self.counters.settled(messages, outcomes, pace, now_ms)
         self.counters.sent(row.parcel.target for row in released)

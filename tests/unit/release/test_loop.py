@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from delayer.amqp.channel import seconds_until_due
 from delayer.amqp.errors import BrokerLost
 from delayer.amqp.properties import Properties, encode_headers, entry, long_string
-from delayer.amqp.values import Outgoing, Pace
+from delayer.amqp.values import Confirmed, Outgoing, Pace
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import DelayRequest
 from delayer.core.errors import LaneLost, StoreLost
@@ -375,3 +375,15 @@ def test_the_plan_of_a_late_message(asked: DelayRequest, limit_ms: int | None, p
 def test_a_late_message_with_a_key_is_parked() -> None:
     keyed = request(b"in", b"k", {b"x-deliver-at": OLD, b"x-delay-key": "a"})
     assert isinstance(decide(keyed, policy(HOUR), NOW), Park)
+
+
+@pytest.mark.parametrize("outcome", [Confirmed(), BrokerLost("in doubt")])
+async def test_it_counts_how_long_the_broker_took(outcome: Confirmed | BrokerLost) -> None:
+    """Also if no confirm came: that took longest."""
+    publisher = ScriptedPublisher({b"k": outcome})
+    it = Scene(ScriptedLane(claims=[[due(1)]]), publisher)
+    publisher.written_ms = {0: it.release.live.now_lower_ms() - 400}
+    await run_dry(it)
+    took = it.counters.seconds
+    assert (took["claim"].count, took["publish"].count, took["publish"].total) == (1, 1, pytest.approx(0.4))
+    assert took["settle"].count == isinstance(outcome, Confirmed)
