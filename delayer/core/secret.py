@@ -12,10 +12,13 @@ AS_PARAMETER: Final = re.compile(
     r"""(?i)\b((?:\w*password|passwd|passphrase|pwd|secret|token)\s*=\s*)((?:'[^']*'|"[^"]*")\S*|\S+)"""
 )
 _LOGIN = re.compile(":.*@", re.DOTALL)
+_HOST = r"(\[[0-9A-Fa-f:.]*\]|[\w.-]*)"
 # No part can come from an unescaped password, because such a password has one of the characters that divide a URL.
+# Without an @, only digits follow the first colon, as all behind it could be a password.
 _URL = re.compile(
-    r"(?P<scheme>[a-z][a-z0-9+.-]{0,20}:/+)((?P<user>[\w.%+-]{0,64})(?P<password>:[^\s:@/?#]*)?@)?"
-    r"(?P<place>(\[[0-9A-Fa-f:.]*\]|[\w.-]*)(:[0-9]*)?(/[^@?#&;=]*)?)(?P<behind>[?#&;=][^@]*)?",
+    r"(?P<scheme>[a-z][a-z0-9+.-]{0,20}:/+)(?!/)((?P<user>[\w.%+-]{0,64})(?P<password>:[^\s:@/?#]*)?@)?"
+    rf"(?P<place>({_HOST}(:[0-9]*)?|{_HOST}(,{_HOST})+(:[0-9]+)?|(?<=@){_HOST}(:[0-9]+)?(,{_HOST}(:[0-9]+)?)+)"
+    r"(/[^@?#&;=]*)?)(?P<behind>[?#&;=][^@]*)?",
     re.ASCII,
 )
 
@@ -27,6 +30,12 @@ def concealed(given: str) -> str:
     'amqp://me:***@host:5672/vhost?***'
     >>> concealed("amqp://me:pass word@host"), concealed("me:password@host:/"), concealed("host=h password=a b")
     ('***', '***', 'host=h password=***')
+    >>> concealed("postgresql://me:pass,word@a:5432,[::1]:5433,b/db"), concealed("postgresql://me@a,b")
+    ('postgresql://me:***@a:5432,[::1]:5433,b/db', 'postgresql://me@a,b')
+    >>> concealed("postgresql://a,b:5432/db"), concealed("postgresql://me:12,word"), concealed("amqp://me:pw%40host")
+    ('postgresql://a,b:5432/db', '***', '***')
+    >>> concealed("postgresql://me:p@ss,word@a,b"), concealed("amqp://me@a,amqp://me:pw"), concealed("x://me:1,p:w@a,b")
+    ('***', '***', '***')
     """
     if ":/" not in given and not _LOGIN.search(given):
         parameter = AS_PARAMETER.search(given)
