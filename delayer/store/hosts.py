@@ -1,7 +1,8 @@
 """Opens a connection to a store whose URL names several hosts.
 
 The driver has one deadline for all hosts of a URL. A host that does not answer at all, such as a machine without power,
-would use it up, and the standby behind it would never be asked. So each host is asked by itself.
+would use it up, and the standby behind it would never be asked. So each host is asked by itself. Only the driver can
+prefer a standby, because it has to compare the hosts: it then asks them one after another, with the one deadline.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Final
 import asyncpg
 from asyncpg import Connection
 
-from delayer.core.store_hosts import hosts_of
+from delayer.core.store_hosts import hosts_of, parameters_of
 
 NEXT_HOST_SECONDS: Final = 1.0
 """After this time without an answer the next host is asked too."""
@@ -21,8 +22,8 @@ NEXT_HOST_SECONDS: Final = 1.0
 async def connect(url: str, **how: Any) -> Connection:
     """Connect as asyncpg does, to the first host of ``url`` that answers and has the session attributes that it asks
     for. Raises like asyncpg: the error of the first host that could not be reached."""
-    left = hosts_of(url) if "," in url else [url]
-    if len(left) == 1:
+    left = hosts_of(url)
+    if len(left) == 1 or parameters_of(url).get("target_session_attrs") == "prefer-standby":
         return await asyncpg.connect(url, **how)
     asked: set[asyncio.Task[Connection]] = set()
     errors: list[BaseException] = []

@@ -113,6 +113,32 @@ async def test_a_caller_that_gives_up_leaves_no_attempt(monkeypatch: pytest.Monk
     assert sorted(there.given_up) == ["db1", "db2"]
 
 
+async def test_only_the_driver_prefers_a_standby(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def connect(url: str, **_: Any) -> Opened:
+        asked.append(url)
+        return Opened(url)
+
+    monkeypatch.setattr(asyncpg, "connect", connect)
+    url = "postgresql://db1,db2/delayer?target_session_attrs=prefer-standby"
+    await opened(url)
+    assert asked == [url]
+
+
+async def test_a_list_whose_comma_is_escaped_is_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def connect(url: str, **_: Any) -> Opened:
+        asked.append(url)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(asyncpg, "connect", connect)
+    with pytest.raises(ConnectionRefusedError):
+        await opened("postgresql:///delayer?host=db1%2Cdb2")
+    assert asked == ["postgresql:///delayer?host=db1", "postgresql:///delayer?host=db2"]
+
+
 async def test_a_single_host_is_asked_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     there = Hosts(monkeypatch, db1="answers")
     await opened(URL.format("db1"))
