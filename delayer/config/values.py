@@ -17,7 +17,7 @@ from delayer.config.errors import Expected
 from delayer.core.cascade import ADDRESS_BYTES, NAME_BYTES, Cascade, bindable
 from delayer.core.delay_sources import HEADER
 from delayer.core.secret import SecretUrl, SecretUrls
-from delayer.core.store_hosts import hosts_of
+from delayer.core.store_hosts import hosts_of, names_of, parameters_of
 from delayer.core.units import LONGEST_DURATION_MS
 
 UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
@@ -220,8 +220,20 @@ def store_url(value: object) -> SecretUrl:
         with suppress(ValueError):  # Otherwise the check of the whole URL names the mistake.
             for one in hosts_of(value):  # urllib reads the ports of several hosts as one.
                 check(one)
-            return SecretUrl(value)
-    return check(value)
+            return _listed(SecretUrl(value))
+    return _listed(check(value))
+
+
+def _listed(url: SecretUrl) -> SecretUrl:
+    """Check a list of hosts."""
+    names = names_of(url.reveal())
+    if len(names) > 1 and not all(name.partition(":")[0] for name in names):
+        # The driver would connect to a server on this machine.
+        raise Expected("a URL in which each of several hosts has a name")
+    if len(names) > 1 and not parameters_of(url.reveal()).get("target_session_attrs"):
+        # The first answer is taken, and that of a slow primary comes after its standby's.
+        raise Expected("a URL of several hosts with target_session_attrs=primary behind its ?")
+    return url
 
 
 def management_url(value: object) -> SecretUrl | None:

@@ -174,7 +174,7 @@ def test_a_url_in_a_later_layer_beats_a_url_file_in_an_earlier_one(tmp_path: Pat
 def test_a_changed_url_file_is_read_at_every_access(tmp_path: Path) -> None:
     broker, store = tmp_path / "broker", tmp_path / "store"
     write(broker, "amqp://u:one@h/v\n")
-    write(store, "postgresql://u:one@h,i/d")
+    write(store, "postgresql://u:one@h,i/d?target_session_attrs=primary")
     file = write(tmp_path / "f.toml", f'[broker]\nurl_file = "{broker}"\n[store]\nurl_file = "{store}"\n')
     settings = load(file, {}, {})
 

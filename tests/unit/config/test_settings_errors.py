@@ -397,3 +397,40 @@ def test_the_debug_log_of_the_library_shows_no_secret(
     caplog.set_level("DEBUG", "pydantic_settings")
     load(NO_FILE, {}, {"broker.url": "amqp://u:hunter2@h"})
     assert "hunter2" not in caplog.text + "".join(capfd.readouterr())
+
+
+ATTRIBUTES = "target_session_attrs=primary"
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("postgresql://u:hunter2@a,b/db", "several hosts with target_session_attrs=primary"),
+        ("postgresql://u:hunter2@a,b/db?target_session_attrs=", "several hosts with target_session_attrs=primary"),
+        ("postgresql:///db?host=a,b", "several hosts with target_session_attrs=primary"),
+        ("postgresql:///db?host=a%2Cb&port=1,2", "several hosts with target_session_attrs=primary"),
+        (f"postgresql://u:hunter2@a,b,/db?{ATTRIBUTES}", "each of several hosts has a name"),
+        (f"postgresql://u:hunter2@,a/db?{ATTRIBUTES}", "each of several hosts has a name"),
+        (f"postgresql://u:hunter2@a,:5433/db?{ATTRIBUTES}", "each of several hosts has a name"),
+        (f"postgresql:///db?host=a,&port=1,2&{ATTRIBUTES}", "each of several hosts has a name"),
+    ],
+)
+def test_a_list_of_hosts_names_each_and_says_which_is_wanted(url: str, expected: str) -> None:
+    [problem] = problems(NO_FILE, {}, {"store.url": url})
+    assert expected in str(problem)
+    assert "hunter2" not in str(problem)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"postgresql://a,b/db?{ATTRIBUTES}",
+        f"postgresql:///db?host=a,/run/postgresql&port=1,2&{ATTRIBUTES}",
+        "postgresql://a,b/db?target_session_attrs=prefer-standby",
+        "postgresql://u:with,comma@a/db",
+        "postgresql:///db",
+        "postgresql://:5433/db",
+    ],
+)
+def test_a_list_of_hosts_and_a_single_host_are_valid(url: str) -> None:
+    assert load(None, {}, {"store.url": url}).store_url == url
