@@ -303,6 +303,9 @@ def test_a_mistake_of_a_flag_names_it(flag: str, key: str, value: str) -> None:
 SECRETS = [
     {"broker.url": "amqp://u:hun@ter2@h/a/b"},
     {"broker.url": "hunter2"},
+    {"broker.url": "amqp://u:hunter2%40h"},
+    {"store.url": "postgresql://u:12,hunter2%40h/d"},
+    {"store.url": "postgresql://u:12,hunter2:@a,b/d"},
     {"store.url": "host=h password=hunter2"},
     {"broker": '{"url": "amqp://u:hunter2@h'},
     {"broker": '"hunter2"'},
