@@ -16,7 +16,7 @@ LATE_MS = 50.0
 JOINED_SECONDS = 0.05
 """Two late deliveries belong to one stall if no more than this is between them."""
 COVERED = 0.5
-"""The evidence of a cause must cover this share of the stall's worst lateness."""
+"""The evidence of a cause must cover this share of the time for which the stall's worst delivery was late."""
 
 MACHINE, BROKER, DATABASE, OURS, UNKNOWN = "machine", "broker", "database", "ours", "unknown"
 CAUSES = (BROKER, DATABASE, MACHINE, OURS, UNKNOWN)
@@ -36,7 +36,7 @@ RULES: tuple[tuple[str, str], ...] = (
     ("claim", OURS),
     ("settle", OURS),
 )
-"""Kinds of spans and their causes; the first kind that covers the stall decides.
+"""Kinds of spans and their causes; the first kind that covers the worst delivery of a stall decides.
 
 Direct evidence stands first. A probe that only sleeps tells a machine without CPU from a daemon that keeps its event
 loop busy. If a probe of the broker and one of the database wait at the same time, the disk that they share is slow. The
@@ -61,18 +61,25 @@ class Stall(NamedTuple):
     end: float
     deliveries: int
     worst_ms: float
+    worst_due: float
+    """When the latest of them was due (epoch s)."""
+
+    @property
+    def worst_arrival(self) -> float:
+        return self.worst_due + self.worst_ms / 1000
 
 
 def stalls(late: Iterable[tuple[float, float]]) -> list[Stall]:
     """Join late deliveries, each as due time and arrival in epoch ms."""
     found: list[Stall] = []
     for due_ms, at_ms in sorted(late):
-        begin, end, worst = due_ms / 1000, at_ms / 1000, at_ms - due_ms
-        if found and begin <= found[-1].end + JOINED_SECONDS:
+        one = Stall(due_ms / 1000, at_ms / 1000, 1, at_ms - due_ms, due_ms / 1000)
+        if found and one.begin <= found[-1].end + JOINED_SECONDS:
             last = found[-1]
-            found[-1] = Stall(last.begin, max(last.end, end), last.deliveries + 1, max(last.worst_ms, worst))
+            worst = max(last, one, key=lambda stall: stall.worst_ms)
+            found[-1] = worst._replace(begin=last.begin, end=max(last.end, one.end), deliveries=last.deliveries + 1)
         else:
-            found.append(Stall(begin, end, 1, worst))
+            found.append(one)
     return found
 
 
@@ -104,14 +111,18 @@ def together(what: str, some: Iterable[Span], others: Iterable[Span]) -> list[Sp
 
 
 def weigh(stall: Stall, spans: Iterable[Span]) -> dict[str, float]:
-    """The milliseconds of the stall that each kind of span covers."""
+    """The milliseconds that each kind of span covers between the due time and the arrival of the worst delivery.
+
+    A long stall has a little of every kind somewhere, which explains no single delivery.
+    """
+    due, arrival = stall.worst_due, stall.worst_arrival
     by_kind: dict[str, list[Span]] = {}
     for one in spans:
-        if one.begin < stall.end and stall.begin < one.end:
+        if one.begin < arrival and due < one.end:
             by_kind.setdefault(one.what, []).append(one)
     confirm, commit = by_kind.get("confirm of the probe", []), by_kind.get("commit of the probe", [])
     by_kind[DISK] = together(DISK, confirm, commit)
-    found = {what: covered(some, stall.begin, stall.end) * 1000 for what, some in by_kind.items()}
+    found = {what: covered(some, due, arrival) * 1000 for what, some in by_kind.items()}
     return {what: round(ms, 1) for what, ms in found.items() if ms}
 
 

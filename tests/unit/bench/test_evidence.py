@@ -6,7 +6,7 @@ import pytest
 
 from bench.evidence import Span, Stall, cause_of, covered, merged, of_postgres, shares, stalls, weigh
 
-STALL = Stall(100.0, 100.5, 40, 400.0)
+STALL = Stall(99.0, 101.0, 40, 400.0, 100.0)
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,7 @@ STALL = Stall(100.0, 100.5, 40, 400.0)
         pytest.param([("confirm of the probe", 100.0, 100.4)], ("broker", "confirm of the probe"), id="broker"),
         pytest.param([("confirm of the probe", 100.0, 100.19)], ("unknown", ""), id="too short to explain it"),
         pytest.param([("confirm of the probe", 99.0, 100.0)], ("unknown", ""), id="over before it"),
+        pytest.param([("COMMIT", 99.0, 99.9), ("COMMIT", 100.5, 101.0)], ("unknown", ""), id="beside the worst"),
         pytest.param([("commit of the probe", 99.9, 100.3)], ("database", "commit of the probe"), id="database"),
         pytest.param(
             [("confirm of the probe", 100.0, 100.4), ("commit of the probe", 100.1, 100.4)],
@@ -58,7 +59,18 @@ def test_the_cause_of_a_stall(spans: list[tuple[str, float, float]], expected: t
 
 def test_late_deliveries_that_overlap_are_one_stall() -> None:
     late = [(1_000, 1_300), (1_320, 1_400), (1_100, 1_180), (2_000, 2_060)]
-    assert stalls(late) == [Stall(1.0, 1.4, 3, 300), Stall(2.0, 2.06, 1, 60)]
+    assert stalls(late) == [Stall(1.0, 1.4, 3, 300, 1.0), Stall(2.0, 2.06, 1, 60, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("touched", "cause"), [pytest.param(0, "database", id="the worst"), pytest.param(100, "unknown", id="another one")]
+)
+def test_evidence_counts_only_where_the_worst_delivery_was_late(touched: int, cause: str) -> None:
+    """Of deliveries that are equally late, the first is the worst."""
+    [stall] = stalls((40 * n, 40 * n + 55) for n in range(250))
+    assert stall.deliveries == 250
+    begin = 0.04 * touched + 0.01
+    assert cause_of(stall, weigh(stall, [Span("COMMIT", begin, begin + 0.03)]))[0] == cause
 
 
 def test_spans_that_overlap_cover_their_time_once() -> None:
@@ -72,12 +84,12 @@ def test_spans_of_a_kind_that_touch_are_one() -> None:
 
 
 def test_the_evidence_names_what_covers_the_stall_and_no_cause_too() -> None:
-    found = weigh(STALL, [Span("checkpoint", 0.0, 999.0), Span("claim", 100.4, 101.0), Span("gc", 200.0, 201.0)])
-    assert found == {"checkpoint": 500.0, "claim": 100.0}
+    found = weigh(STALL, [Span("checkpoint", 0.0, 999.0), Span("claim", 100.3, 101.0), Span("gc", 200.0, 201.0)])
+    assert found == {"checkpoint": 400.0, "claim": 100.0}
 
 
 def test_each_cause_has_a_row() -> None:
-    rows = shares([(STALL, "broker"), (Stall(1.0, 2.0, 2, 900.0), "broker")])
+    rows = shares([(STALL, "broker"), (Stall(1.0, 2.0, 2, 900.0, 1.0), "broker")])
     assert [(row.cause, *row[1:]) for row in rows if row.stalls] == [("broker", 2, 42, 900.0)]
     assert [row.cause for row in rows] == ["broker", "database", "machine", "ours", "unknown"]
 
