@@ -179,8 +179,7 @@ async def traffic(
         sampler = await Sampler.begin(place, pids, connection)
         lines: list[Line] = []
         seen: dict[str, Any] = {}
-        bench.lines.parent.mkdir(parents=True, exist_ok=True)
-        with bench.lines.open("w") as file:
+        with bench.writing_lines() as file:
             async for found in consumer.answers():
                 if "at" not in found:
                     seen = found

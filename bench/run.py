@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from bench import rows
 from bench.figures import Figure, Result
@@ -107,6 +108,15 @@ class Bench:
     def lines(self) -> Path:
         """The file of JSON lines that a long section writes next to the result."""
         return self.folder / f"{'quick-' if self.options.quick else ''}{self.section}.jsonl"
+
+    @contextmanager
+    def writing_lines(self) -> Iterator[IO[str]]:
+        """A new file of lines, which replaces the last run's only when the run is complete."""
+        self.lines.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.lines.with_name(f".{self.lines.name}")
+        with unfinished.open("w") as file:
+            yield file
+        unfinished.replace(self.lines)
 
     @property
     def backlogs(self) -> tuple[int, ...]:

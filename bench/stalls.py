@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from bench.evidence import LATE_MS, Share, Span, Stall, cause_of, merged, of_postgres, shares, stalls, weigh
 from bench.figures import median
@@ -118,26 +118,25 @@ async def through_daemon(bench: Bench, place: Place, rate: int) -> Turn:
 
 
 async def run(bench: Bench) -> None:
-    bench.lines.parent.mkdir(parents=True, exist_ok=True)
-    bench.lines.write_text("")
-    async with running_servers(LOGGED) as servers:
-        for rate in bench.options.stall_rates:
-            place = await servers.place()
-            for what in (DAEMON, ALONE):
-                bench.say(f"{what}: {rate:,} messages a second for {bench.options.stall_seconds:,} s, with probes")
-                through = through_daemon(bench, place, rate) if what == DAEMON else turn(bench, place, what, rate)
-                found = await through
-                attributed = found.attributed()
-                write(bench.lines, what, rate, attributed)
-                report(bench, what, found, shares([(one.stall, one.cause) for one in attributed]), rate)
+    with bench.writing_lines() as file:
+        async with running_servers(LOGGED) as servers:
+            for rate in bench.options.stall_rates:
+                place = await servers.place()
+                for what in (DAEMON, ALONE):
+                    bench.say(f"{what}: {rate:,} messages a second for {bench.options.stall_seconds:,} s, with probes")
+                    through = through_daemon(bench, place, rate) if what == DAEMON else turn(bench, place, what, rate)
+                    found = await through
+                    attributed = found.attributed()
+                    write(file, what, rate, attributed)
+                    report(bench, what, found, shares([(one.stall, one.cause) for one in attributed]), rate)
 
 
-def write(path: Path, what: str, rate: int, attributed: list[Attributed]) -> None:
-    """Append a line for each stall."""
-    with path.open("a") as file:
-        for stall, evidence, cause, by in attributed:
-            told = {"turn": what, "rate": rate, "cause": cause, "by": by, **stall._asdict(), "evidence": evidence}
-            file.write(json.dumps(told) + "\n")
+def write(file: IO[str], what: str, rate: int, attributed: list[Attributed]) -> None:
+    """Write a line for each stall."""
+    for stall, evidence, cause, by in attributed:
+        told = {"turn": what, "rate": rate, "cause": cause, "by": by, **stall._asdict(), "evidence": evidence}
+        file.write(json.dumps(told) + "\n")
+    file.flush()
 
 
 def report(bench: Bench, what: str, found: Turn, rows: list[Share], rate: int) -> None:
