@@ -28,7 +28,7 @@ MOST_BREAKERS: Final = 10_000
 REST_SECONDS: Final = 60.0
 """A daemon has so long to reconnect, and to forget what it had in flight before."""
 _COLLECTIONS: Final = (list, dict, set, deque)
-_IN_FLIGHT: Final = frozenset({
+IN_FLIGHT: Final = frozenset({
     "AckTracker._accepted", "AckTracker._kept", "AckTracker._order", "AckTracker._single", "AmqpPublisher._tokens",
     "AmqpSubscription._buffer", "Confirms._runs", "DueHandler._slots", "InboxHandler._gathered", "InboxHandler._slots",
     "InboxSubscription._rows", "InboxSubscription._settled", "IntakeHandler._gathered", "IntakeHandler._slots",
@@ -71,7 +71,7 @@ def check(node: Node) -> None:
 async def check_rest(node: Node) -> None:
     """Wait until nothing is in flight. Raises AssertionError."""
     ends = asyncio.get_running_loop().time() + REST_SECONDS
-    while left := {name: size for name, size in sizes(_roots(node)).items() if size and name in _IN_FLIGHT}:
+    while left := {name: size for name, size in sizes(_roots(node)).items() if size and name in IN_FLIGHT}:
         assert asyncio.get_running_loop().time() < ends, f"{node.host} still keeps {left}"
         await asyncio.sleep(1.0)
 
@@ -123,6 +123,7 @@ def _locals_of(task: asyncio.Task[Any]) -> Iterator[object]:
 
 def _attributes_of(one: object) -> Iterator[tuple[str, object]]:
     yield from getattr(one, "__dict__", {}).items()
-    for name in getattr(type(one), "__slots__", ()):
-        if hasattr(one, name):
-            yield name, getattr(one, name)
+    for base in type(one).__mro__:
+        for name in vars(base).get("__slots__", ()):
+            if hasattr(one, name):
+                yield name, getattr(one, name)
