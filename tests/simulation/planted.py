@@ -139,6 +139,11 @@ def an_import_that_leaves_one_out() -> None:
     rewrite(ImportStore._transact, ("fold(parcels)", "fold(parcels[1:])"))
 
 
+def an_import_that_repeats_one() -> None:
+    """One message of each batch is parked twice."""
+    rewrite(ImportStore._transact, ("fold(parcels)", "fold([*parcels, parcels[0]])"))
+
+
 def a_drop_of_too_many() -> None:
     """A refused message that is dropped takes those before it along."""
     rewrite(QueueReader.ack, ("multiple=False", "multiple=True"))
@@ -179,6 +184,7 @@ PLANTED: Final = {
         Bug(keys_that_stay_behind, "segments"),
         Bug(a_drain_that_leaves_one_out, "drain"),
         Bug(an_import_that_leaves_one_out, "import"),
+        Bug(an_import_that_repeats_one, "import"),
         Bug(a_drop_of_too_many, "refused"),
     )
 }

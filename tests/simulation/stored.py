@@ -189,6 +189,7 @@ async def stored(feature: Feature, postgres: ClockedPostgres, plan: Plan, second
         verdict.assert_apart()
         assert not verdict.early, f"early: {verdict.early.first}"
         assert not verdict.changed, f"changed: {verdict.changed.first}"
+        assert not verdict.unexcused, f"came twice without a fault: {verdict.unexcused[:5]}"
         feature.judge(world.ledger)
         if feature.all_come:
             verdict.assert_kept(repeats=True)
