@@ -108,7 +108,8 @@ def case_of(line: dict[str, object]) -> Case:
 
 def line_of(case: Case, result: Result, real_seconds: float, code: str) -> str:
     """The line of a run in a log of results."""
-    asked = {"mode": case.mode, "seed": case.seed, "seconds": case.seconds, "rate": case.rate}
+    asked: dict[str, object] = {"mode": case.mode, "seed": case.seed, "seconds": case.seconds, "rate": case.rate}
+    asked |= {"kinds": case.kinds} if case.kinds else {}
     took = {"virtual_seconds": round(result.virtual_seconds), "real_seconds": round(real_seconds, 1)}
     found = {"messages": result.messages, "faults": result.faults, "failure": result.failure}
     return json.dumps({**asked, **took, **found, "revision": code})
