@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import replace
 
 import pytest
 
-from tests.simulation.command import case_of, cases_of, parsed, shrunk, words_of
+from tests.simulation.command import case_of, cases_of, line_of, parsed, shrunk, words_of
 from tests.simulation.run import Case, Result
 from tests.simulation.test_native import simulate
 
@@ -39,6 +40,11 @@ def test_its_words_repeat_a_case(case: Case) -> None:
 def test_a_line_of_the_known_cases_is_read() -> None:
     line = {"mode": "store", "seed": 5, "seconds": 600.0, "rate": 5, "kinds": ["cut"], "reason": "a lane was lost"}
     assert case_of(line) == Case("store", 5, 600.0, 5, ("cut",))
+
+
+@pytest.mark.parametrize("case", [Case("store", 5, 600.0, 5), Case("store", 5, 600.0, 5, ("cut",))])
+def test_a_line_of_the_results_repeats_its_case(case: Case) -> None:
+    assert case_of(json.loads(line_of(case, FAILED, 1.0, "abc"))) == case
 
 
 @pytest.mark.long
