@@ -52,10 +52,10 @@ async def switch(nodes: Sequence[Node], mode: str) -> None:
             await asyncio.wait([asyncio.create_task(node.reload(node.settings))], timeout=60)
 
 
-async def until_done(command: Callable[[], Awaitable[T]]) -> T:
-    """Run a command until it reaches broker and store."""
+async def until_done(command: Callable[[], Awaitable[T]], *more: type[Exception]) -> T:
+    """Run a command until it reaches broker and store. ``more``: what asks to run it again, too."""
     while True:
         try:
             return await command()
-        except AGAIN:
+        except (*AGAIN, *more):
             await asyncio.sleep(PAUSE)

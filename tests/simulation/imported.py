@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import detangle
 
@@ -21,6 +21,7 @@ from delayer.format.lines import Line
 from delayer.imports import state_machine
 from delayer.imports.brokers import Destinations
 from delayer.imports.files import JsonLines
+from delayer.imports.state_machine import ImportImpossible
 from delayer.retry import first_set
 from delayer.store.admin import actions
 from delayer.store.admin.detail import ABSENT
@@ -31,7 +32,9 @@ from tests.simulation.world import URL as BROKER_URL
 from tests.support.ledger import Ledger
 from tests.support.letters import NUMBER
 
-_ROWS = "SELECT id, body FROM message UNION ALL SELECT id, body FROM held ORDER BY id"
+PATIENCE: Final = 3600.0
+"""The faults of a run leave broker and store alone for long enough before."""
+_ROWS: Final = "SELECT id, body FROM message UNION ALL SELECT id, body FROM held ORDER BY id"
 
 
 class Exported(Ledger):
@@ -84,7 +87,8 @@ class Exported(Ledger):
                 finally:
                     await source.close()
 
-        report = await until_done(run)
+        async with asyncio.timeout(PATIENCE):
+            report = await until_done(run, ImportImpossible)  # The broker does not answer now whether it takes them.
         assert report.run.committed == len(chosen), f"{report.run.committed} of {len(chosen)} were imported"
         self.imported += len(chosen)
 
