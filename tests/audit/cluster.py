@@ -114,7 +114,7 @@ class Cluster:
     def _start(self, of: str, arguments: list[str], mark: str = "") -> Family:
         name = of.partition(".")[0] + mark
         environment = clean_environment("SPARK_", "PYSPARK_", "DELAYER_") | {
-            "SPARKHOME": str(HOME),
+            "SPARK_HOME": str(HOME),
             "SPARK_LOCAL_IP": ports.HOST,
             "SPARK_DAEMON_MEMORY": "256m",
             "SPARK_WORKER_DIR": str(self._directory / f"work{mark}"),
