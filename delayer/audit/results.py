@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -102,6 +102,21 @@ def place_of(store: SecretUrl) -> str:
 
     >>> place_of(SecretUrl("postgresql://delayer:secret@db1.example:5432,db2.example/delayer?sslmode=require"))
     'db1.example:5432,db2.example/delayer'
+    >>> place_of(SecretUrl("postgresql:///db?host=a,b"))
+    'a,b/db'
+    >>> place_of(SecretUrl("postgresql:///db?host=a,b&port=1,2")), place_of(SecretUrl("postgresql:///db?host=a&port=1"))
+    ('a:1,b:2/db', 'a:1/db')
     """
-    urls = [urlsplit(str(SecretUrl(one))) for one in hosts_of(store.reveal())]
-    return ",".join(url.netloc.rpartition("@")[2] for url in urls) + urls[0].path
+    hosts = hosts_of(store.reveal())
+    return ",".join(map(_host_of, hosts)) + urlsplit(str(SecretUrl(hosts[0]))).path
+
+
+def _host_of(url: str) -> str:
+    """Return host and port of a URL, which may have them in its query; nothing if the URL is masked as a whole."""
+    shown = urlsplit(str(SecretUrl(url)))
+    if shown.netloc or not shown.scheme:
+        return shown.netloc.rpartition("@")[2]
+    query = dict(parse_qsl(urlsplit(url).query))
+    hosts, ports = (query.get(name, "").split(",") for name in ("host", "port"))
+    ports = ports * len(hosts) if len(ports) == 1 else ports
+    return ",".join(f"{host}:{port}" if port else host for host, port in zip(hosts, ports, strict=False))

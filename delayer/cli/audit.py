@@ -121,6 +121,8 @@ def audit(
     alone = [f"--{name}" for name in names if of_spark[name] not in (None, 1.0)]
     if alone and not deep:
         raise Misused(f"{', '.join(alone)}: expected --deep with it")
+    if results is not None and given["sample"] < 1:
+        raise Misused("--results: expected the whole store, because its rows do not tell a sample. Next: omit --sample")
     if remote is not None:
         check_remote(remote, master)
         if given["work"] is None:

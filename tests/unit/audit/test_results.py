@@ -135,4 +135,5 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_store_whose_url_is_ambiguous_is_masked() -> None:
     assert results.place_of(SecretUrl("postgresql://me:pass word@db/delayer")) == "***"
-    assert results.place_of(SecretUrl("postgresql:///delayer?host=/run/postgresql")) == "/delayer"
+    assert results.place_of(SecretUrl("postgresql://me:pass?host=word@db/delayer")) == "***"
+    assert results.place_of(SecretUrl("postgresql:///delayer?host=/run/postgresql")) == "/run/postgresql/delayer"

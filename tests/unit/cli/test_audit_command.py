@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
@@ -13,6 +15,12 @@ from tests.unit.audit import audit_reports
 def test_options_of_the_deep_audit_are_refused_without_it() -> None:
     result = CliRunner().invoke(cli, ["audit", "--sample", "0.5", "--conf", "a=b"], prog_name="delayer")
     assert (result.exit_code, "--sample, --conf: expected --deep" in result.output) == (2, True), result.output
+
+
+def test_the_results_of_a_sample_are_refused(tmp_path: Path) -> None:
+    arguments = ["audit", "--deep", "--sample", "0.5", "--results", str(tmp_path / "audits")]
+    result = CliRunner().invoke(cli, arguments, prog_name="delayer")
+    assert (result.exit_code, "Next: omit --sample" in result.output) == (2, True), result.output
 
 
 @pytest.mark.parametrize("option", ["--sample", "--release-rate"])
