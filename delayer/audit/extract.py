@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
@@ -196,6 +196,11 @@ def show_empty(spark: SparkSession) -> None:
     )
 
 
+def _url_of(path: str) -> str:
+    """Return a file's URL as Hadoop reads it: without percent-encoding, which it would take for part of a name."""
+    return f"file://{Path(path).absolute()}"
+
+
 @contextmanager
 def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[str]:
     """Create a directory below ``work`` (a path, or a URL of shared storage) for this user only; remove it on exit.
@@ -210,7 +215,7 @@ def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[s
             Path(work).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=_NAME, dir=work, ignore_cleanup_errors=True) as made:
             try:
-                yield Path(made).as_uri()
+                yield _url_of(made)
             except (SystemExit, KeyboardInterrupt):
                 # Running tasks would recreate the directory after its removal.
                 if spark is not None:
@@ -232,15 +237,21 @@ def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[s
 def _workplace_of_server(work: str, spark: SparkSession) -> Iterator[str]:
     """Create a directory by SQL: a client cannot reach the server's file system, but a database has a directory, and
     takes all its files along."""
+    from pyspark.errors import PySparkException  # noqa: PLC0415  (needs the extra)
+
     name = f"delayer_audit_{uuid.uuid4().hex}"
-    base = work.rstrip("/") if urlsplit(work).scheme else Path(work).absolute().as_uri()
+    base = work.rstrip("/") if urlsplit(work).scheme else _url_of(work)
     url = f"{base}/{_NAME}{name.rpartition('_')[2]}"
     quoted = url.replace("\\", "\\\\").replace("'", "\\'")
     spark.sql(f"CREATE DATABASE {name} LOCATION '{quoted}'")
+    drop = f"DROP DATABASE {name} CASCADE"
     try:
         yield url
-    finally:
-        spark.sql(f"DROP DATABASE {name} CASCADE")
+    except BaseException:
+        with suppress(PySparkException):  # It would hide the first error, such as a lost server.
+            spark.sql(drop)
+        raise
+    spark.sql(drop)
 
 
 def write_extract(spark: SparkSession, url: SecretUrl, place: str, watch: Watch, *, sample: float = 1.0) -> Extract:

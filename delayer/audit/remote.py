@@ -21,6 +21,8 @@ from delayer.core.secret import SecretUrl
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+_STATIC: Final = ("CANNOT_MODIFY_STATIC_CONFIG", "CANNOT_MODIFY_CONFIG")
+"""Spark's conditions for a setting that a session may not change."""
 PORT: Final = 15002
 """Spark's default."""
 
@@ -47,19 +49,25 @@ def session(remote: SecretUrl, more: Mapping[str, str]) -> Iterator[SparkSession
     from pyspark.errors import PySparkException  # noqa: PLC0415
     from pyspark.sql.connect.session import SparkSession as Connected  # noqa: PLC0415
 
+    accepting = f"Spark Connect's server {place} accepts no session"
     try:
         spark: Any = Connected.builder.remote(remote.reveal()).create()
-        version = spark.version
     except PySparkException as error:
-        raise tasks.failure(f"Spark Connect's server {place} accepts no session", tasks.told_by(error)) from None
-    if int(version.partition(".")[0]) < 4:
-        raise JobMisused(f"--remote: expected Spark 4.0 or later, found {version}")
+        if str(error.getCondition()).startswith("INVALID_"):  # Its text may quote a parameter, such as a token.
+            raise JobMisused("--remote: expected parameters as KEY=VALUE after /;, with = in a value as %3D") from None
+        raise tasks.failure(accepting, tasks.told_by(error)) from None
     try:
+        with tasks.translated(accepting):
+            version = spark.version
+        if int(version.partition(".")[0]) < 4:
+            raise JobMisused(f"--remote: expected Spark 4.0 or later, found {version}")
         for key, value in {**sessions.OF_SESSIONS, **more}.items():
             try:
                 spark.conf.set(key, value)
-            except PySparkException:
-                raise JobMisused(f"--conf {key}: expected a setting of sessions; set it on the server") from None
+            except PySparkException as error:
+                if key in more and error.getCondition() in _STATIC:
+                    raise JobMisused(f"--conf {key}: expected a setting of sessions; set it on the server") from None
+                raise tasks.failure(accepting, tasks.told_by(error)) from None
         with tasks.translated("Spark"):
             yield spark
     finally:

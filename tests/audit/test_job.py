@@ -193,13 +193,14 @@ def test_the_command_by_spark_submit_with_a_violation(filled: str, tmp_path: Pat
     starter = Path(sys.executable).parent / "spark-submit"
     program = [str(starter), "--master", "local[2]", "--driver-memory", "768m", *FEW, submit.__file__]
     environ = {"PYSPARK_PYTHON": sys.executable, "DELAYER_STORE__URL": secret(filled)}
-    work = tmp_path / "work"
+    work = tmp_path / "work of 'us'"
     done = delayer("audit", "--deep", "--json", "--no-broker", "--work", str(work), program=program, **environ)
     assert done.returncode == 1, done.stderr
     *_, last = done.stdout.splitlines()  # spark-submit sends stderr there too
     assert "conservation" in [run["rule"] for run in json.loads(last)["rules"] if run["violations"]]
     assert PASSWORD not in done.stdout + done.stderr
     assert list(work.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [work], "the extract was in another directory"
 
 
 @pytest.mark.parametrize(

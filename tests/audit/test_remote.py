@@ -64,6 +64,7 @@ async def test_the_audit_has_the_same_figures_and_leaves_nothing(connect: Server
     assert report["totals"]["waiting"] + report["totals"]["packed"] == 2_999
     assert report["totals"]["packed"] > 500
     assert list(work.iterdir()) == []
+    assert set(work.parent.iterdir()) == {work, results}, "the extract was in another directory"
     assert ds.dataset(results).count_rows() == len(report["rules"])
     pages = connect.pages()
     assert "delayer" in connect.log
@@ -164,6 +165,17 @@ def test_a_server_out_of_reach_is_named_without_its_token() -> None:
     with (
         pytest.raises(JobFailed, match=r"127\.0\.0\.1:1 is out of reach: .*check --remote") as raised,
         remote.session(url, {}),
+    ):
+        pytest.fail("a session was made")
+    assert "hunter2" not in str(raised.value)
+
+
+@pytest.mark.parametrize("parameter", ["x-api-key=hunter2==", "hunter2", "session_id=hunter2"])
+def test_a_parameter_that_spark_refuses_is_not_quoted(monkeypatch: pytest.MonkeyPatch, parameter: str) -> None:
+    monkeypatch.setattr(remote.sessions, "check_reachable", lambda *_: None)
+    with (
+        pytest.raises(JobMisused, match="expected parameters as KEY=VALUE") as raised,
+        remote.session(SecretUrl(f"sc://127.0.0.1:1/;{parameter}"), {}),
     ):
         pytest.fail("a session was made")
     assert "hunter2" not in str(raised.value)
