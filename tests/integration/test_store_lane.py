@@ -475,3 +475,21 @@ async def test_held_rows_are_in_only_one_open_claim_and_are_not_skipped(database
         await first.settle(a, [])
         assert lane.sleep_hint() == 0.0
         assert len(await release_all(lane)) == 10
+
+
+async def test_a_look_survives_that_another_one_ends_the_presence(database: str) -> None:
+    """A reload looks at the lanes beside the look of each second. If that one fails, or the daemon leaves because it
+    has no broker, the presence is gone while the other waits for its turn, or for an answer."""
+    async with opened(database) as store, sql(database) as admin:
+        locks = store.locks
+        await locks.look()
+        async with admin.transaction():
+            await admin.execute("LOCK TABLE lane IN ACCESS EXCLUSIVE MODE")
+            async with sql(database) as other:
+                first, second = asyncio.create_task(locks.look()), asyncio.create_task(locks.look())
+                await blocked(other, "%lane%")
+                locks.leave()
+                with pytest.raises(StoreLost):
+                    await first
+                await blocked(other, "%lane%")
+        assert (await second).lanes

@@ -110,21 +110,22 @@ class LaneLocks:
     async def look(self, frozen_seconds: float = FROZEN_SECONDS) -> LaneTable:
         """Query lanes and live processes, ending sessions of parks that were silent for ``frozen_seconds``. The first
         call makes this process present. Raises StoreLost."""
-        if self._presence is None or self._presence.is_closed():
-            self._presence, self._pid = await self._connect("delayer presence", self._presence_settings), 0
-            self._named = ""
         try:
             async with self._turn:
+                if self._presence is None or self._presence.is_closed():
+                    self._presence, self._pid = await self._connect("delayer presence", self._presence_settings), 0
+                    self._named = ""
+                presence = self._presence  # Another task may leave meanwhile.
                 with translate_errors("look at lanes"):
-                    foreign = await foreign_locks.find(self._presence, LOOK_TIMEOUT)
+                    foreign = await foreign_locks.find(presence, LOOK_TIMEOUT)
                     if not self._pid:
-                        self._pid = await _take_presence(self._presence, foreign)
-                    await self._presence.execute(_END_FROZEN, self.idle, frozen_seconds, timeout=LOOK_TIMEOUT)
+                        self._pid = await _take_presence(presence, foreign)
+                    await presence.execute(_END_FROZEN, self.idle, frozen_seconds, timeout=LOOK_TIMEOUT)
                     if self._named != self.zone_version:
                         name = f"delayer presence {self.zone_version} {self.owner}"
-                        await self._presence.execute(_NAME_PRESENCE, name, timeout=LOOK_TIMEOUT)
+                        await presence.execute(_NAME_PRESENCE, name, timeout=LOOK_TIMEOUT)
                         self._named = self.zone_version
-                    rows = await self._presence.fetch(statements.LOOK, timeout=LOOK_TIMEOUT)
+                    rows = await presence.fetch(statements.LOOK, timeout=LOOK_TIMEOUT)
         except BaseException:
             self.leave()
             raise
