@@ -57,11 +57,6 @@ class Pace:
     written_ms: dict[int, float] = field(default_factory=dict)
     """When each message was written on the channel."""
 
-    def seconds_since_written(self) -> float | None:
-        """Return the seconds since the newest message was written; None before the first. Right after a publish, that
-        is how long the broker took to confirm."""
-        return max(self.now_ms() - max(self.written_ms.values()), 0.0) / 1000 if self.written_ms else None
-
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:

@@ -133,6 +133,11 @@ class Counters:
         """Add the duration of one ``what`` of :data:`DURATIONS`."""
         self.seconds[what].add(seconds)
 
+    def took_to_confirm(self, pace: Pace) -> None:
+        """Add the time since the last message of a pace was written, if one was. Call it when the publish has ended."""
+        if pace.written_ms:
+            self.took("publish", max(pace.now_ms() - max(pace.written_ms.values()), 0.0) / 1000)
+
     def batch(self, stage: str, messages: int) -> None:
         """Add the size of a batch of ``stage``, one of :data:`STAGES`."""
         self.sizes[stage].add(messages)

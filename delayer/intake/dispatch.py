@@ -160,9 +160,10 @@ class Dispatch:
             await self._settle(publications, late.outcomes, schedule, acks)
             raise
         finally:
-            seconds = schedule.seconds_since_written() if due_ms else perf_counter() - began
-            if seconds is not None:
-                self.counters.took("publish", seconds)
+            if due_ms:
+                self.counters.took_to_confirm(schedule)
+            else:
+                self.counters.took("publish", perf_counter() - began)
         reach("intake.confirmed")
         self.counters.batch("publish", len(publications))
         return await self._settle(publications, outcomes, schedule, acks)

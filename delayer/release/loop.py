@@ -184,8 +184,7 @@ class LaneRelease:
             try:
                 outcomes = [*await self.publisher.publish(batch, pace), *[Confirmed()] * len(done)]
             finally:
-                if (seconds := pace.seconds_since_written()) is not None:
-                    self.counters.took("publish", seconds)
+                self.counters.took_to_confirm(pace)
             sendable += done
             reach("release.published")
             now_ms = self.live.now_lower_ms()
