@@ -46,6 +46,7 @@ messages."""
 MOST_RANGES: Final = 1_000
 """With more, every read would be slow. Their number grows while any program keeps a transaction open."""
 BATCH_BYTES: Final = 8 << 20
+"""Limit of the bodies of a read, in which a byte of headers weighs as 16 bytes (read_inbox.sql)."""
 POSTPONE_SECONDS: Final = 10.0
 """How long the reader skips rows whose messages none of delayer's own queues took. Then a new subscription tries them
 again. It does so often enough that the consumer counts as unsteady, and the daemon as not ready, while there are such
@@ -148,7 +149,7 @@ class InboxSubscription:
                 closed = await self._find_closed(connection)
                 ranges = self._next_ranges()
                 rows = await connection.fetch(statements.READ_INBOX, *ranges.bounds, limit, BATCH_BYTES)
-        self.behind = len(rows) == limit or sum(len(row["body"]) for row in rows) >= BATCH_BYTES
+        self.behind = len(rows) == limit or sum(row["weight"] for row in rows) >= BATCH_BYTES
         ids = [row["id"] for row in rows]
         if ids:
             self._ranges = ranges

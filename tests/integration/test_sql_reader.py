@@ -316,3 +316,16 @@ async def test_new_postponed_rows_do_not_keep_the_first_ones_waiting() -> None:
     assert postponed.is_over(inbox.POSTPONE_SECONDS)
     assert postponed.add([4], 9.0, more=True)
     assert not postponed.is_over(inbox.POSTPONE_SECONDS)
+
+
+async def test_rows_with_many_headers_are_read_a_few_at_a_time(database: str) -> None:
+    """Decoding them takes so long that the store would end the sessions of a daemon that read them all."""
+    many = "(SELECT jsonb_build_object('h', jsonb_agg('{}'::jsonb)) FROM generate_series(1, 16200))"
+    async with process(database) as one, sql(database) as app:
+        await app.execute(f"SELECT delayer_send('k', ''::bytea, headers => {many}) FROM generate_series(1, 30)")
+        subscription, counts = one.subscribe(), []
+        while batch := await read(subscription):
+            counts.append(len(batch))
+            assert subscription.behind == (sum(counts) < 30)
+        assert max(counts) < 10
+        assert sum(counts) == 30
