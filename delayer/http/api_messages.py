@@ -50,6 +50,8 @@ log = structlog.get_logger(__name__)
 PATH: Final = "/api/messages"
 MOST_LINES: Final = 1_000
 MOST_BYTES: Final = 4 << 20
+PAUSE_BYTES: Final = 128 << 10
+"""The daemon's messages go on after so many bytes of lines, or 50 lines."""
 """Of one request."""
 LONGEST_KEY: Final = 255
 """Maximum characters of an Idempotency-Key."""
@@ -377,9 +379,12 @@ class MessagesApi:
             raise HttpProblem(422, f"Body: expected 1 to {MOST_LINES} lines, found {len(texts)}.")
         found: list[Ready] = []
         wrong: list[WrongField] = []
-        for count, (number, text) in enumerate(texts):
-            if count % 50 == 49:
+        unread = 0
+        for number, text in texts:
+            unread += PAUSE_BYTES // 50 + len(text)
+            if unread > PAUSE_BYTES:
                 await pause()
+                unread = 0
             try:
                 found.append(self._ready(read_json(NewMessage, text, f"line {number}"), number, scope))
             except HttpProblem as problem:

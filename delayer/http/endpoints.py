@@ -13,7 +13,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -29,6 +29,8 @@ from delayer.http.problems import HttpProblem, WrongField, in_words, unknown_fie
 JSON: Final = "application/json"
 LINES: Final = "application/x-ndjson"
 PATCHES: Final = (JSON, "application/merge-patch+json")
+MOST_NAMES: Final = 100
+"""Names in an object of fields: more than any model has."""
 MOST_BODIES: Final = 8
 """Bodies of more than SMALL bytes that are in memory at once."""
 OF_ONE: Final = MOST_BODIES // 2
@@ -43,18 +45,26 @@ _OF_PYDANTIC: Final = re.compile(r"^(Input|String) should (be|have) |(?<=a )vali
 """What pydantic says around the expected value."""
 
 
-class Fields(BaseModel):
-    """The fields of a query or of a body. An unknown one is a mistake."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, use_attribute_docstrings=True)
-
-
 class Clash(ValueError):
     """Fields that do not go together. Raised by the model's validators."""
 
     def __init__(self, wrong: Sequence[WrongField]) -> None:
         super().__init__(in_words(wrong))
         self.wrong = wrong
+
+
+class Fields(BaseModel):
+    """The fields of a query or of a body. An unknown one is a mistake."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_names(cls, given: Any) -> Any:
+        """An error for each of half a million unknown names would take seconds, and half a gigabyte."""
+        if isinstance(given, dict) and len(given) > MOST_NAMES:
+            raise Clash([{"where": "", "expected": f"at most {MOST_NAMES} names", "found": f"{len(given)}"}])
+        return given
 
 
 class NoFields(Fields):
@@ -190,7 +200,7 @@ def _query(model: type[Fields], request: Request) -> Any:
     try:
         return model.model_validate(dict(request.query_params))
     except ValidationError as error:
-        wrong = mistakes(error, model)
+        wrong = mistakes(error.errors(include_url=False), model)
         raise HttpProblem(400, f"Query: {in_words(wrong)}.", errors=wrong) from None
 
 
@@ -199,15 +209,16 @@ def read_json(model: type[Fields], text: bytes, where: str = "") -> Any:
     try:
         return model.model_validate_json(text or b" ")
     except ValidationError as error:
-        status = 400 if error.errors(include_url=False)[0]["type"] == "json_invalid" else 422
-        wrong = mistakes(error, model, where)
+        found = error.errors(include_url=False)
+        wrong = mistakes(found, model, where)
+        status = 400 if found[0]["type"] == "json_invalid" else 422
         raise HttpProblem(status, f"Body: {in_words(wrong)}.", errors=wrong) from None
 
 
-def mistakes(error: ValidationError, model: type[BaseModel], where: str = "") -> list[WrongField]:
+def mistakes(found: Sequence[ErrorDetails], model: type[BaseModel], where: str = "") -> list[WrongField]:
     """List the mistakes, at most 20."""
-    found = [wrong for one in error.errors(include_url=False)[:20] for wrong in _mistakes_of(one, model)]
-    return [{**one, "where": " ".join(filter(None, (where, one["where"]))) or "the whole body"} for one in found]
+    wrong = [one for each in found[:20] for one in _mistakes_of(each, model)]
+    return [{**one, "where": " ".join(filter(None, (where, one["where"]))) or "the whole body"} for one in wrong]
 
 
 def _mistakes_of(one: ErrorDetails, model: type[BaseModel]) -> Sequence[WrongField]:

@@ -184,6 +184,7 @@ WRONG: dict[str, tuple[int, str]] = {
     ),
     '{"reply_to": "amq.rabbitmq.reply-to"}': (422, "to refuse it: reply_to: expected a queue"),
     '{"user_id": "guest"}': (422, 'unknown field "user_id". Expected one of'),
+    json.dumps({f"{n}": 0 for n in range(101)}): (422, "the whole body: expected at most 100 names, found 101"),
 }
 
 
