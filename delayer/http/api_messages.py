@@ -50,9 +50,10 @@ log = structlog.get_logger(__name__)
 PATH: Final = "/api/messages"
 MOST_LINES: Final = 1_000
 MOST_BYTES: Final = 4 << 20
-PAUSE_BYTES: Final = 128 << 10
-"""The daemon's messages go on after so many bytes of lines, or 50 lines."""
 """Of one request."""
+PAUSE_BYTES: Final = 128 << 10
+MOST_TOGETHER: Final = 25
+"""The daemon's messages go on after PAUSE_BYTES of lines, or so many lines."""
 LONGEST_KEY: Final = 255
 """Maximum characters of an Idempotency-Key."""
 _NAMESPACE: Final = uuid.UUID("5b2b4c0e-4a4a-4f0e-9d0b-6f3f2b3a9c11")
@@ -381,7 +382,7 @@ class MessagesApi:
         wrong: list[WrongField] = []
         unread = 0
         for number, text in texts:
-            unread += PAUSE_BYTES // 50 + len(text)
+            unread += PAUSE_BYTES // MOST_TOGETHER + len(text)
             if unread > PAUSE_BYTES:
                 await pause()
                 unread = 0
