@@ -28,6 +28,9 @@ UNREAD_SECONDS: Final = 10.0
 """Seconds without reading after which a subscription closes, if it can begin again. RabbitMQ closes a connection that
 reads nothing for 30 seconds."""
 BATCH_BYTES: Final = 8 << 20
+PROPERTIES_BYTES: Final = 512 << 10
+"""A batch ends with this many bytes of properties. The process does nothing else while it decodes them, and 125 kB of
+small values may take 50 ms."""
 IDLE_SECONDS: Final = 1.0
 """Seconds after which an idle next_batch returns, so that its caller can do other work."""
 ANSWER_SECONDS: Final = 2.0
@@ -317,7 +320,7 @@ class AmqpSubscription:
         if not self.active:
             self.active = True
             log.info("standby took over", queue=self.queue)
-        size = len(delivery.body) + len(delivery.properties)
+        size = delivery.size
         self._buffer.append(delivery)
         self._bytes += size
         if self._is_full():
@@ -354,10 +357,13 @@ class AmqpSubscription:
 
     def _pop_batch(self, limit: int) -> list[Delivery]:
         batch: list[Delivery] = []
-        size = 0
-        while self._buffer and len(batch) < limit and size < self.consumer.batch_bytes:
+        size = properties = 0
+        while (
+            self._buffer and len(batch) < limit and size < self.consumer.batch_bytes and properties < PROPERTIES_BYTES
+        ):
             delivery = self._buffer.popleft()
-            size += len(delivery.body) + len(delivery.properties)
+            size += delivery.size
+            properties += len(delivery.properties)
             batch.append(delivery)
         self._bytes -= size
         adaptive = self.consumer.adaptive_prefetch

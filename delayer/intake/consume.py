@@ -215,6 +215,7 @@ class QueueConsumer:
                 session.acks.add(batch)
                 self.handler.handle(batch)
                 del batch  # Free it before the next batch, which may take long to arrive.
+                await asyncio.sleep(0)  # Batches may be there already, and each may take long to decode.
             await session.wait_for_room(lambda: self.handler.is_full)
             if session.has_succeeded or not (has_read or session.is_busy):
                 session.has_succeeded = False

@@ -59,7 +59,7 @@ SLOT_LEAD_MS: Final = 10
 """The call begins this long before its slot, because a busy machine may delay it."""
 PARK_MESSAGES: Final = 2000
 PARK_BYTES: Final = 8 << 20
-"""With this many messages, or bytes of their bodies, a park begins immediately."""
+"""With this many messages, or bytes of them, a park begins immediately."""
 
 
 Classified = tuple[Delivery, Properties | None, Plan]
@@ -281,10 +281,11 @@ class IntakeHandler(KeepingHandler):
                 self._watch(one, now_ms)
             if isinstance(plan, Park):
                 stored.append(one)
-                size += len(delivery.body)
+                size += delivery.size
                 urgent = urgent or plan.key is not None or plan.due_ms - now_ms < KEEP_MS + GATHER_MS
             elif isinstance(plan, Cancel):
                 stored.append(one)
+                size += delivery.size
                 urgent = True
             else:
                 others.append(one)
@@ -351,7 +352,7 @@ class IntakeHandler(KeepingHandler):
                 keyed = any(map(has_key, batch))
                 self._applying_keys = self._applying_keys or keyed
                 self._session.start(self._apply(batch, keyed=keyed))
-        self._bytes = sum(len(delivery.body) for delivery, _, _ in self._gathered)
+        self._bytes = sum(delivery.size for delivery, _, _ in self._gathered)
 
     @property
     def is_full(self) -> bool:
@@ -401,7 +402,7 @@ def _cut(gathered: list[Classified]) -> tuple[list[Classified], list[Classified]
     """Split off one batch. Returns it and the rest."""
     size = 0
     for at, (delivery, _, _) in enumerate(gathered):
-        size += len(delivery.body)
+        size += delivery.size
         if at and (size > PARK_BYTES or at >= PARK_MESSAGES):
             return gathered[:at], gathered[at:]
     return gathered, []

@@ -11,8 +11,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from delayer.amqp.errors import BrokerLost
-from delayer.amqp.values import CONFIRMED
-from delayer.broker.consumer import SAMPLE_PREFETCHES, AdaptivePrefetch, AmqpConsumer, FlowControl
+from delayer.amqp.properties import encode_headers, entry, long_string
+from delayer.amqp.values import CONFIRMED, Outgoing
+from delayer.broker.consumer import PROPERTIES_BYTES, SAMPLE_PREFETCHES, AdaptivePrefetch, AmqpConsumer, FlowControl
 from delayer.core.cascade import ONE_CONSUMER
 from delayer.intake.ports import Subscription
 from tests.conformance.broker_world import (
@@ -36,7 +37,14 @@ A_READ = 256_000
 
 async def filled(world: World, count: int) -> None:
     await world.hand.queue("q")
-    assert await world.publisher.publish([message(n, "q") for n in range(count)]) == [CONFIRMED] * count
+    await sent(world, [message(n, "q") for n in range(count)])
+
+
+async def sent(world: World, messages: list[Outgoing], at_once: int = 50) -> None:
+    """Publish in small batches: the publisher gives up after BOUND seconds, and the simulated broker is slow."""
+    for first in range(0, len(messages), at_once):
+        part = messages[first : first + at_once]
+        assert await world.publisher.publish(part) == [CONFIRMED] * len(part)
 
 
 @asynccontextmanager
@@ -120,7 +128,7 @@ async def test_acknowledged_deliveries_are_not_repeated_after_the_end(either: Ei
         for attempt in range(4):
             queue = f"busy {attempt}"
             await world.hand.queue(queue, {"x-queue-type": "quorum"} | ({ONE_CONSUMER: True} if one_active else {}))
-            await world.publisher.publish([message(n, queue) for n in range(400)])
+            await sent(world, [message(n, queue) for n in range(400)])
             more = asyncio.create_task(
                 until_published(world.publisher, [message(f"more {n}", queue) for n in range(600)])
             )
@@ -148,7 +156,7 @@ async def test_a_standby_gets_the_messages_in_their_order(either: Either, kind: 
         first, other = world.of_one
         active, standby = await first.subscribe("one", 100), await other.subscribe("one", 1000)
         assert (first.active, other.active) == (True, False)
-        assert await world.publisher.publish([message(n, "one") for n in range(400)]) == [CONFIRMED] * 400
+        await sent(world, [message(n, "one") for n in range(400)])
         found = await take(active, 60)
         active.ack(found[29].tag, multiple=True)
         assert await standby.next_batch(10, GATHER) == []
@@ -228,6 +236,22 @@ async def test_a_buffer_is_bounded_by_bytes(place: Place) -> None:
         assert await world.hand.drain("q") == []
 
 
+async def test_a_batch_has_few_messages_with_many_headers(place: Place) -> None:
+    """The process does nothing else while it decodes a batch."""
+    count, many = 16, encode_headers(entry(b"note", long_string(bytes(100_000))))
+    async with place.world("q") as world:
+        await sent(world, [message(n, "q")._replace(properties=many) for n in range(count)], at_once=1)
+        subscription = await world.consumer.subscribe("q", count)
+        found = []
+        while len(found) < count:
+            batch = await subscription.next_batch(count, 0.1)
+            assert len(batch) <= PROPERTIES_BYTES // len(many) + 1
+            found += batch
+        assert bodies(found) == numbered(range(count))
+        subscription.ack(found[-1].tag, multiple=True)
+        await subscription.close()
+
+
 async def test_stopping_with_a_full_buffer(place: Place) -> None:
     """The consumer keeps no more deliveries, reads the broker's answer, and gives everything back."""
     async with place.world("q") as world:
@@ -271,7 +295,7 @@ async def test_a_full_buffer_is_returned_and_less_is_read_ahead(place: Place) ->
         found = carried + await take(second, 31, ack=True)
         assert sorted(int(one.body.split()[0]) for one in found) == list(range(32))
         small = 2 * SAMPLE_PREFETCHES * second.prefetch
-        await world.publisher.publish([message(n, "q") for n in range(small)])
+        await sent(world, [message(n, "q") for n in range(small)])
         await take(second, small, ack=True)
         assert second.overrun
         await second.close()

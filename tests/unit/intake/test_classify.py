@@ -347,7 +347,8 @@ def asks(tag: int, delay_ms: int, **more: float) -> Delivery:
 
 
 async def test_a_park_waits_for_more_parcels_unless_it_is_full() -> None:
-    it, bodies = Gathered(), [bytes(PARK_BYTES // part) for part in (4, 4, 2)]
+    it, beside = Gathered(), len(asks(1, 50_000).properties)
+    bodies = [bytes(PARK_BYTES // part - beside) for part in (4, 4, 2)]
     batch = [asks(tag, 50_000)._replace(body=body) for tag, body in enumerate(bodies, 1)]
     it.session.acks.add(batch)
     for one in batch:  # No other task runs during this loop, so the first message's timer cannot fire.
