@@ -33,6 +33,7 @@ from delayer.retry import first_set
 from delayer.store import statements
 from delayer.store.backlog import PostgresBacklog
 from delayer.store.errors import translate_errors
+from delayer.store.lanes.notify import VainPace
 from delayer.store.lanes.session import LaneSession
 from delayer.store.postgres import DELETE_INBOX
 
@@ -101,6 +102,8 @@ class InboxSubscription:
         self._rows: dict[int, int] = {}  # The id by tag, of each row that is not settled.
         self._settled: list[int] = []  # The ids of rows to delete.
         self._woken = asyncio.Event()
+        self._notified = False
+        self._vain_pace = VainPace()
         self._stopped = False
 
     @property
@@ -116,9 +119,12 @@ class InboxSubscription:
         until = loop.time() + POLL_SECONDS
         while not self._stopped:
             self._woken.clear()
+            notified, self._notified = self._notified, False
             if (session := await self._reader()) is not None and (batch := await self._read(session, limit)):
                 self._read_at = loop.time()
                 return batch
+            if notified:
+                await asyncio.sleep(self._vain_pace.pause(loop.time()))
             if loop.time() >= until:
                 break
             await first_set(self._woken, seconds=until - loop.time())
@@ -129,7 +135,7 @@ class InboxSubscription:
         reader. Raises StoreLost."""
         wanted, session = self._backlog.owns_first_lane, self._session
         if session is None:
-            self._session = await self._backlog.take_inbox(self._woken.set) if wanted else None
+            self._session = await self._backlog.take_inbox(self._note_notification) if wanted else None
             return self._session
         if not session.is_open:
             raise StoreLost("the connection that reads the SQL inbox is gone")
@@ -137,6 +143,10 @@ class InboxSubscription:
             self._session, self._ranges, self._mark = None, self._all_ranges(), None
             await session.close()
         return self._session
+
+    def _note_notification(self) -> None:
+        self._notified = True
+        self._woken.set()
 
     async def _read(self, session: LaneSession, limit: int) -> list[Delivery]:
         with translate_errors("read the SQL inbox"):

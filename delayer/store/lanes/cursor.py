@@ -22,7 +22,7 @@ from typing import Final
 from delayer.core.message import Due
 from delayer.store import pool
 from delayer.store.clock import StoreClock
-from delayer.store.lanes.notify import WAITING
+from delayer.store.lanes.notify import WAITING, VainPace
 
 NEVER_MS: Final = 1 << 60
 LOCKED_MS: Final = 1_000
@@ -75,6 +75,8 @@ class ReleaseCursor:
         self._next = NEVER_MS  # The due instant of the first row after the last claim, or that claim's horizon.
         self._passed_over_ms = pool.BEGINNING_MS  # Claims take no held rows before this instant.
         self._held_turn = False
+        self._notified = self._claim_notified = False  # By another session: before the next claim, and the last one.
+        self._vain_pace = VainPace()
 
     def begin(self, watermark: int, retry_ms: int | None) -> None:
         """Start at ``watermark``, before which the lane has no rows. Its first held row is retried at ``retry_ms``."""
@@ -97,6 +99,7 @@ class ReleaseCursor:
     def prepare_claim(self) -> None:
         self.forget_after_step()
         self.noted = NEVER_MS
+        self._claim_notified, self._notified = self._notified, False
 
     def take_held_turn(self) -> bool | None:
         """Take the next turn and return whether it belongs to held rows; None if no retry is due."""
@@ -111,6 +114,10 @@ class ReleaseCursor:
         self.place = min(last, (self.noted, 0))
         self.more = more
         self._next = NEVER_MS if next_ms is None else next_ms
+
+    def vain_pause(self) -> float:
+        """Seconds to pause after a claim that found nothing, because any role may send notifications for nothing."""
+        return self._vain_pace.pause(self._clock.monotonic()) if self._claim_notified else 0.0
 
     def note_rollback(self, start: RowPlace | None) -> None:
         """Go back to ``start`` after a rollback; None if the claim failed before it began."""
@@ -151,6 +158,7 @@ class ReleaseCursor:
 
     def note_notification(self, kind: str, at_ms: int) -> None:
         """Note a row that another process put into the lane."""
+        self._notified = True
         (self.note_parked if kind == WAITING else self.note_held)(at_ms)
 
     def note_scan(self, watermark: int, first_ms: int | None, retry_ms: int | None) -> None:

@@ -28,6 +28,7 @@ from delayer.core.hold import Hold
 from delayer.core.message import WINDOW_MS, Due
 from delayer.core.units import DAY_MS
 from delayer.format.rows import read_held_row, read_row
+from delayer.retry import first_set
 from delayer.store import pool, statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, REJECTED, describe, to_store_lost
@@ -88,6 +89,9 @@ class PostgresClaimer:
             reach("release.claimed")
         elif claim.expired:
             await self.settle((), ())
+        elif not (lane.cursor.more or self._large):
+            lane.busy_since = None  # Nothing is due, even if notifications keep the lane awake.
+            await asyncio.sleep(lane.cursor.vain_pause())
         elif lane.skipped.full:  # No further row can be skipped until a pause ends, so do not spin.
             await asyncio.sleep(1.0)
         return claim.rows
@@ -341,7 +345,7 @@ class PostgresLane:
         """Called when the lane loses a connection, and when it is closed. ``bool`` does nothing."""
         self.advanced_at = -math.inf
         """When it last settled a claim, in monotonic seconds."""
-        self._busy_since: float | None = None
+        self.busy_since: float | None = None
         self._closing = asyncio.Event()
         self._last_watermark: int | None = None
         self._watermark_at = self.clock.monotonic()
@@ -380,12 +384,12 @@ class PostgresLane:
     @property
     def behind(self) -> bool:
         """Whether the lane has had due rows for BEHIND_SECONDS without a break. ``max_rate`` may be the reason."""
-        return self._busy_since is not None and self.clock.monotonic() - self._busy_since > BEHIND_SECONDS
+        return self.busy_since is not None and self.clock.monotonic() - self.busy_since > BEHIND_SECONDS
 
     @property
     def stuck(self) -> bool:
         """Whether the lane has had due rows for STUCK_SECONDS and settled no claim."""
-        busy = self._busy_since
+        busy = self.busy_since
         return busy is not None and self.clock.monotonic() - max(busy, self.advanced_at) > STUCK_SECONDS
 
     def leave(self) -> None:
@@ -407,7 +411,7 @@ class PostgresLane:
         self.check_owned("look for the next claim")
         self.cursor.forget_after_step()
         seconds = 0.0 if self.cursor.more else max(self.clock.seconds_until(self.cursor.wake_ms()), 0.0)
-        self._busy_since = None if seconds else self._busy_since or self.clock.monotonic()
+        self.busy_since = None if seconds else self.busy_since or self.clock.monotonic()
         return min(seconds, LONGEST_SLEEP)
 
     async def wait(self, seconds: float) -> None:
@@ -493,6 +497,4 @@ class PostgresLane:
         self.cursor.note_scan(watermark, first_ms, retry_ms)
 
     async def _closed_within(self, seconds: float) -> bool:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._closing.wait(), seconds)
-        return self._closing.is_set()
+        return bool(await first_set(self._closing, seconds=seconds))

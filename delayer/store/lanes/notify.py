@@ -1,11 +1,13 @@
 """LISTEN and NOTIFY for the owner of a lane, when another process puts a row into it.
 
 Parks of a limited route, restores, imports, reschedules and retries notify. An owner's own parks need no notification.
-A notification is only a hint. An owner that misses it finds the row in its scan, once a minute.
+A notification is only a hint. An owner that misses it finds the row in its scan, once a minute. Any role may send one,
+for nothing, as often as it likes (docs/security.md).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import Final
@@ -20,6 +22,8 @@ INBOX: Final = "delayer_inbox"
 """The channel on which the functions of the SQL inbox notify."""
 INBOX_READER: Final = "delayer inbox"
 """The name of the session that reads it, and holds its lock."""
+VAIN_SECONDS: Final = 0.02
+"""Seconds between two queries that notifications caused, and that found nothing."""
 # In the order of lanes, so that two processes that lower the same lanes cannot deadlock.
 _LOWER = (
     "UPDATE lane AS l SET watermark = told.due"
@@ -27,6 +31,20 @@ _LOWER = (
     " ON number = t.lane WHERE watermark > due ORDER BY number FOR NO KEY UPDATE OF lane) AS told"
     " WHERE l.number = told.number"
 )
+
+
+class VainPace:
+    """Limits the queries that a flood of notifications causes. A notification after a quiet time is never delayed, nor
+    is any after one that led to a row."""
+
+    def __init__(self) -> None:
+        self._next = -math.inf
+
+    def pause(self, now: float) -> float:
+        """Seconds to pause at ``now``, after a query that found nothing."""
+        seconds = max(0.0, self._next - now)
+        self._next = now + seconds + VAIN_SECONDS
+        return seconds
 
 
 def channel(lane: int) -> str:
