@@ -26,8 +26,14 @@ from delayer.core.errors import StoreLost
 STORE_RUNS = "check store.url, and that Postgres runs"
 """Advice about an unreachable store."""
 
+
+class NotificationsFull(Exception):
+    """A commit failed because the server's queue of notifications is full. pool.py raises it in place of the driver's
+    error."""
+
+
 # Everything that asyncpg raises when server, network or transaction fail. TimeoutError is an OSError.
-DRIVER_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
+DRIVER_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, NotificationsFull)
 
 # A well-formed transaction lost against another, and may succeed if repeated. Postgres reports a check violation if a
 # day's partition was attached after a row of that day was routed to the default partition.
@@ -122,6 +128,13 @@ _ADVICE: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str]
         asyncpg.OutOfMemoryError,
         "if it says out of shared memory, the lock table is full: ALTER SYSTEM SET max_locks_per_transaction = 256, or "
         "more for many lanes (docs/operations.md), and restart Postgres",
+    ),
+    (
+        NotificationsFull,
+        "the server's queue of notifications is full (SELECT pg_notification_queue_usage()), because a session that "
+        "listens does not end its transaction: SELECT pid, datname, usename, xact_start FROM pg_stat_activity WHERE "
+        "xact_start IS NOT NULL ORDER BY xact_start names the oldest first, of all databases; end it by "
+        "pg_terminate_backend(pid)",
     ),
     (
         asyncpg.InvalidCatalogNameError,

@@ -15,7 +15,15 @@ from asyncpg import Connection
 from delayer.core.errors import Rejected, StoreLost
 from delayer.store import hosts
 from delayer.store.clock import StoreClock
-from delayer.store.errors import DRIVER_ERRORS, REJECTED, WORTH_REPEATING, BadStoreUrl, describe, to_store_lost
+from delayer.store.errors import (
+    DRIVER_ERRORS,
+    REJECTED,
+    WORTH_REPEATING,
+    BadStoreUrl,
+    NotificationsFull,
+    describe,
+    to_store_lost,
+)
 
 T = TypeVar("T")
 CONNECT_SECONDS = 10.0
@@ -214,8 +222,14 @@ async def transaction(connection: Connection) -> AsyncIterator[None]:
 
 async def commit(connection: Connection) -> None:
     """Commit the open transaction. Raises StoreLost if the server rolls it back instead, because one of its statements
-    failed; and the driver's errors."""
-    status = await connection.execute("COMMIT")
+    failed; NotificationsFull, and the driver's errors."""
+    try:
+        status = await connection.execute("COMMIT")
+    except asyncpg.ProgramLimitExceededError as error:
+        # Data over a limit fail the statement that writes them. The commit writes nothing but notifications. Even when
+        # the session that held up their queue has ended, Postgres frees a full one only if its usage is queried.
+        await connection.execute("SELECT pg_notification_queue_usage()")
+        raise NotificationsFull(str(error)) from error
     if status != "COMMIT":
         raise StoreLost(f"the store answered COMMIT with {status}")
 

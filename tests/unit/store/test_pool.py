@@ -9,12 +9,13 @@ import asyncpg
 import pytest
 
 from delayer.store import pool
+from delayer.store.errors import REJECTED, NotificationsFull
 
 
 class Silent:
     """A connection whose server does not answer ``statement``."""
 
-    def __init__(self, statement: str, error: type[BaseException]) -> None:
+    def __init__(self, statement: str, error: type[BaseException] | BaseException) -> None:
         self.said: list[str] = []
         self._statement, self._error = statement, error
 
@@ -55,3 +56,12 @@ async def test_a_transaction_that_is_not_answered_is_cut_off(
             async with pool.transaction(connection):
                 await connection.execute("SELECT 2")
     assert silent.said == said
+
+
+async def test_a_full_queue_of_notifications_is_no_rejection_and_is_freed_if_it_can_be() -> None:
+    """Postgres does not look by itself whether the session that held it up has ended."""
+    full = Silent("COMMIT", asyncpg.ProgramLimitExceededError("full"))
+    with pytest.raises(NotificationsFull):
+        await pool.commit(cast(asyncpg.Connection, full))
+    assert full.said == ["COMMIT", "SELECT pg_notification_queue_usage()"]
+    assert not issubclass(NotificationsFull, REJECTED)
