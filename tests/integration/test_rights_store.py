@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from contextlib import closing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from functools import partial
 
 import asyncpg
@@ -206,13 +207,45 @@ async def test_check_names_each_right_that_is_missing(store: str, postgres: Post
         postgres.execute(right.give, database=DATABASE)
 
 
+@asynccontextmanager
+async def named(url: str, application: str) -> AsyncIterator[None]:
+    """A session with this name."""
+    connection = await asyncpg.connect(url, server_settings={"application_name": application})
+    try:
+        yield
+    finally:
+        await connection.close()
+
+
+async def test_the_advice_quotes_the_role_and_names_the_schema(postgres: Postgres) -> None:
+    """The store in a schema of its own, whose daemon lacks all rights but one."""
+    database = postgres.add_database()
+    url = postgres.url(database) + '?options=-csearch_path%3D"My-store"'
+    postgres.execute('CREATE SCHEMA "My-store"', database=database)
+    postgres.execute('CREATE ROLE "Shop-1" LOGIN')
+    try:
+        await upgrades.upgrade(url)
+        postgres.execute('GRANT INSERT ON "My-store".lane TO "Shop-1"', database=database)
+        async with named(postgres.url(database, user="Shop-1"), "delayer presence x"):
+            advice = {one.advice for one in await missing(url, history=False) if one.role == "Shop-1"}
+        assert 'ALTER TABLE message OWNER TO "Shop-1"' in advice
+        assert 'GRANT CREATE ON SCHEMA "My-store" TO "Shop-1"' in advice
+        for statement in advice:
+            async with sql(url) as connection:
+                await connection.execute(statement)
+    finally:
+        postgres.drop_database(database)
+        postgres.execute('DROP ROLE "Shop-1"')
+
+
 async def test_a_role_that_only_reads_is_no_daemon_s(store: str, postgres: Postgres) -> None:
     postgres.execute("CREATE ROLE reader LOGIN")
     postgres.execute("GRANT CONNECT ON DATABASE delayer TO reader; GRANT pg_read_all_data TO reader")
     try:
         reader = postgres.url(DATABASE, user="reader")
         assert await missing(reader, history=False) == []
-        async with opened(store) as process, owned(process):
+        async with opened(store) as process, owned(process), named(reader, "delayer presence x"):
+            assert await missing(reader, history=False) == [], "it may read, so it is no daemon, whatever its name"
             postgres.execute("REVOKE UPDATE ON lane FROM delayer", database=DATABASE)
             [one] = await missing(reader, history=False)
             assert (one.role, one.advice) == (DAEMON, "GRANT UPDATE ON lane TO delayer")

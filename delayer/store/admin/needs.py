@@ -133,24 +133,28 @@ RIGHTS: Final[Mapping[str, str]] = {
 """The rights of a daemon, as docs/security.md grants them."""
 OF_HISTORY: Final[Mapping[str, str]] = {"history": "OWNER", "history_default": "SELECT, DELETE"}
 
-# The roles of live daemons. They have some right on lanes; any session may have the name of a daemon's. Without a live
-# daemon, the current role, unless it only reads: then it is an operator's. Only the named function of a CASE is called.
+# The roles of live daemons. They may change lanes, in some way at least; any session may have the name of a daemon's.
+# Without a live daemon, the current role, unless it only reads: then it is an operator's. Of several privileges, these
+# functions ask for any one. Only the named function of a CASE is called.
 _MISSING: Final = """
 WITH live AS (
     SELECT DISTINCT usename AS role FROM pg_stat_activity
     WHERE datname = current_database() AND application_name LIKE 'delayer presence%'
-          AND has_table_privilege(usesysid, 'lane', 'SELECT, INSERT, UPDATE')
+          AND has_table_privilege(usesysid, 'lane', 'INSERT, UPDATE')
 ), roles AS (
     SELECT role FROM live
     UNION SELECT current_user
     WHERE NOT EXISTS (SELECT FROM live) AND has_table_privilege('held', 'INSERT, UPDATE, DELETE')
+), needed AS (
+    SELECT replace("on", 'SCHEMA public', format('SCHEMA %I', current_schema())) AS "on",
+           unnest(string_to_array(rights, ', ')) AS "right"
+    FROM unnest($1::text[], $2::text[]) AS listed ("on", rights)
 )
 SELECT role, "right", "on", CASE "right"
-    WHEN 'OWNER' THEN format('ALTER TABLE %s OWNER TO %s', "on", role)
-    ELSE format('GRANT %s ON %s TO %s', "right", "on", role) END
+    WHEN 'OWNER' THEN format('ALTER TABLE %s OWNER TO %I', "on", role)
+    ELSE format('GRANT %s ON %s TO %I', "right", "on", role) END
 FROM roles
-CROSS JOIN unnest($1::text[], $2::text[]) AS needed("on", rights)
-CROSS JOIN unnest(string_to_array(rights, ', ')) AS "right"
+CROSS JOIN needed
 WHERE NOT CASE
     WHEN "right" = 'OWNER'
         THEN pg_has_role(role, (SELECT relowner FROM pg_class WHERE oid = to_regclass("on")), 'USAGE')
