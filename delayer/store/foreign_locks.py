@@ -16,6 +16,7 @@ from delayer.store.statements import OURS, TRUSTED
 
 LOCKED: Final = (
     "lane", "delayer_inbox", "message", "message_key", "schedule", "history", "request", "import_run", "segment",
+    "delayer_schema_version",
 )  # fmt: skip
 """The tables whose OIDs are the class ids of delayer's advisory locks."""
 ADVICE: Final = (

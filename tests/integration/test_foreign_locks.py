@@ -15,7 +15,7 @@ import pytest
 from delayer.core.errors import StoreLost
 from delayer.core.filters import EARLIEST_MS, LAST_MS
 from delayer.http.health import not_ready
-from delayer.store import foreign_locks
+from delayer.store import foreign_locks, upgrades
 from delayer.store.admin import needs, stats
 from delayer.store.identity import read_identity
 from delayer.store.lanes.notify import channel
@@ -25,7 +25,7 @@ from tests.integration.lanes_shared import migrated, running
 from tests.integration.rights import statements_of
 from tests.support.place import eventually
 from tests.support.postgres import Postgres
-from tests.support.store import opened, owned, parcel, sql
+from tests.support.store import blocked, opened, owned, parcel, sql
 from tests.unit.http.states import state
 
 LOCK = "SELECT pg_advisory_lock('{}'::regclass::oid::int, {})"
@@ -52,8 +52,8 @@ async def stranger(postgres: Postgres, database: str, name: str = "psql") -> Asy
 
 
 def test_every_table_of_a_lock_is_known() -> None:
-    sources = [one.read_text() for one in Path("delayer").rglob("*.py")]
-    used = {name for one in sources for name in re.findall(r"'(\w+)'::regclass::oid::int", one)}
+    sources = [one.read_text() for folder in ("delayer", "migrations") for one in Path(folder).rglob("*.py")]
+    used = {name for one in sources for name in re.findall(r"'(\w+)'(?:::regclass|\))::oid::int", one)}
     assert used == set(foreign_locks.LOCKED)
 
 
@@ -78,6 +78,17 @@ async def test_the_lock_of_a_free_lane_is_named_and_the_daemon_is_not_ready(
             await eventually(lambda: asyncio.sleep(0, process.backlog.numbers), lambda found: len(found) == 4)
             assert not process.backlog.reason
     assert not (await stats.overview(database)).foreign
+
+
+async def test_what_an_upgrade_waits_for_is_named(database: str, postgres: Postgres, role: str) -> None:
+    await migrated(database)
+    async with stranger(postgres, database) as other, sql(database) as admin:
+        await other.execute(LOCK.format("delayer_schema_version", 0))
+        upgrading = asyncio.create_task(upgrades.upgrade(database))
+        await blocked(admin, "%pg_advisory_xact_lock%")
+        assert [one.pid for one in await foreign_locks.find(admin)] == [other.get_server_pid()]
+        await other.execute("SELECT pg_advisory_unlock_all()")
+        await upgrading
 
 
 async def test_a_session_that_only_waits_is_named_too(database: str, postgres: Postgres, role: str) -> None:
@@ -105,7 +116,9 @@ async def test_the_lock_of_a_prepared_transaction_is_named() -> None:
         await asyncio.to_thread(server.close)
 
 
-@pytest.mark.parametrize(("table", "number"), [("message_key", 7), ("message", 1), ("delayer_inbox", 0)])
+@pytest.mark.parametrize(
+    ("table", "number"), [("message_key", 7), ("message", 1), ("delayer_inbox", 0), ("delayer_schema_version", 0)]
+)
 async def test_every_lock_counts(database: str, postgres: Postgres, role: str, table: str, number: int) -> None:
     await migrated(database)
     async with stranger(postgres, database, "delayer inbox") as other, sql(database) as admin:
