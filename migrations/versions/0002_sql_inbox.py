@@ -131,6 +131,8 @@ BEGIN
                   'pass the longest time that a message may be put off']
         WHEN key_ceiling < interval '0' THEN
             ARRAY[format('key_ceiling: expected zero or more, found %s', key_ceiling), 'pass a longer interval']
+        WHEN key_ceiling > interval '10000 years' THEN
+            ARRAY[format('key_ceiling: expected at most 10000 years, found %s', key_ceiling), 'pass a shorter interval']
         WHEN expiration < interval '0' THEN
             ARRAY[format('expiration: expected zero or more, found %s', expiration), 'leave it out to use none']
         WHEN extract(epoch FROM expiration) > 315360000 THEN
@@ -172,7 +174,7 @@ BEGIN
     shorts := jsonb_strip_nulls(jsonb_build_object(
         'message_id', id, 'content_type', content_type, 'content_encoding', content_encoding, 'app_id', app_id,
         'correlation_id', correlation_id, 'reply_to', reply_to, 'type', type, 'priority', priority,
-        'expiration', ceil(extract(epoch FROM expiration) * 1000)::bigint::text));
+        'expiration', CASE WHEN wrong IS NULL THEN ceil(extract(epoch FROM expiration) * 1000)::bigint::text END));
     IF wrong IS NULL AND greatest(octet_length(id), octet_length(content_type), octet_length(content_encoding),
                                   octet_length(app_id), octet_length(correlation_id), octet_length(reply_to),
                                   octet_length(type)) > 255 THEN

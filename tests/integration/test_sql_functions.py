@@ -149,6 +149,11 @@ NULL, WRONG = "22004", "22023"
         ("'k', 'x', key => 'a', key_mode => 'debounce'", NULL, "key_ceiling: expected an interval"),
         ("'k', 'x', key => 'a', key_ceiling => '1 s'", WRONG, "key_mode: expected debounce"),
         ("'k', 'x', key => 'a', key_mode => 'debounce', key_ceiling => '-1 s'", WRONG, "key_ceiling: expected zero"),
+        (
+            "'k', 'x', key => 'a', key_mode => 'debounce', key_ceiling => '10001 years'",
+            WRONG,
+            "key_ceiling: expected at most 10000 years, found 10001 years",
+        ),
         ("'k', 'x', expiration => '-1 s'", WRONG, "expiration: expected zero or more"),
         ("'k', 'x', priority => 256", WRONG, "priority: expected 0 to 255, found 256"),
         ("'k', 'x', headers => '[]'", WRONG, "headers: expected an object, found array"),
@@ -173,6 +178,22 @@ async def test_a_mistake_is_an_error_at_once(database: str, call: str, state: st
         assert str(caught.value.args[0]).startswith(f"delayer_send: {text}"), caught.value
         assert caught.value.hint
         assert not await connection.fetchval("SELECT count(*) FROM delayer_inbox")
+
+
+@pytest.mark.parametrize("sign", ["", "-"])
+@pytest.mark.parametrize("name", ["delay", "key_ceiling", "expiration"])
+async def test_an_infinite_interval_is_an_error(database: str, name: str, sign: str) -> None:
+    """Postgres has none before 17."""
+    more = ", key => 'a', key_mode => 'debounce'" if name == "key_ceiling" else ""
+    async with plain(database) as connection:
+        with pytest.raises(asyncpg.PostgresError) as caught:
+            await connection.execute(f"SELECT delayer_send('k', 'x', {name} => '{sign}infinity'{more})")
+        if connection.get_server_version().major < 17:
+            assert caught.value.sqlstate == "22007"
+        else:
+            assert caught.value.sqlstate == WRONG
+            assert str(caught.value.args[0]).startswith(f"delayer_send: {name}: expected")
+            assert str(caught.value.args[0]).endswith(f"found {sign}infinity")
 
 
 @pytest.mark.parametrize(
