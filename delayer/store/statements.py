@@ -27,11 +27,13 @@ WRITE_WATERMARK = read("write_watermark")
 
 TRUSTED: Final = (
     "coalesce(a.usename = session_user OR has_table_privilege(a.usesysid, 'lane', 'UPDATE') OR EXISTS ("
-    "SELECT FROM pg_roles AS r WHERE pg_has_role(a.usesysid, r.oid, 'MEMBER')"
+    "SELECT FROM pg_roles AS r WHERE pg_has_role(a.usesysid, r.oid,"
+    " CASE WHEN current_setting('server_version_num')::int < 160000 THEN 'MEMBER' ELSE 'SET' END)"
     " AND has_table_privilege(r.oid, 'lane', 'UPDATE')), false)"
 )
 """Whether the session ``a`` of pg_stat_activity is a daemon's or a command's, and not another role's, by its rights, or
-by those that SET ROLE gives it. Every role may take advisory locks, and give its session any name."""
+by those that SET ROLE gives it (from Postgres 16 on, not every member has it). Every role may take advisory locks, and
+give its session any name."""
 DAEMONS: Final = (
     "SELECT a.* FROM pg_stat_activity AS a"
     f" WHERE a.datname = current_database() AND a.application_name LIKE 'delayer presence%' AND {TRUSTED}"

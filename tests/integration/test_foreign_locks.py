@@ -171,6 +171,21 @@ async def test_a_role_that_has_the_rights_by_set_role_is_trusted(database: str, 
         await admin.execute("DROP OWNED BY work; DROP ROLE work")
 
 
+async def test_a_member_that_may_not_set_the_role_is_a_stranger(database: str, postgres: Postgres, role: str) -> None:
+    """From Postgres 16 on, a membership may give nothing but its name."""
+    await migrated(database)
+    async with stranger(postgres, database) as other, sql(database) as admin:
+        if admin.get_server_version().major < 16:
+            pytest.skip("every member may set the role before Postgres 16")
+        await admin.execute(f"CREATE ROLE work; GRANT work TO {role} WITH INHERIT FALSE, SET FALSE")
+        await admin.execute("GRANT UPDATE ON lane TO work")
+        await other.execute(LOCK.format("lane", 1))
+        assert len(await foreign_locks.find(admin)) == 1
+        await admin.execute(f"GRANT work TO {role} WITH SET TRUE")
+        assert not await foreign_locks.find(admin)
+        await admin.execute("DROP OWNED BY work; DROP ROLE work")
+
+
 @pytest.mark.parametrize("at_ms", [EARLIEST_MS, LAST_MS, -(10**25), -(10**400)], ids=["first", "last", "int", "float"])
 async def test_a_notification_of_a_stranger_disturbs_no_lane(
     database: str, postgres: Postgres, role: str, at_ms: int
