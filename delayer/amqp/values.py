@@ -32,11 +32,6 @@ class Delivery(NamedTuple):
     read_at: float = 0.0
     """When it was read from the socket, in monotonic seconds; 0.0 if unknown."""
 
-    @property
-    def size(self) -> int:
-        """Bytes of its properties and its body."""
-        return len(self.properties) + len(self.body)
-
 
 class Outgoing(NamedTuple):
     """A message to publish with the mandatory flag. ``token``, also in a header, identifies the publish if the broker

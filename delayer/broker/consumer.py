@@ -320,7 +320,7 @@ class AmqpSubscription:
         if not self.active:
             self.active = True
             log.info("standby took over", queue=self.queue)
-        size = delivery.size
+        size = len(delivery.body) + len(delivery.properties)
         self._buffer.append(delivery)
         self._bytes += size
         if self._is_full():
@@ -362,7 +362,7 @@ class AmqpSubscription:
             self._buffer and len(batch) < limit and size < self.consumer.batch_bytes and properties < PROPERTIES_BYTES
         ):
             delivery = self._buffer.popleft()
-            size += delivery.size
+            size += len(delivery.body) + len(delivery.properties)
             properties += len(delivery.properties)
             batch.append(delivery)
         self._bytes -= size

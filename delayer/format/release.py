@@ -114,6 +114,7 @@ def released_properties(properties: Properties, id: bytes, due_ms: int) -> bytes
     raw = properties.raw
     # Searching the raw bytes is cheap, and few messages were ever dead letters.
     found = properties.entries(None if _DEATH in raw else wanted)
+    refused = any(name == REFUSED for name, _, _ in found)
     cuts: list[Cut] = []
     turned = b""
     for name, type_at, stop in found:
@@ -123,7 +124,7 @@ def released_properties(properties: Properties, id: bytes, due_ms: int) -> bytes
             if turned:
                 cuts.append((type_at, stop, turned))
         elif name in ADDED_TO_REFUSED:
-            if any(one == REFUSED for one, _, _ in found):
+            if refused:
                 cuts.append((type_at - 1 - len(name), stop, b""))
         elif name in wanted or name.startswith(DEATHS):
             cuts.append((type_at - 1 - len(name), stop, b""))

@@ -112,7 +112,7 @@ def read_request(delivery: Delivery, properties: Properties, consulted: frozense
     MalformedTable."""
     raw = properties.raw
     headers: dict[bytes, object] = {}
-    copies: frozenset[bytes] = frozenset()
+    copies: set[bytes] = set()
     for name, type_at, stop in properties.entries(consulted):
         if name in COPY_HEADERS:
             value = value_at(raw, type_at, stop)
@@ -123,7 +123,7 @@ def read_request(delivery: Delivery, properties: Properties, consulted: frozense
     # The chance spreads retries. Failed messages without an id can be equal byte for byte, but their tags differ.
     chance = crc32(delivery.tag.to_bytes(8, "big"), crc32(raw)) / (1 << 32) if X_DEATH in headers else 0.0
     _, _, exchange, routing_key, _, body, _ = delivery
-    return DelayRequest(exchange, routing_key, headers, properties, body, copies, chance)
+    return DelayRequest(exchange, routing_key, headers, properties, body, frozenset(copies), chance)
 
 
 def _unusable(delivery: Delivery, reason: str) -> Classified:
@@ -281,11 +281,11 @@ class IntakeHandler(KeepingHandler):
                 self._watch(one, now_ms)
             if isinstance(plan, Park):
                 stored.append(one)
-                size += delivery.size
+                size += _size(delivery)
                 urgent = urgent or plan.key is not None or plan.due_ms - now_ms < KEEP_MS + GATHER_MS
             elif isinstance(plan, Cancel):
                 stored.append(one)
-                size += delivery.size
+                size += _size(delivery)
                 urgent = True
             else:
                 others.append(one)
@@ -352,7 +352,7 @@ class IntakeHandler(KeepingHandler):
                 keyed = any(map(has_key, batch))
                 self._applying_keys = self._applying_keys or keyed
                 self._session.start(self._apply(batch, keyed=keyed))
-        self._bytes = sum(delivery.size for delivery, _, _ in self._gathered)
+        self._bytes = sum(_size(delivery) for delivery, _, _ in self._gathered)
 
     @property
     def is_full(self) -> bool:
@@ -398,11 +398,15 @@ class IntakeHandler(KeepingHandler):
             self._session.start(send_replies(self._dispatch.publisher, answers), punctual=True)
 
 
+def _size(delivery: Delivery) -> int:
+    return len(delivery.body) + len(delivery.properties)
+
+
 def _cut(gathered: list[Classified]) -> tuple[list[Classified], list[Classified]]:
     """Split off one batch. Returns it and the rest."""
     size = 0
     for at, (delivery, _, _) in enumerate(gathered):
-        size += delivery.size
+        size += _size(delivery)
         if at and (size > PARK_BYTES or at >= PARK_MESSAGES):
             return gathered[:at], gathered[at:]
     return gathered, []

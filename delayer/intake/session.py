@@ -69,7 +69,7 @@ class AckTracker:
 
     def keep(self, delivery: Delivery) -> None:
         """Note that this delivery stays in memory, which KEPT_BYTES bounds."""
-        size = delivery.size
+        size = len(delivery.body) + len(delivery.properties)
         self.kept_bytes += size - self._kept.get(delivery.tag, 0)
         self._kept[delivery.tag] = size
 

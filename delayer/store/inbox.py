@@ -47,7 +47,7 @@ messages."""
 MOST_RANGES: Final = 1_000
 """With more, every read would be slow. Their number grows while any program keeps a transaction open."""
 BATCH_BYTES: Final = 8 << 20
-"""Limit of the bodies of a read, in which a byte of headers weighs as 16 bytes (read_inbox.sql)."""
+"""Limit of the weight of a read: of its bodies, in which a byte of headers counts as 16 (migrations/versions/0002)."""
 POSTPONE_SECONDS: Final = 10.0
 """How long the reader skips rows whose messages none of delayer's own queues took. Then a new subscription tries them
 again. It does so often enough that the consumer counts as unsteady, and the daemon as not ready, while there are such
