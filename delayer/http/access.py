@@ -171,12 +171,12 @@ class BrowserSession(NamedTuple):
 
 @dataclass(eq=False)
 class Sessions:
-    """At most ``most`` sessions, and the tokens that open them. Sign-ins are not throttled: a token of 16 characters
-    cannot be guessed."""
+    """The sessions, and the tokens that open them. A token has at most ``most``: a new one ends its oldest, and never
+    that of another token. Sign-ins are not throttled: a token of 16 characters cannot be guessed."""
 
     tokens: Tokens
     clock: Callable[[], float] = monotonic
-    most: int = 1_000
+    most: int = 100
     _sessions: dict[bytes, BrowserSession] = field(default_factory=dict, init=False)
 
     @property
@@ -190,8 +190,10 @@ class Sessions:
         if token is None or not token.role.allows(Role.READ):
             return None
         name = secrets.token_urlsafe(32)
-        while len(self._sessions) >= self.most:
-            del self._sessions[next(iter(self._sessions))]
+        self._sessions = {key: one for key, one in self._sessions.items() if not self._is_over(one)}
+        of_token = [key for key, one in self._sessions.items() if one.token == token]
+        if len(of_token) >= self.most:
+            del self._sessions[of_token[0]]
         who = f"{who} (token {token.name}, page, {place})"
         self._sessions[digest_of(name)] = BrowserSession(who, token, self.clock(), self.clock())
         return name
@@ -204,13 +206,15 @@ class Sessions:
         found = self._sessions.get(key)
         if found is None:
             return None
-        now = self.clock()
-        over = now - found.last > LASTS or now - found.began > LONGEST
-        if over or found.token not in self.tokens():
+        if self._is_over(found):
             del self._sessions[key]
             return None
-        self._sessions[key] = found._replace(last=now)
+        self._sessions[key] = found._replace(last=self.clock())
         return found
+
+    def _is_over(self, session: BrowserSession) -> bool:
+        now = self.clock()
+        return now - session.last > LASTS or now - session.began > LONGEST or session.token not in self.tokens()
 
     def leave(self, request: Request, notice: Notice) -> bool:
         """Save a notice for this session's next page. False without a session."""

@@ -138,14 +138,22 @@ async def test_a_wrong_header_is_refused_despite_a_valid_cookie(place: Place) ->
     assert place.who(request(name, "Bearer wrong")) is None
 
 
-async def test_the_number_of_sessions_is_bounded() -> None:
+async def test_a_token_ends_no_sessions_but_its_own_oldest() -> None:
     place = Place(most=3)
-    names = [place.open(TOKEN, str(n)) for n in range(5)]
-    assert [place.who(request(name)) for name in names] == [
-        None,
-        None,
-        *(f"{n} (token ops, page, ::1)" for n in (2, 3, 4)),
-    ]
+    place.file = tokens_file("grafana read only-to-look-at-it", TOKEN)
+    ada = place.open(TOKEN, "ada")
+    names = [place.open("only-to-look-at-it", str(n)) for n in range(5)]
+    shown = [*[None] * 2, *(f"{n} (token grafana, page, ::1)" for n in (2, 3, 4))]
+    assert [place.who(request(name)) for name in names] == shown
+    assert place.who(request(ada)) == "ada (token ops, page, ::1)"
+
+
+async def test_sessions_of_tokens_that_are_gone_take_no_memory() -> None:
+    place = Place(most=3)
+    for number in range(5):
+        place.file = tokens_file(token := f"one-of-many-tokens-{number}")
+        assert place.open(token, "ada") is not None
+    assert len(place.sessions._sessions) == 1
 
 
 HASH = hashlib.sha256(TOKEN.encode()).hexdigest()
