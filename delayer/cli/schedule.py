@@ -196,13 +196,20 @@ def apply(context: click.Context, *, file: str, dry_run: bool, prune: bool, as_j
         raise ScheduleRefused([f"{file}: {one}" for one in refused.problems]) from None
     if prune and not wanted:
         raise Misused(f"{file}: expected a schedule, found none; --prune would remove every schedule of the store")
-    work = partial(changes.apply, wanted=wanted, who=whoami(), prune=prune, dry_run=dry_run)
+
+    async def applied(connection: Connection) -> tuple[ScheduleDifference, int]:
+        found = await changes.apply(connection, wanted, who=whoami(), prune=prune, dry_run=dry_run)
+        held = await held_messages.count_by_schedule(connection) if found.removed else {}
+        return found, sum(held.get(one.name, 0) for one in found.removed)
+
     with progress("applying"):
-        found = change(context, "apply", work)
+        found, held = change(context, "apply", applied)
     if as_json:
-        print_json(_for_programs(found, dry_run=dry_run))
-    else:
-        _print(found, dry_run=dry_run)
+        print_json(_for_programs(found, held, dry_run=dry_run))
+        return
+    _print(found, dry_run=dry_run)
+    if held:
+        note(f"Held messages of removed schedules remain: {held:,}. Next: `delayer held list`.")
 
 
 @schedule.command(short_help="Stop a schedule until it is resumed.")
@@ -257,15 +264,9 @@ def remove(context: click.Context, *, name: str, as_json: bool) -> None:
     Examples:
       delayer schedule remove report
     """
-
-    async def removed(connection: Connection) -> int:
-        held = await held_messages.count_by_schedule(connection)
-        await changes.remove(connection, name, who=whoami())
-        return held.get(name, 0)
-
-    held = change(context, "remove", removed)
+    held = change(context, "remove", partial(changes.remove, name=name, who=whoami()))
     if as_json:
-        print_json({"removed": name})
+        print_json({"removed": name, "held": held})
         return
     click.echo(f"Removed {name}.")
     if held:
@@ -314,7 +315,7 @@ def _stopped(found: ScheduleDifference) -> list[ScheduleRecord]:
     return [record for record in found.same if record.state in _NEXT]
 
 
-def _for_programs(found: ScheduleDifference, *, dry_run: bool) -> dict[str, Any]:
+def _for_programs(found: ScheduleDifference, held: int, *, dry_run: bool) -> dict[str, Any]:
     def fields(one: Schedule) -> dict[str, Any]:
         return {"name": one.name, **texts_of(one)}
 
@@ -325,6 +326,7 @@ def _for_programs(found: ScheduleDifference, *, dry_run: bool) -> dict[str, Any]
             {"name": before.name, "fields": [*map(list, differences(before, after))]} for before, after in found.changed
         ],
         "removed": [one.name for one in found.removed],
+        "held": held,
         "same": [one.name for one in found.same],
         "stopped": [{"name": one.name, "state": one.state.value, "why": one.why} for one in _stopped(found)],
     }

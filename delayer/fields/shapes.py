@@ -250,6 +250,15 @@ class RunJson(TypedDict):
 
 
 @documented
+class ScheduleRemovedJson(TypedDict):
+    """A schedule that was deleted with its waiting occurrence."""
+
+    removed: str
+    held: int
+    """How many of its messages are held, and stay, of the first 100,000 held ones."""
+
+
+@documented
 class SentJson(TypedDict):
     """A message that the broker has confirmed."""
 

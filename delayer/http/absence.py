@@ -15,6 +15,12 @@ class Absence(NamedTuple):
     next_step: str
 
 
+def held_instead(which: str, query: str) -> Absence:
+    """Why a change found no waiting message, though a held one matches. ``query``: the filter, for a URL."""
+    text = f"No waiting message {which} was found, but at least one is held, and this does not change held messages."
+    return Absence(text, f"see /api/held?{query}; POST /actions/messages with the verb retry or drop changes them")
+
+
 def why_absent(which: str, settings: Settings, state: DaemonState) -> Absence:
     """``which``: how the message was asked for, such as ``with the message_id "m-1"``."""
     text = (

@@ -35,12 +35,12 @@ from delayer.fields.compose import Publishable, Unsendable, compose
 from delayer.fields.sent import sent
 from delayer.fields.shapes import ChangeJson, MessageJson, MessagesJson, SentJson, SentLineJson, SentLinesJson
 from delayer.http import forms, render
-from delayer.http.absence import why_absent
+from delayer.http.absence import Absence, held_instead, why_absent
 from delayer.http.endpoints import Call, Clash, Endpoint, Fields, read_json
 from delayer.http.pages import Pages
 from delayer.http.problems import HttpProblem, WrongField, in_words, wrong_field
 from delayer.http.view import NO_STORE, ROWS
-from delayer.store import requests, waiting
+from delayer.store import held_messages, requests, waiting
 from delayer.store.admin.actions import NewDue
 from delayer.store.admin.changes import StoredChange
 from delayer.store.session import clock_ms, read_connection
@@ -299,10 +299,17 @@ class MessagesApi:
             finally:
                 answers.forget()
         if not result.messages:
-            which = f"under the key {format_found(key)}" if key else f"with the message_id {format_found(message_id)}"
-            absence = why_absent(which, answers.settings, answers.inside.state())
+            absence = await self._why_absent(key, message_id, wanted)
             raise HttpProblem(404, absence.detail, next_step=absence.next_step)
         return {"heading": result.heading, "done": result.messages, "lines": list(result.lines), "found": {}}
+
+    async def _why_absent(self, key: str, message_id: str, wanted: Filter) -> Absence:
+        answers = self.pages.answers
+        which = f"under the key {format_found(key)}" if key else f"with the message_id {format_found(message_id)}"
+        async with self.looks, read_connection(answers.url, "list held messages") as connection:
+            if (await held_messages.find(connection, wanted, 1)).messages:
+                return held_instead(which, render.query({}, **({"key": key} if key else {"message_id": message_id})))
+        return why_absent(which, answers.settings, answers.inside.state())
 
     async def _due(self, new: NewTime) -> NewDue:
         """Takes a connection to the store, so it needs a turn."""

@@ -20,7 +20,7 @@ from delayer.config.values import DURATION
 from delayer.core.filters import Token
 from delayer.fields import as_json
 from delayer.fields.schedules import FIELDS, name_or_none, new_schedule, with_fields
-from delayer.fields.shapes import RunJson, ScheduleJson, SchedulesJson, TimesJson
+from delayer.fields.shapes import RunJson, ScheduleJson, ScheduleRemovedJson, SchedulesJson, TimesJson
 from delayer.http import forms, render
 from delayer.http.endpoints import Call, Endpoint, Fields
 from delayer.http.pages import Pages
@@ -167,7 +167,7 @@ class SchedulesApi:
             Endpoint("GET", NAMED, self.show_schedule, ScheduleJson, problems=(404,)),
             act("PUT", NAMED, self.put_schedule, ScheduleJson, body=WholeSchedule, problems=(404,)),
             act("PATCH", NAMED, self.change_schedule, ScheduleJson, body=ScheduleChange, problems=(404, 409)),
-            act("DELETE", NAMED, self.remove_schedule, None, status=204, problems=(404,)),
+            act("DELETE", NAMED, self.remove_schedule, ScheduleRemovedJson, problems=(404,)),
             act("POST", NAMED + "/run", self.run_schedule, RunJson, status=202, problems=(404,)),
             Endpoint("GET", NAMED + "/preview", self.preview_schedule, TimesJson, query=Count, problems=(404, 409)),
         ]
@@ -246,9 +246,10 @@ class SchedulesApi:
         done = await self._change(new.state, partial(change, name=call.name, who=call.who), status=409)
         return as_json.schedule(done)
 
-    async def remove_schedule(self, call: Call) -> None:
-        """Delete a schedule with its waiting occurrence."""
-        await self._change("remove", partial(changes.remove, name=call.name, who=call.who))
+    async def remove_schedule(self, call: Call) -> ScheduleRemovedJson:
+        """Delete a schedule with its waiting occurrence. Its messages that are held or were rescheduled stay."""
+        held = await self._change("remove", partial(changes.remove, name=call.name, who=call.who))
+        return {"removed": call.name, "held": held}
 
     async def run_schedule(self, call: Call) -> RunJson:
         """Send one more message of a schedule now, in any state."""

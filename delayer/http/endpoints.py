@@ -99,7 +99,7 @@ EndpointHandler = Callable[[Call], Awaitable[Any]]
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """One method of one path. ``role``: of the token that it needs; None: as the page. ``result``: the shape of the
-    answer; None: no content. ``lines``: whether the body may be JSON lines. ``problems``: statuses of its errors."""
+    answer. ``lines``: whether the body may be JSON lines. ``problems``: statuses of its errors."""
 
     method: str
     path: str
@@ -179,7 +179,7 @@ class Api:
     def _respond(endpoint: Endpoint, result: Any) -> Response:
         if isinstance(result, Response):
             return result
-        return Response(status_code=204) if endpoint.result is None else JSONResponse(result, endpoint.status)
+        return JSONResponse(result, endpoint.status)
 
 
 def accepts_json(accept: str) -> bool:

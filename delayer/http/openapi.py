@@ -92,9 +92,8 @@ def _operation(endpoint: Endpoint, schemas: dict[str, Any], most_bytes: int | No
         operation["requestBody"] = {"required": True, "content": content}
         if most_bytes:
             operation["requestBody"]["description"] = f"At most {most_bytes} bytes."
-    done: dict[str, Any] = {"description": HTTPStatus(endpoint.status).phrase}
-    if endpoint.result is not None:
-        done["content"] = {JSON: {"schema": _schema(endpoint.result, schemas)}}
+    content = {JSON: {"schema": _schema(endpoint.result, schemas)}}
+    done = {"description": HTTPStatus(endpoint.status).phrase, "content": content}
     refs = {str(status): {"$ref": f"#/components/responses/Problem{status}"} for status in endpoint.all_problems}
     operation["responses"] = {str(endpoint.status): done, **refs}
     return operation

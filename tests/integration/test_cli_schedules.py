@@ -235,7 +235,7 @@ async def test_apply_names_what_does_not_go_on(delayer: Run, database: str, tmp_
     assert [(one["name"], one["state"]) for one in stopped] == [("tick", "ended"), ("report", "failed")]
 
 
-async def test_held_occurrences_are_counted(delayer: Run, database: str) -> None:
+async def test_held_occurrences_are_counted(delayer: Run, database: str, tmp_path: Path) -> None:
     async with scene(database, lanes=1) as ([lane], admin):
         await changes.apply(admin, [schedule(), schedule("tick2")], who="me")
         await changes.run_now(admin, "tick", who="me")
@@ -254,11 +254,16 @@ async def test_held_occurrences_are_counted(delayer: Run, database: str) -> None
     assert [line.split() for line in shown.splitlines() if "last sent" in line] == [["last", "sent", "–", "(held)"]]
     assert " - " not in delayer("schedule", "list").stdout, "one sign for none"
     assert len(json.loads(delayer(*command.split()[1:], "--json").stdout)["messages"]) == 2
+    (tmp_path / "schedules.toml").write_text("[schedule.report]\nevery = '1h'\nto = 'delayer.out'\n")
+    prune = ("schedule", "apply", "--prune", "--dry-run", str(tmp_path / "schedules.toml"))
+    pruned = delayer(*prune)
+    assert pruned.stderr == "Held messages of removed schedules remain: 2. Next: `delayer held list`.\n"
+    assert json.loads(delayer(*prune, "--json").stdout)["held"] == 2
     removed = delayer("schedule", "remove", "tick")
     assert (removed.stdout, removed.stderr) == (
         "Removed tick.\n", f"Held messages of it remain: 2. Next: `{command}`.\n",
     )  # fmt: skip
-    assert delayer("schedule", "remove", "tick2").stderr == ""
+    assert read(delayer, "remove", "tick2") == {"removed": "tick2", "held": 0}
 
 
 async def test_held_messages_without_the_name_of_a_schedule_are_not_counted(delayer: Run, database: str) -> None:

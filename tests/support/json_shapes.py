@@ -15,6 +15,7 @@ from delayer.fields.shapes import (
     MessageJson,
     RunJson,
     ScheduleJson,
+    ScheduleRemovedJson,
     SentJson,
     SetAsideJson,
     TimesJson,
@@ -242,14 +243,11 @@ class ScheduleApplied(TypedDict):
     """Their names and fields, as text."""
     changed: list[ChangedSchedule]
     removed: list[str]
+    held: int
+    """How many messages of the removed schedules are held, and stay, of the first 100,000 held ones."""
     same: list[str]
     stopped: list[StoppedSchedule]
     """Those of them that failed or ended, so that they send nothing."""
-
-
-@documented
-class ScheduleRemoved(TypedDict):
-    removed: str
 
 
 @documented
@@ -470,7 +468,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     "strays list": (SetAsideJson,), "strays retry": (ChangeOutput,), "strays drop": (ChangeOutput,),
     **{f"schedule {verb}": (ScheduleJson,) for verb in ("add", "edit", "show", "pause", "resume")},
     "schedule list": (ScheduleList,), "schedule preview": (TimesJson,), "schedule run": (RunJson,),
-    "schedule remove": (ScheduleRemoved,), "schedule apply": (ScheduleApplied,),
+    "schedule remove": (ScheduleRemovedJson,), "schedule apply": (ScheduleApplied,),
     "schedule import …": (ScheduleImported,), "audit-log": (list[AuditLogEntry],), "drain": (DrainOutput,),
     "audit": (AuditOutput,), "backlog export": (ExportOutput,), "compact": (CompactOutput, CompactForecast),
     "restore": (RestoreOutput, RestoreForecast), "import … preview": (ImportPreview,), "import … run": (ImportOutput,),

@@ -28,7 +28,7 @@ from delayer.schedule.occurrence import extra_message
 from delayer.schedule.record import PlannedRecord, ScheduleRecord, begin, key_of, plan, revise, stop
 from delayer.schedule.rhythm import Cron
 from delayer.schedule.schedule import Schedule, ScheduleState, problems
-from delayer.store import pool
+from delayer.store import held_messages, pool
 from delayer.store.admin import audit_log
 from delayer.store.errors import ScheduleRefused, ScheduleUnknown
 from delayer.store.lanes.notify import notify, soonest
@@ -118,14 +118,15 @@ async def resume(connection: Connection, name: str, *, who: str) -> ScheduleReco
     return record
 
 
-async def remove(connection: Connection, name: str, *, who: str) -> None:
-    """Delete a schedule with its waiting occurrence. Occurrences that are held, or that an operator rescheduled,
-    stay."""
+async def remove(connection: Connection, name: str, *, who: str) -> int:
+    """Delete a schedule with its waiting occurrence. Occurrences that are held, or that an operator rescheduled, stay.
+    Returns how many of its messages are held."""
 
     def removed(there: ScheduleRecord | None, _now_ms: int) -> None:
         _require(there, name)
 
     await _change(connection, {name: removed}, _entry(who, "remove", name))
+    return (await held_messages.count_by_schedule(connection)).get(name, 0)
 
 
 async def run_now(connection: Connection, name: str, *, who: str) -> int:
