@@ -145,7 +145,7 @@ class NewMessage(Fields):
     body_b64: Annotated[bytes, BeforeValidator(read_base64), WithJsonSchema(_BASE64)] | None = None
     """The body as bytes, in base64."""
     message_id: Name | None = None
-    """Default: a random UUID; with an Idempotency-Key, a UUID made of that."""
+    """Default: a random UUID; with an Idempotency-Key, a UUID made of that and of the request."""
     content_type: Name | None = None
     content_encoding: Name | None = None
     correlation_id: Name | None = None
@@ -245,7 +245,7 @@ class MessagesApi:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        once = "Up to 255 characters. The same request with the same key takes effect once. Needs a store."
+        once = "Up to 255 characters. The same request with the same key takes effect once within a day. Needs a store."
         who = [("X-Delayer-Who", "Who asks for it, for the audit log.")]
         one = partial(Endpoint, path=PATH, role=Role.ACT, result=ChangeJson, query=OneMessage, headers=who)
         return [
@@ -325,7 +325,7 @@ class MessagesApi:
         key = call.request.headers.get("idempotency-key")
         text = await call.request.body()
         if key is None:
-            return await self._send(await self._compose(call, None, partial(asyncio.sleep, 0)))
+            return await self._send(await self._compose(call, b"", partial(asyncio.sleep, 0)))
         if not 0 < len(key) <= LONGEST_KEY:
             raise HttpProblem(400, f"Idempotency-Key: expected 1 to {LONGEST_KEY} characters, found {len(key)}.")
         if not self.pages.answers.has_store:
@@ -349,7 +349,8 @@ class MessagesApi:
                     return _answer_of(before)
                 confirmed = {one["line"]: one["sent"] for one in before.get("results", ()) if one["sent"]}
                 try:
-                    done = await self._send(await self._compose(call, scope, attempt.go_on), confirmed)
+                    messages = await self._compose(call, scope + content, attempt.go_on)
+                    done = await self._send(messages, confirmed)
                     attempt.answer = json.dumps(done if "results" in done else {"sent": done, "failed": 0})
                 except HttpProblem as problem:
                     if "results" not in problem.more:
@@ -377,11 +378,11 @@ class MessagesApi:
         assert done is not None
         return done
 
-    async def _compose(self, call: Call, scope: bytes | None, pause: Callable[[], Awaitable[None]]) -> list[Ready]:
-        """Compose all messages. ``pause`` lets the daemon's messages through. Raises HttpProblem with the mistakes of
-        all."""
+    async def _compose(self, call: Call, seed: bytes, pause: Callable[[], Awaitable[None]]) -> list[Ready]:
+        """Compose all messages. ``seed``: of their message_ids; random ones if empty. ``pause`` lets the daemon's
+        messages through. Raises HttpProblem with the mistakes of all."""
         if isinstance(call.body, NewMessage):
-            return [self._ready(call.body, None, scope)]
+            return [self._ready(call.body, None, seed)]
         texts = [(number, text) for number, text in enumerate(call.body.split(b"\n"), 1) if text.strip()]
         if not 0 < len(texts) <= MOST_LINES:
             raise HttpProblem(422, f"Body: expected 1 to {MOST_LINES} lines, found {len(texts)}.")
@@ -394,18 +395,18 @@ class MessagesApi:
                 await pause()
                 unread = 0
             try:
-                found.append(self._ready(read_json(NewMessage, text, f"line {number}"), number, scope))
+                found.append(self._ready(read_json(NewMessage, text, f"line {number}"), number, seed))
             except HttpProblem as problem:
                 wrong += problem.more["errors"]
         if wrong:
             raise HttpProblem(422, f"Body: {in_words(wrong)}. Nothing was sent.", errors=wrong[:100])
         return found
 
-    def _ready(self, new: NewMessage, line: int | None, scope: bytes | None) -> Ready:
+    def _ready(self, new: NewMessage, line: int | None, seed: bytes) -> Ready:
         """Compose a message, and ask what the daemon would do with it. Raises HttpProblem."""
         inside, now_ms = self.pages.answers.inside, self.pages.answers.now_ms
-        if not new.message_id and scope is not None:
-            message_id = str(uuid.uuid5(_NAMESPACE, f"{scope.hex()} {line or 0}"))
+        if not new.message_id and seed:
+            message_id = str(uuid.uuid5(_NAMESPACE, f"{seed.hex()} {line or 0}"))
             new = new.model_copy(update={"message_id": message_id})
         where = "" if line is None else f"line {line} "
         try:

@@ -12,6 +12,7 @@ from delayer.amqp.values import Outgoing
 from delayer.core.hold import Outcome
 from delayer.core.plan import Plan
 from delayer.http.view import QUERIES, View
+from delayer.store import requests
 from delayer.store.schedules import changes
 from tests.support.place import eventually
 from tests.support.schedules import schedule
@@ -71,6 +72,26 @@ async def test_many_lines_are_composed_within_one_attempt(database: str) -> None
         again = await web.ask("POST", "/api/messages", lines, headers)
         assert (again.status, again.json) == (202, first.json)
         assert len(inside.sent) == 150
+
+
+async def test_a_key_that_is_forgotten_sends_again(database: str) -> None:
+    """A repeat by a client that was away for days has the message_id of the first time, and another request has not."""
+    inside = SlowInside(database)
+    inside.go.set()
+    headers = {**AUTH, "Idempotency-Key": "k"}
+    async with served(inside) as web, sql(database) as admin:
+
+        async def send(body: str) -> str:
+            answer = await web.ask("POST", "/api/messages", json.dumps({"body": body}).encode(), headers)
+            assert answer.status == 202, answer.text
+            return str(answer.json["message_id"])
+
+        first = await send("a")
+        for body, same in (("a", True), ("b", False)):
+            await admin.execute("UPDATE request SET at = at - interval '25 hours'")
+            await requests.run_upkeep(admin)
+            assert (await send(body) == first) == same
+        assert [one.body for one in inside.sent] == [b"a", b"a", b"b"]
 
 
 async def test_an_attempt_outlasts_the_longest_publish(database: str) -> None:
