@@ -146,6 +146,9 @@ def cli(
     Examples of the last: broker, store, a program that is not installed, room on a disk. A verb that acts on messages
     exits with 1 too if no message matches. After Ctrl-C a verb exits with 130. After SIGTERM audit, compact, restore
     and backlog export exit with 143.
+
+    Some messages name a page, such as docs/operations.md. The environment that delayer is installed in has these pages
+    in share/doc/delayer, for example /opt/delayer/share/doc/delayer/docs/operations.md.
     """
     from delayer.cli.options import Request, pair  # noqa: PLC0415 - loaded with the verb, not for --version
 

@@ -38,7 +38,7 @@ async def check(url: str) -> None:
             if part in version:
                 raise _unfit(url, "PostgreSQL", name, "point store.url at PostgreSQL itself")
         if standby == "t":
-            advice = "point store.url at the primary; with several hosts add ?target_session_attrs=primary"
+            advice = "point store.url at the primary; a URL of several hosts needs target_session_attrs=primary"
             raise StoreLost(f"{SecretUrl(url)}: expected a primary, found a standby", advice)
         if encoding != "UTF8":
             advice = "as Postgres's superuser: createdb -E UTF8 -T template0 --locale C -O ROLE DATABASE"

@@ -107,6 +107,10 @@ def test_the_wheel_contains_the_files_of_a_service(installed: Path, tmp_path: Pa
     wanted = [*(ROOT / "config").iterdir(), *(ROOT / "systemd").iterdir(), ROOT / "docs", ROOT / "CHANGELOG.md"]
     missing = {str(path.relative_to(ROOT)) for path in wanted} - named
     assert not missing, "add them to pyproject.toml"
+    # Messages name pages, and the help says where these are.
+    told = " ".join(run(installed, "--help", cwd=tmp_path).stdout.split())
+    [example] = re.findall(r"/opt/delayer/(share/doc/delayer/docs/\S+\.md)", told)
+    assert (share.parent / example).is_file()
     unit = (share / "delayer" / "delayer.service").read_text()
     (documentation,) = re.findall("Documentation=file://(.*)", unit)
     (program,) = re.findall("ExecStart=([^ ]*)", unit)

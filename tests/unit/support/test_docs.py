@@ -26,6 +26,19 @@ def test_every_linked_page_exists(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("where", ["delayer", "config", "systemd", "migrations"])
+def test_every_page_that_a_message_names_exists(where: str) -> None:
+    """Each in the form that `delayer --help` explains, and with the section after it."""
+    for file in (ROOT / where).rglob("*.*"):
+        if file.suffix not in (".py", ".html", ".sql", ".toml", ".yml", ".yaml", ".service", ".timer", ".j2"):
+            continue
+        text = re.sub(r"['\"]?\n\s*['\"]?", "", file.read_text())
+        for page in re.findall(r"\bdocs/([\w-]+\.md)", text):
+            assert (ROOT / "docs" / page).is_file(), (file, page)
+        for page, section in re.findall(r'docs/([\w-]+\.md), ?"([^"]+)"', text):
+            assert section in (ROOT / "docs" / page).read_text().replace("`", ""), (file, page, section)
+
+
 @pytest.mark.parametrize(
     "name",
     [
