@@ -1,4 +1,4 @@
-"""delayer audit: check that every message that came in is either out or still stored, and show the forecast."""
+"""delayer audit: check that every message that arrived was delivered or is still stored, and when the rest are due."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _finite(_context: click.Context, _option: click.Parameter, value: float | No
     default=1.0,
     callback=_finite,
     metavar="SHARE",
-    help="Read this share of the store, such as 0.01, for a quick look. Sums and repeats are not judged then.",
+    help="Read only this share of the store, such as 0.01. The audit then does not check totals and duplicates.",
 )
 @as_json
 @click.option(
@@ -97,12 +97,12 @@ def audit(
 ) -> None:
     """Check a snapshot of the store by the rules of docs/backlog.md, and show when messages are due.
 
-    Without --deep it takes seconds. It reads counters, indexes, headers of segments and a sample of rows. It says what
-    it did not look at. Daemons may keep running. The audit changes nothing in the store or the broker, and
-    publishes no message.
+    Without --deep it takes seconds: it reads counters, indexes, headers of segments and a sample of rows, and the
+    report lists what it did not check. Daemons may keep running. The audit does not change the store or the broker, and
+    does not publish messages.
 
-    Exit code 1 if a rule is violated (or the store's schema is of another version). Exit code 3 if the store is out
-    of reach, Java is missing, or Spark gave up.
+    Exit code 1 if a rule is violated (or the store's schema has another version). Exit code 3 if the store is
+    unreachable, Java is missing, or Spark failed.
 
     \b
     Examples:

@@ -102,9 +102,9 @@ class MessagesJson(TypedDict):
 
     messages: list[EntryJson]
     bounded: bool
-    """Whether reading stopped at its limit, so that the page may have fewer messages than there are."""
+    """Whether reading stopped at its limit, so that more messages may match."""
     broken: int
-    """Segments that cannot be read, and may have more."""
+    """How many segments are unreadable. More messages in these may match."""
     next: str
     """The path of the next page; "" at the end."""
 
@@ -164,9 +164,9 @@ class ChangeJson(TypedDict):
     done: int
     """How many messages it changed."""
     lines: list[str]
-    """About the others, in words."""
+    """Sentences about the messages that it did not change."""
     found: dict[str, str]
-    """Where each message was that was named by its id."""
+    """Where each message was, by the id that the request names."""
 
 
 @documented
@@ -273,9 +273,9 @@ class SentJson(TypedDict):
     cancels: str | None
     """The key whose message it cancels, by the header x-delay-cancel."""
     where: Literal["store", "broker", "destination", "held"] | None
-    """Where the daemon puts it, by its present settings. store: it can be found, cancelled and rescheduled once it is
-    parked. broker: in the cascade, where nothing finds it. destination: it is due now, or in moments. held: it is too
-    late for its route. null: it is a cancel."""
+    """Where the daemon puts the message, by its current settings. store: you can find, cancel and reschedule it once it
+    is parked. broker: it waits in the broker, where you cannot find it. destination: it is due now or in moments. held:
+    it is too late for its route. null: it is a cancel."""
 
 
 @documented
@@ -307,7 +307,7 @@ class LatenessJson(TypedDict):
     p99: float | None
     worst: float | None
     slowest: dict[str, float | None]
-    """At most so long; by name: claim, settle, park, publish, loop_lag; null if there was none."""
+    """Upper bounds of the slowest claim, settle, park, publish and loop_lag; null if there was none."""
 
 
 @documented
@@ -338,7 +338,7 @@ class BarsJson(TypedDict):
 
 @documented
 class BacklogJson(TypedDict):
-    """Waiting messages by due time."""
+    """Counts of waiting messages by due time."""
 
     taken_ms: int
     note: str

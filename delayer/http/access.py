@@ -117,8 +117,8 @@ def _program(request: Request, token: NamedToken) -> Client:
 
 
 class Tokens:
-    """The tokens in the file at ``path()``, as it is now. An unreadable file has none, because it may be there to
-    revoke them; each new mistake is logged."""
+    """The tokens that the file at ``path()`` contains now. An unreadable file has none, because its purpose may be
+    to revoke them. Each new mistake is logged."""
 
     def __init__(self, path: Callable[[], str | None]) -> None:
         self._path = path

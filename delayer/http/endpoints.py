@@ -34,7 +34,7 @@ MOST_NAMES: Final = 100
 MOST_BODIES: Final = 8
 """Bodies of more than SMALL bytes that are in memory at once."""
 OF_ONE: Final = MOST_BODIES // 2
-"""The share of one token, so that a client whose bodies come in slowly does not keep out the others."""
+"""Maximum number of these bodies for one token, so that a client with slow bodies does not block the rest."""
 SMALL: Final = 64 * 1024
 ALWAYS: Final = (400, 401, 403, 406, 411, 413, 421, 500, 503)
 """Problems that every endpoint may answer."""
@@ -172,7 +172,7 @@ class Api:
         assert endpoint.body is not None
         body = text if kind == LINES else read_json(endpoint.body, text)
         call = Call(call.request, call.client, call.query, body)
-        # A change goes on if its client closes the connection.
+        # A change continues even if its client closes the connection.
         return self._respond(endpoint, await asyncio.shield(endpoint.handler(call)))
 
     @staticmethod

@@ -41,13 +41,13 @@ log = structlog.get_logger(__name__)
 AGAIN: Final = 5.0
 """Seconds until the next attempt to listen on a taken port."""
 HEAD_SECONDS: Final = 10.0
-"""The longest time for the head of a request to come in."""
+"""Maximum time to receive the head of a request."""
 READ_SECONDS: Final = 30.0
-"""The longest time for a client to read what was written to it."""
+"""Maximum time for a client to read what was written to it."""
 STOP_SECONDS: Final = 1
-"""Seconds until a stop closes connections. Requests that still run then are cancelled after as long again."""
+"""Seconds until a stop closes connections. After twice this time, requests that still run are cancelled."""
 MOST_CONNECTIONS: Final = 2 * AT_ONCE
-"""Maximum number of connections. For one more, the one that has waited longest for its client is closed."""
+"""Maximum number of connections. One more closes the connection that has waited longest for its client."""
 OTHER_ADDRESS: Final = (
     "another program, perhaps a second daemon, listens there (`ss -ltnp`): give each configuration its own address"
 )
@@ -122,9 +122,9 @@ def application(answers: Answers) -> Starlette:
 
 
 class ImpatientProtocol(H11Protocol):
-    """uvicorn's protocol, without patience for clients that send the head of a request slowly, read no answer, or take
-    the connections of others. uvicorn itself has a deadline only for quiet connections, and answers 503 to a health
-    check if idle clients have all connections."""
+    """uvicorn's protocol, with deadlines for clients that send the head of a request slowly or do not read the answer,
+    and with a limit of connections. uvicorn itself has a deadline only for idle connections. While idle clients occupy
+    all connections, it answers 503 to a health check."""
 
     _since: float = 0.0
     _waiting: asyncio.TimerHandle | None = None
@@ -132,8 +132,8 @@ class ImpatientProtocol(H11Protocol):
     _stopping: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        # Writing pauses, and the deadline begins, with the first byte that the client does not read. With uvicorn's
-        # limit, a short answer that nobody reads would not pause writing, and close() would wait for it for ever.
+        # Writing pauses, and the deadline begins, at the first byte that the client does not read. uvicorn's own limit
+        # lets short answers pass without a pause, and close() would wait forever for a client that does not read one.
         transport.set_write_buffer_limits(high=0)
         super().connection_made(transport)
         self._since = self.loop.time()
@@ -171,7 +171,7 @@ class ImpatientProtocol(H11Protocol):
         self._stopping = self.loop.call_later(STOP_SECONDS, self.drop)
 
     def drop(self) -> None:
-        """Close the connection without a word, even if its client reads nothing."""
+        """Abort the connection, even if its client does not read."""
         self.connections.discard(self)
         self.transport.abort()
 
@@ -180,8 +180,8 @@ class ImpatientProtocol(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _watch(self) -> None:
-        """Allow HEAD_SECONDS for the whole head of a request, however slowly it comes. The time of the first head
-        begins with the connection, that of a later one with its first byte."""
+        """Allow HEAD_SECONDS for the whole head of a request. It starts when the connection opens, and for a later
+        request with its first byte."""
         if self._answering and self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None

@@ -46,6 +46,6 @@ async def connect(url: str, **how: Any) -> Connection:
 
 
 def _end(late: asyncio.Task[Connection]) -> None:
-    """Close the connection of an attempt that nobody waits for."""
+    """Close the connection of an abandoned attempt."""
     if not late.cancelled() and late.exception() is None:
         late.result().terminate()

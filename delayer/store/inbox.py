@@ -1,8 +1,8 @@
 """The SQL inbox as a queue of the intake: rows that applications write by delayer_send and delayer_cancel in their own
 transactions (migrations/versions/0002).
 
-One process reads it, the owner of the store's first lane. It holds an advisory lock through a connection of its own
-until every row that it has read is settled. So unless a fault occurs, no two processes work on the same row. A row
+One process reads it, the owner of the store's first lane. A separate connection holds an advisory lock until every
+row that it has read is settled. So unless a fault occurs, no two processes work on the same row. A row
 stays in the table until the transaction that moves its message into the backlog deletes it, or until its publish is
 confirmed.
 
@@ -73,8 +73,8 @@ class Postponed:
 
     def add(self, ids: Sequence[int], now: float, *, more: bool) -> bool:
         """Skip these rows. Returns False if there would be too many. With ``more``, rows that were not read yet come
-        first, and the time of the next attempt moves. Otherwise that time stays: a trickle of new rows would keep the
-        first ones waiting for ever."""
+        first, and the time of the next attempt moves. Otherwise that time stays, or a trickle of new rows would keep
+        the first ones waiting forever."""
         if len(self.ids) + len(ids) > MOST_POSTPONED:
             return False
         if more or not self.ids:

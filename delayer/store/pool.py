@@ -244,9 +244,9 @@ async def retry_conflicts(work: Callable[[], Awaitable[T]], attempts: int = 20) 
 
 
 async def in_savepoint(connection: Connection, write: Callable[[], Awaitable[T]]) -> T:
-    """Run ``write`` in the open transaction. If the database rejects its data, undo it. If it lost against a partition
-    that was attached meanwhile, repeat it. Raises Rejected, and the driver's other errors; after these the transaction
-    cannot go on."""
+    """Run ``write`` in the open transaction. If the database rejects its data, undo it. Repeat it if a partition was
+    attached at the same time. Raises Rejected, and the driver's other errors; after these the transaction
+    cannot continue."""
     attempt = 0
     while True:
         attempt += 1

@@ -1,4 +1,4 @@
-"""Requests over HTTP that are to take effect once, however often they come: each with its answer, for a day."""
+"""Keeps the answer to each HTTP request with an Idempotency-Key for a day, so that repeats do not take effect again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from delayer.store.errors import translate_errors
 
 KEPT: Final = "1 day"
 MOST_ATTEMPTS: Final = 4
-"""Attempts at once of one HTTP server."""
+"""Maximum number of concurrent attempts of one HTTP server."""
 _LOCK: Final = "SELECT pg_try_advisory_xact_lock('request'::regclass::oid::int, $1)"
 _READ: Final = "SELECT content, answer FROM request WHERE key = $1"
 _WRITE: Final = (
@@ -27,16 +27,16 @@ _FORGET: Final = f"DELETE FROM request WHERE at < statement_timestamp() - interv
 
 
 class RequestUnderWay(Exception):
-    """Another attempt at this request is not over."""
+    """Another attempt at this request is still running."""
 
 
 class OtherRequest(Exception):
-    """The key stands for a request with another content."""
+    """The key was used for a request with another content."""
 
 
 @dataclass(slots=True)
 class Attempt:
-    """``before``: the answer of the last attempt, if there was one. ``answer``: this attempt's, to be kept."""
+    """``before``: the stored answer of the last attempt, or None. ``answer``: this attempt's answer, to be stored."""
 
     connection: Connection
     before: str | None
@@ -48,8 +48,8 @@ class Attempt:
 
 
 class Requests:
-    """The requests of one HTTP server. ``url``: of the store, as it is now. Each of MOST_ATTEMPTS has a connection of a
-    pool, which opens with the first one. ``idle_seconds``: after these the server ends an attempt, and
+    """The requests of one HTTP server. ``url`` returns the store's current URL. Each attempt uses a connection of a
+    pool, which opens with the first attempt. After ``idle_seconds`` without a query Postgres ends an attempt, and
     another one may begin."""
 
     def __init__(self, url: Callable[[], str], idle_seconds: float) -> None:
@@ -60,8 +60,8 @@ class Requests:
 
     @asynccontextmanager
     async def attempt(self, key: bytes, content: bytes) -> AsyncIterator[Attempt]:
-        """Make one attempt at a request. ``key`` and ``content``: 32 bytes each. Nobody else makes one meanwhile, and a
-        crash ends it. Raises RequestUnderWay, OtherRequest, StoreLost, BadStoreUrl, SchemaOutdated."""
+        """Make one attempt at a request. ``key`` and ``content``: 32 bytes each. Only one attempt at a key runs at a
+        time, and a crash ends it. Raises RequestUnderWay, OtherRequest, StoreLost, BadStoreUrl, SchemaOutdated."""
         opened = await self._opened()
         with translate_errors("keep an answer"):
             async with pool.borrow(opened) as connection, pool.transaction(connection):
@@ -90,5 +90,5 @@ class Requests:
 
 
 async def run_upkeep(connection: Connection) -> None:
-    """Forget the requests of more than a day ago. Raises the driver's errors."""
+    """Delete requests that are older than a day. Raises the driver's errors."""
     await connection.execute(_FORGET)

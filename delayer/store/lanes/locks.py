@@ -116,7 +116,7 @@ class LaneLocks:
                 if self._presence is None or self._presence.is_closed():
                     self._presence, self._pid = await self._connect("delayer presence", self._presence_settings), 0
                     self._named = ""
-                presence = self._presence  # Another task may leave meanwhile.
+                presence = self._presence  # Another task may leave during a query.
                 with translate_errors("look at lanes"):
                     foreign = await foreign_locks.find(presence, LOOK_TIMEOUT)
                     if not self._pid:

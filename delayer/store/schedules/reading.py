@@ -19,9 +19,9 @@ _COUNTS: Final = (
 )
 # The name of a presence ends with version and owner (locks.py); the server cuts a long one.
 RENEWING: Final = "~"
-"""Stands between two versions while a daemon computes all next occurrences again: the one before, and the daemon's. If
-the daemon dies, the one before is left. Whoever has older data than the daemon takes the mark away, and the daemon then
-notices that it is not done."""
+"""Separates two versions while a daemon computes all next occurrences again: the previous one and the daemon's. If the
+daemon dies, the previous version remains. A process with older data than the daemon removes this mark, and the daemon
+then notices that it has not finished."""
 _ZONE_VERSIONS: Final = f"""
 SELECT split_part(application_name, ' ', 3), array_agg(split_part(application_name, ' ', 4) ORDER BY application_name)
 FROM ({statements.DAEMONS}) AS a
