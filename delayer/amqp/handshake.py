@@ -49,7 +49,7 @@ def start_ok(
 def server_version(properties: object) -> tuple[int, ...]:
     """The broker's version, such as (4, 3, 6); empty if the broker does not send it."""
     version = properties.get("version") if isinstance(properties, dict) else None
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3]) if isinstance(version, str) else ()
+    return tuple(int(part) for part in re.findall(r"\d{1,9}", version)[:3]) if isinstance(version, str) else ()
 
 
 def agree(tune: commands.Connection.Tune, heartbeat: float) -> ConnectionLimits:

@@ -25,7 +25,7 @@ from delayer.cli.options import (
 )
 from delayer.cli.output import note, note_no_match, print_json, print_table
 from delayer.config.model import Settings
-from delayer.core.filters import place_text, read_place
+from delayer.core.filters import MAX_ID, place_text, read_place
 from delayer.core.message import as_text
 from delayer.core.readable import format_relative_time, instant
 from delayer.fields import as_json as for_programs
@@ -215,7 +215,7 @@ def _print(found: FullMessage) -> None:
 
 @click.command("audit-log", short_help="Show the changes that operators made: who, when, what, how many.")
 @limit_option
-@click.option("--before", type=click.IntRange(1), metavar="NUMBER", help="Entries before this one.")
+@click.option("--before", type=click.IntRange(1, MAX_ID), metavar="NUMBER", help="Entries before this one.")
 @as_json
 @click.pass_context
 def audit_log(context: click.Context, *, limit: int, before: int | None, as_json: bool) -> None:

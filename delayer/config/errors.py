@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from delayer.core.readable import TOO_LONG
 from delayer.core.secret import concealed
 
 
@@ -53,4 +54,6 @@ def format_found(value: object, *, is_url: bool = False) -> str:
         text = json.dumps(value)  # It escapes every character that could forge a line.
     except TypeError:
         text = str(value)  # A date or time of TOML.
+    except ValueError:
+        text = TOO_LONG  # TOML may have it in hexadecimal.
     return text if len(text) <= 80 else text[:79] + "…"

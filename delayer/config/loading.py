@@ -26,6 +26,7 @@ from delayer.config.sources import (
 )
 from delayer.config.texts import duration_text
 from delayer.config.tokens import parse_tokens
+from delayer.config.values import is_port
 from delayer.core.cascade import Cascade, parking_queue
 from delayer.core.topology import Topology
 
@@ -334,6 +335,8 @@ def store_url_errors(url: str, environ: Mapping[str, str]) -> list[tuple[str, st
         for name, values in _ONE_OF.items()
         if given.get(name) and given[name] not in values
     ]
+    if (port := given.get("port")) and not all(map(is_port, port.split(","))):
+        found.append(("port to be a number from 1 to 65535", format_found(port)))
     mode = given.get("sslmode")
     strict = mode in (*_VERIFIED, "require")
     read = () if mode in ("disable", None) else (*_OUR_FILES, *(_THEIR_FILES if strict else ()))

@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from delayer.config.errors import Problem
 from delayer.config.model import Settings
+from delayer.core.readable import parser_error
 
 Key = tuple[str, ...]
 
@@ -113,7 +114,7 @@ def read_file(path: Path | None) -> SettingsSource:
     except RecursionError:
         expected, found = "TOML that can be read", "thousands of levels"
     except ValueError as error:  # TOML errors, bytes that are not UTF-8, or a number too long.
-        expected, found = "TOML in UTF-8, with quotes around text", str(error)
+        expected, found = "TOML in UTF-8, with quotes around text", parser_error(error)
     else:
         return source
     source.problems.append(Problem(str(path), "", expected, found))

@@ -122,7 +122,7 @@ def typed_header(text: str) -> tuple[str, Scalar]:
     try:
         typed = _TYPES[kind](value)
     except (ValueError, KeyError):
-        raise ValueError(f"{name}: expected a value of type {kind}, found {value!r}") from None
+        raise ValueError(f"{name}: expected a value of type {kind}, found {format_found(value)}") from None
     try:
         check_header(name, typed)
     except Expected as wrong:

@@ -146,6 +146,10 @@ def listen_address(value: object) -> str:
     return value
 
 
+def is_port(text: str) -> bool:
+    return re.fullmatch("[0-9]{1,5}", text) is not None and 0 < int(text) <= 65_535
+
+
 def _url(value: object, schemes: tuple[str, ...], example: str) -> SecretUrl:
     if isinstance(value, SecretUrl):
         return value
@@ -157,7 +161,8 @@ def _url(value: object, schemes: tuple[str, ...], example: str) -> SecretUrl:
     except ValueError:
         raise Expected(f"{wanted}; {_ESCAPES}") from None
     _, at, place = parts.netloc.rpartition("@")
-    if at and re.fullmatch(r"[^:]+:[0-9]+|\[[^]]*\]:[0-9]+", place) and not 0 < int(place.rpartition(":")[2]) <= 65_535:
+    _, _, port_text = place.rpartition(":")
+    if at and re.fullmatch(r"[^:]+:[0-9]+|\[[^]]*\]:[0-9]+", place) and not is_port(port_text):
         # The port follows user and password, so it cannot be part of a password.
         raise Expected(f"{wanted}; a port is a number from 1 to 65535")
     try:

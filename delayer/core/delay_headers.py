@@ -16,6 +16,7 @@ from typing import Final, NamedTuple, Protocol
 
 from delayer.amqp.values import Timestamp
 from delayer.core.marks import LAST_DUE, RECEIVED_AT, received_ms
+from delayer.core.readable import TOO_LONG
 
 _NUMBER = re.compile(r"[+-]?[0-9]{1,30}(\.[0-9]{1,30})?", re.ASCII)
 # RFC 3339 section 5.6, with the lower-case letters and the space that its notes allow.
@@ -33,7 +34,10 @@ class UnreadableDelay(ValueError):
 
 def quote_value(value: object) -> str:
     """Shorten a value to one printable line of at most 60 characters, for a reason."""
-    text = ascii(value)
+    try:
+        text = ascii(value)
+    except ValueError:
+        text = TOO_LONG
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -30,6 +31,8 @@ from delayer.core.message import COPY_HEADERS, as_bytes
 CONSULTED: Final = REQUEST_HEADERS | MARKS | {DELAY, ETA} | nservicebus.HEADERS | COPY_HEADERS
 """The headers that every plan reads, in addition to those that its route's settings name. Routes with ``retry`` read
 retry_policy.RETRY_HEADERS instead."""
+
+_INDEX: Final = re.compile("[0-9]{1,9}")
 
 
 def routing_keys_of(value: object) -> frozenset[bytes]:
@@ -180,7 +183,7 @@ def _at(value: Any, path: tuple[str, ...]) -> Any:
     for step in path:
         if isinstance(value, dict) and step in value:
             value = value[step]
-        elif isinstance(value, list) and step.isascii() and step.isdecimal() and int(step) < len(value):
+        elif isinstance(value, list) and _INDEX.fullmatch(step) and int(step) < len(value):
             value = value[int(step)]
         else:
             return None

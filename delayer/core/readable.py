@@ -15,6 +15,8 @@ Say = Callable[[str, int, int | None], None]
 MOST_BYTES: Final = 512
 """Maximum number of bytes, and MOST of characters, that a line shows of a value."""
 MOST: Final = 16_384
+TOO_LONG: Final = "a number of more than 4,300 digits"
+"""Stands for a number that Python neither reads nor writes."""
 COUNTS_AGE: Final = 12.0
 """Maximum age of the broker's counts in seconds: two ticks of a quorum queue, and the management API's pause."""
 
@@ -51,6 +53,15 @@ def readable(value: str | bytes | bytearray | memoryview, *, keep_lines: bool = 
         value = value[:MOST] + f"… ({len(value) - MOST} more characters)"
     value = mask(value)
     return (_UNPRINTABLE_BUT_LINES if keep_lines else _UNPRINTABLE).sub(_escape, value)
+
+
+def parser_error(error: ValueError) -> str:
+    """Format an error of a JSON or TOML parser, without Python's advice to a programmer about numbers of many digits.
+
+    >>> parser_error(ValueError("Exceeds the limit (4300 digits); use sys.set_int_max_str_digits() to …"))
+    'Exceeds the limit (4300 digits)'
+    """
+    return str(error).partition("; use sys.")[0]
 
 
 _UNITS: Final = (("years", 31_557_600), ("d", 86_400), ("h", 3_600), ("min", 60))

@@ -104,11 +104,11 @@ class Notifier:
 
 def _watchdog_seconds(environ: Mapping[str, str]) -> float | None:
     try:
-        microseconds = int(environ.get("WATCHDOG_USEC", "0"))
+        seconds = int(environ.get("WATCHDOG_USEC", "0")) / 1e6
         watched = int(environ.get("WATCHDOG_PID") or os.getpid())
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
-    return microseconds / 1e6 if microseconds > 0 and watched == os.getpid() else None
+    return seconds if seconds > 0 and watched == os.getpid() else None
 
 
 class Watchdog:

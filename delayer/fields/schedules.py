@@ -21,7 +21,7 @@ from delayer.config.errors import Expected, format_found
 from delayer.config.texts import check_headers, duration_text, instant_ms, read_base64
 from delayer.config.values import duration_ms
 from delayer.core.message import Target, as_text, raw
-from delayer.core.readable import instant
+from delayer.core.readable import instant, parser_error
 from delayer.format import reading
 from delayer.schedule.rhythm import Cron, Every, Rhythm
 from delayer.schedule.schedule import MOST_CAUGHT_UP, NAME, ONCE, SKIP, Schedule, is_name, problems
@@ -211,8 +211,10 @@ def read_schedules(text: bytes) -> list[Schedule]:
     """Read the tables [schedule.NAME] of a TOML file. Raises ScheduleRefused with every mistake."""
     try:
         content = tomllib.loads(text.decode())
-    except (ValueError, RecursionError) as error:  # A number may have too many digits, and an array too many levels.
-        raise ScheduleRefused([f"expected TOML, found something else: {error}"]) from None
+    except ValueError as error:
+        raise ScheduleRefused([f"expected TOML, found something else: {parser_error(error)}"]) from None
+    except RecursionError:
+        raise ScheduleRefused(["expected TOML, found something else: too many levels"]) from None
     wrong = [f"{name}: expected nothing but tables [schedule.NAME], found it" for name in content if name != "schedule"]
     tables = content.get("schedule", {})
     if not isinstance(tables, dict):

@@ -33,7 +33,7 @@ from delayer.amqp.values import SHORT_STRING
 from delayer.core.delay_headers import quote_value
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
-from delayer.core.readable import escaped
+from delayer.core.readable import escaped, parser_error
 from delayer.core.units import LATEST_MS
 from delayer.format.rows import reason_text
 from delayer.schedule.record import ScheduleRecord
@@ -146,7 +146,7 @@ def parse_line(text: bytes) -> Line | ScheduleRecord | EndLine:
     try:
         record = json.loads(text)
     except ValueError as error:
-        raise NotALine(f"expected a JSON object, found something else: {error}") from None
+        raise NotALine(f"expected a JSON object, found something else: {parser_error(error)}") from None
     except RecursionError:
         raise NotALine("expected a JSON object, found one that is nested too deeply") from None
     if not isinstance(record, dict):

@@ -114,7 +114,10 @@ def _rhythm(parts: Mapping[str, Any], zone: str, now_ms: int) -> Rhythm:
         )
     period = getattr(found, "run_every", None) if kind == "schedule" else found
     if isinstance(period, int | float) and not isinstance(period, bool):
-        period = timedelta(seconds=period)
+        try:
+            period = timedelta(seconds=period)
+        except (OverflowError, ValueError):  # The second is for NaN.
+            raise _NoEqual(f"schedule: expected a number of seconds, found {quote_value(period)}") from None
     if not isinstance(period, timedelta):
         raise _NoEqual(f"schedule: expected a crontab, a timedelta or seconds, found {kind}")
     # A relative schedule is rounded to whole units, like an interval from the epoch. Others continue from the last run.

@@ -16,6 +16,7 @@ import base64
 import binascii
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -295,6 +296,7 @@ def _of_schedule(record: ScheduleRecord, line: bytes, cutoff_ms: int | None) -> 
 
 
 _NOTHING: Final = (b"", b"ok")
+_NUMBER: Final = re.compile(rb"[0-9]{1,18}")
 
 
 def _with_blind_copies(properties: bytes, more_keys: Sequence[bytes]) -> bytes:
@@ -328,12 +330,12 @@ class DelayedExchange(FileSource):
     def read(self, line: bytes) -> LineReading:
         if line.strip() in _NOTHING:
             return None
-        if line.strip().isdigit():
+        if _NUMBER.fullmatch(line.strip()):
             return int(line)
         fields = line.split(b" ")
         if len(fields) != 6:
             raise Unreadable(f"expected 6 fields between blanks, found {len(fields)}")
-        if not fields[0].isdigit():
+        if not _NUMBER.fullmatch(fields[0]):
             raise Unreadable("expected the due instant in milliseconds in the first field")
         try:
             vhost, exchange, keys, properties, body = (base64.b64decode(one, validate=True) for one in fields[1:])

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from delayer.core.delay_headers import read_utc_ms
 from delayer.core.importing import given
+from delayer.core.readable import parser_error
 from delayer.imports.files import FileSource, LineReading, SkippedRecord, Unreadable
 from delayer.imports.timeouts import StoredTimeout, item_of
 
@@ -77,8 +78,10 @@ class RavenExport(FileSource):
             return None
         try:
             found = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise Unreadable(f"expected a JSON object: {error}") from None
+        except ValueError as error:
+            raise Unreadable(f"expected a JSON object: {parser_error(error)}") from None
+        except RecursionError:
+            raise Unreadable("expected a JSON object: too many levels") from None
         if not isinstance(found, dict):
             raise Unreadable(f"expected a JSON object, found {type(found).__name__}")
         said = found.get("@metadata")

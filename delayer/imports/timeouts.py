@@ -14,6 +14,7 @@ from delayer.core.delay_headers import UnreadableDelay
 from delayer.core.hold import Hold, unfit
 from delayer.core.importing import ImportItem, ImportSelection
 from delayer.core.message import Parcel, Target
+from delayer.core.readable import parser_error
 from delayer.core.units import LATEST_MS
 
 RELATED: Final = "NServiceBus.RelatedToTimeoutId"
@@ -58,7 +59,7 @@ def item_of(timeout: StoredTimeout, source: bytes, meant: ImportSelection) -> Im
     try:
         headers = _headers(timeout.headers)
     except ValueError as error:
-        hold = unfit(f"its headers cannot be read: {error}")
+        hold = unfit(f"its headers cannot be read: {parser_error(error)}")
         raw = str(timeout.headers).encode("utf-8", "surrogateescape")
     if (invalid := misnamed(queue)) is not None:
         hold, raw = invalid, raw or queue
