@@ -1,4 +1,4 @@
-"""Tells a publisher what becomes of a message that it sent, by the daemon's plan for it. `delayer send --json` and POST
+"""Describes to a publisher where the daemon's plan puts the message that it sent. `delayer send --json` and POST
 /api/messages give the same answer."""
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ To avoid deadlocks, all transactions take locks in this order:
 
 1. the keys' advisory locks, by number. From here on, transactions on the same key take turns, as do some on different
    keys. A batch takes at most :data:`LOCKS`. With one lock per key they filled the lock table of the whole cluster.
-   The keys of occurrences share one lock of their own: a large change of schedules keeps no park waiting.
+   The keys of occurrences share one separate lock, so a large change of schedules does not delay parks.
 2. the old messages' rows, by lane, due instant and id, like a release; then held rows, by id. This waits for a release
    in flight, which either published the old message (too late) or rolled back, so that the message is ours to cancel.
 3. the rows of segments with old messages, by id. This waits for a restore, which turns the messages into rows.
