@@ -43,6 +43,7 @@ from bench import (
     peers,
     release,
     report,
+    scale,
     schedules,
     sql,
     stalls,
@@ -57,11 +58,11 @@ HERE = Path(__file__).parent
 SECTIONS = {
     "ceilings": ceilings, "park": park, "keys": keys, "sql": sql, "release": release, "pair": pair, "steady": steady,
     "burst": burst, "floods": floods, "native": native, "hop": hop, "peers": peers, "commands": commands,
-    "churn": churn, "schedules": schedules, "http": http, "hours": hours, "stalls": stalls,
+    "churn": churn, "schedules": schedules, "http": http, "scale": scale, "hours": hours, "stalls": stalls,
 }  # fmt: skip
 NEEDS = {"http": "park", "park": "ceilings", "release": "ceilings", "burst": "ceilings", "peers": "native"}
 """Sections whose ratios need another section of the same run."""
-TAKES_MINUTES = {"commands", "churn", "pair"}
+TAKES_MINUTES = {"commands", "churn", "pair", "scale"}
 """Sections that a quick run leaves out: they need more than seconds."""
 TAKES_HOURS = {"hours", "stalls"}
 """Sections that run only by name, or in a quick run."""

@@ -20,15 +20,19 @@ SOONEST_MS, LATEST_MS = 3 * 3_600_000, 24 * 3_600_000
 CPU = ("daemon", "broker", "database")
 
 
-def fill(place: Place, count: int, size: int, due_ms: int | None = None, *, latest_ms: int = LATEST_MS) -> None:
-    """Publish messages into `delays`, all due at that instant, or after delays of up to ``latest_ms``."""
+def writes(size: int, due_ms: int | None = None, *, latest_ms: int = LATEST_MS) -> list[bytes]:
+    """Messages for `delays`, all due at that instant, or after delays of up to ``latest_ms``."""
     chance = random.Random(0)
-    body = b"x" * size
     delays = [number("x-delay", chance.randint(SOONEST_MS, latest_ms)) for _ in range(DISTINCT)]
     if due_ms is not None:
         delays = [number("x-deliver-at", due_ms)] * DISTINCT
+    return portions([message(IN, KEY, properties(delay), b"x" * size) for delay in delays])
+
+
+def fill(place: Place, count: int, size: int, due_ms: int | None = None, *, latest_ms: int = LATEST_MS) -> None:
+    """Publish :func:`writes`."""
     plain = Plain(place.broker_url)
-    plain.publish(portions([message(IN, KEY, properties(delay), body) for delay in delays]), count)
+    plain.publish(writes(size, due_ms, latest_ms=latest_ms), count)
     plain.close()
 
 

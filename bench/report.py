@@ -15,6 +15,7 @@ from bench.ceilings import CONSUME, COPY, PUBLISH
 from bench.figures import Figure, Result
 from bench.http import KINDS as SENT
 from bench.keys import KINDS, PLAIN
+from bench.limits import stop
 from bench.sql import INSERT, MOVE, PARK, SEND
 
 CEILINGS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
@@ -33,9 +34,14 @@ TREES = ("daemon", "broker", "database")
 UNITS = {"rate": "/s", "body": " B", "backlog": " waiting", "count": " messages"}
 SHARES = ("p50", "p99", "p99.9", "max")
 COUNTED = ("msg", "rows", "stalls")
+PARTS = ("daemon", "lane", "database", "database log", "broker", "queue", "queue log")
 HALVES = ("first half hour", "last half hour", "last over first")
 _STALL = re.compile(r"(.*), (\w+): (deliveries|stalls|worst)")
 _HALF = re.compile(f"(.*), ({'|'.join(HALVES)})")
+_CHECK = re.compile("(.*), (predicted|measured)")
+_FULL = re.compile(r"(.*), full: (.*)")
+_ELSEWHERE = (_STALL, _HALF, _CHECK, _FULL)
+"""Figures with a table of their own."""
 
 
 class Sheet(NamedTuple):
@@ -55,12 +61,14 @@ def sheets(result: Result) -> list[Sheet]:
     stalls = Sheet("Stalls", heads, list(_stalls(result)))
     cost = Sheet("Cost", ("", "conditions", "measured"), list(_costs(result)))
     growth = Sheet("Growth", ("", "conditions", *HALVES), list(_growth(result)))
-    return [sheet for sheet in (rates, late, stalls, growth, cost) if sheet.rows]
+    checks = Sheet("Model", ("", "conditions", "predicted", "measured", "ratio"), list(_checks(result)))
+    full = Sheet("Limits", ("full at, messages/s", "conditions", *PARTS, "stops at"), list(_full(result)))
+    return [sheet for sheet in (rates, late, stalls, growth, checks, full, cost) if sheet.rows]
 
 
 def _rates(result: Result) -> Iterable[tuple[str, ...]]:
     for figure in result.figures:
-        if figure.unit not in ("msg/s", "rows/s"):
+        if figure.unit not in ("msg/s", "rows/s") or _is_elsewhere(figure):
             continue
         limits = (ceiling_of(result, figure), allowed_by_cores(result, figure))
         beside = [("", "") if one is None else (shown(one), f"{figure.value / one.value:.2f}") for one in limits]
@@ -108,10 +116,35 @@ def _growth(result: Result) -> Iterable[tuple[str, ...]]:
         yield (what, at, *(by_half.get(half, "") for half in HALVES))
 
 
+def _checks(result: Result) -> Iterable[tuple[str, ...]]:
+    """What a model says of a rate, and the rate."""
+    seen: dict[tuple[str, str], dict[str, Figure]] = {}
+    for figure in result.figures:
+        if found := _CHECK.fullmatch(figure.what):
+            seen.setdefault((f"{figure.section}: {found[1]}", conditions(figure.at)), {})[found[2]] = figure
+    for (what, at), one in seen.items():
+        predicted, measured = one["predicted"], one["measured"]
+        yield (what, at, shown(predicted), shown(measured), f"{measured.value / predicted.value:.2f}")
+
+
+def _full(result: Result) -> Iterable[tuple[str, ...]]:
+    """The rates at which the parts of an installation are full, and the part with the smallest."""
+    seen: dict[tuple[str, str], dict[str, float]] = {}
+    for figure in result.figures:
+        if found := _FULL.fullmatch(figure.what):
+            seen.setdefault((f"{figure.section}: {found[1]}", conditions(figure.at)), {})[found[2]] = figure.value
+    for (what, at), rates in seen.items():
+        yield (what, at, *(f"{rates[part]:,.0f}" if part in rates else "" for part in PARTS), stop(rates)[0])
+
+
+def _is_elsewhere(figure: Figure) -> bool:
+    return any(one.fullmatch(figure.what) for one in _ELSEWHERE)
+
+
 def _costs(result: Result) -> Iterable[tuple[str, ...]]:
     """Everything that has no place in the other tables."""
     for figure in result.figures:
-        if figure.unit in ("msg/s", "rows/s") or _STALL.fullmatch(figure.what) or _HALF.fullmatch(figure.what):
+        if figure.unit in ("msg/s", "rows/s") or _is_elsewhere(figure):
             continue
         if "lateness" not in figure.what:
             yield (f"{figure.section}: {figure.what}", conditions(figure.at), shown(figure))

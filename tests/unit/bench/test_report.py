@@ -29,3 +29,19 @@ def test_the_halves_of_a_value_and_their_ratio_are_a_row() -> None:
         ("hours: lateness, p50", "", "2.00 ms", "3.00 ms", "1.50"),
         ("hours: WAL", "", "0 MB/s", "", ""),
     ]
+
+
+def test_a_model_is_a_row_beside_its_measurement() -> None:
+    figures = [Figure("scale", "park, predicted", 2000, "msg/s"), Figure("scale", "park, measured", 1500, "msg/s")]
+    [sheet] = sheets(Result(figures=figures))
+    assert (sheet.title, sheet.rows) == ("Model", [("scale: park", "", "2,000 msg/s", "1,500 msg/s", "0.75")])
+
+
+def test_the_limits_of_an_installation_are_a_row_that_says_where_it_stops() -> None:
+    figures = [
+        Figure("scale", f"drain, full: {part}", rate, "msg/s", {"daemons": 2})
+        for part, rate in {"daemon": 50_000, "queue": 20_000}.items()
+    ]
+    [sheet] = sheets(Result(figures=figures))
+    assert sheet.title == "Limits"
+    assert sheet.rows == [("scale: drain", "2 daemons", "50,000", "", "", "", "", "20,000", "", "queue")]
