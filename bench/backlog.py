@@ -27,7 +27,7 @@ import asyncpg
 from bench import plain
 from bench.__main__ import whole_number, whole_numbers
 from bench.figures import median
-from bench.meter import Meter, cpu_seconds, memory_mb, tree
+from bench.meter import Meter, cpu_seconds, job_memory_mb, tree
 from bench.rows import (
     ALL_DUE_SECONDS,
     BACKLOG_DAYS,
@@ -65,17 +65,19 @@ WHERE c.oid = $1::regclass OR c.oid IN (SELECT inhrelid FROM pg_inherits WHERE i
 
 class Ran(NamedTuple):
     """A finished command. ``peak_mb``: the most memory of its process tree, shared pages once, looked at twice a
-    second, in MB (10^6 bytes)."""
+    second, in MB (10^6 bytes). ``peaks_mb``: the most of each kind of process, at different moments."""
 
     out: str
     seconds: float
     cpu_seconds: float
     peak_mb: float
+    peaks_mb: dict[str, int]
 
 
 def ran(arguments: Sequence[object], **environ: str) -> Ran:
     """Run a program to its end. Raises RuntimeError with its stderr."""
     began, peak, used, over = time.monotonic(), 0.0, 0.0, threading.Event()
+    peaks: dict[str, float] = {}
     process = subprocess.Popen(
         list(map(str, arguments)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environ
     )
@@ -84,7 +86,9 @@ def ran(arguments: Sequence[object], **environ: str) -> Ran:
         nonlocal peak, used
         while not over.wait(0.5):
             pids = tree(process.pid)
-            peak, used = max(peak, memory_mb(pids)), max(used, cpu_seconds(pids))
+            kinds = job_memory_mb(pids)
+            peak, used = max(peak, sum(kinds.values())), max(used, cpu_seconds(pids))
+            peaks.update({kind: max(mb, peaks.get(kind, 0.0)) for kind, mb in kinds.items()})
 
     looking = threading.Thread(target=look)
     looking.start()
@@ -93,7 +97,8 @@ def ran(arguments: Sequence[object], **environ: str) -> Ran:
     looking.join()
     if process.returncode:
         raise RuntimeError(f"{arguments}: exit {process.returncode}\n{out}{err}")
-    return Ran(out, round(time.monotonic() - began, 1), round(used, 1), round(peak))
+    rounded = {kind: round(mb) for kind, mb in peaks.items()}
+    return Ran(out, round(time.monotonic() - began, 1), round(used, 1), round(peak), rounded)
 
 
 def command(url: str, *arguments: str, **environ: str) -> Ran:
@@ -230,9 +235,9 @@ async def compaction(postgres: Postgres, url: str, master: str) -> dict[str, Any
     return found
 
 
-def deep(url: str, master: str | None, work: Path) -> dict[str, Any]:
+def deep(url: str, master: str | None, work: Path, conf: Sequence[str] = ()) -> dict[str, Any]:
     """The deep audit on this machine, or (``master`` None) on a cluster of two workers, with an executor each."""
-    more = ["--no-broker", "--json", "--work", str(work)]
+    more = ["--no-broker", "--json", "--work", str(work), *(word for one in conf for word in ("--conf", one))]
     if master is not None:
         done = command(url, "audit", "--deep", "--master", master, *more)
     else:
@@ -240,7 +245,13 @@ def deep(url: str, master: str | None, work: Path) -> dict[str, Any]:
             done = command(url, "audit", "--deep", "--master", cluster.url, *more, **cluster.environment)
     report = json.loads(done.out)
     assert not any(run["violations"] for run in report["rules"]), report["findings"]
-    return {"seconds": done.seconds, "cpu_s": done.cpu_seconds, "peak_mb": done.peak_mb, "audit_s": report["seconds"]}
+    return {
+        "seconds": done.seconds,
+        "cpu_s": done.cpu_seconds,
+        "peak_mb": done.peak_mb,
+        "peaks_mb": done.peaks_mb,
+        "audit_s": report["seconds"],
+    }
 
 
 async def measure(rows: int, jobs: Sequence[str], asked: argparse.Namespace) -> dict[str, Any]:
@@ -275,7 +286,8 @@ async def measure(rows: int, jobs: Sequence[str], asked: argparse.Namespace) -> 
                 found[job] = await compaction(postgres, url, asked.master)
             else:
                 work = postgres.data.parent / "work"
-                found[job] = await asyncio.to_thread(deep, url, asked.master if job == "deep" else None, work)
+                master = asked.master if job == "deep" else None
+                found[job] = await asyncio.to_thread(deep, url, master, work, asked.conf)
             say(json.dumps({job: found[job]}))
     finally:
         await asyncio.to_thread(postgres.close)
@@ -288,6 +300,7 @@ def main() -> None:
     parser.add_argument("--jobs", default="quick,deep,compact", help="some of quick, deep, cluster, compact")
     parser.add_argument("--body", type=whole_number, help="bytes of each body, all of them equal")
     parser.add_argument("--master", default="local[2]", help="of the jobs of Spark (default local[2])")
+    parser.add_argument("--conf", action="append", default=[], help="a setting of Spark for the deep audit: KEY=VALUE")
     asked = parser.parse_args()
     for rows in asked.rows:
         print(json.dumps(asyncio.run(measure(rows, asked.jobs.split(","), asked))), flush=True)

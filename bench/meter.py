@@ -52,6 +52,24 @@ def memory_mb(pids: Iterable[int]) -> float:
     return sum(map(_shared_out_kb, pids)) * 1024 / 1e6
 
 
+def job_memory_mb(pids: Iterable[int]) -> dict[str, float]:
+    """The memory of a Spark job's processes as :func:`memory_mb` counts it: of Java, Python workers, and the driver."""
+    found = {"jvm": 0.0, "workers": 0.0, "driver": 0.0}
+    for pid in pids:
+        found[_kind(pid)] += memory_mb([pid])
+    return found
+
+
+def _kind(pid: int) -> str:
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        line = [b""]
+    if line[0].endswith(b"java"):
+        return "jvm"
+    return "workers" if b"pyspark.daemon" in line else "driver"
+
+
 def _shared_out_kb(pid: int) -> int:
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
