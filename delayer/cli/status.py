@@ -16,7 +16,6 @@ from typing import Any, Final
 import click
 
 from delayer.amqp.errors import BrokerLost
-from delayer.broker.addresses import look_up
 from delayer.broker.cascade_depths import CascadeDepths, cascade_depths
 from delayer.broker.errors import BrokerRefused
 from delayer.cli.errors import ExitCode, broker_advice
@@ -116,18 +115,13 @@ async def _said(
 
 async def _ask(listen: str, path: str, patience: float, token: Secret | None = None) -> tuple[str, bytes]:
     """Return the status (empty if the answer is not HTTP) and the body. HTTP/1.0 by hand, because an HTTP library takes
-    longer to load than the daemon to answer. Raises OSError, and NotAsked if no name server answers."""
+    longer to load than the daemon to answer. Raises OSError."""
     host, _, port = listen.rpartition(":")
     host = _HERE.get(host, host)
-    try:
-        async with asyncio.timeout(patience):
-            places = await look_up(host.strip("[]"), int(port))
-    except TimeoutError:
-        raise NotAsked(f"{listen} cannot be asked: the name server is silent") from None
     login = f"Authorization: Bearer {token.reveal()}\r\n" if token else ""
     # In a thread, because asyncio would hide a refusal if the host has several addresses. A timeout around this or the
     # next step would leave the socket open.
-    made = await asyncio.to_thread(_connect, places, int(port), patience)
+    made = await asyncio.to_thread(socket.create_connection, (host.strip("[]"), int(port)), patience)
     reader, writer = await asyncio.open_connection(sock=made)
     try:
         async with asyncio.timeout(patience):
@@ -137,14 +131,6 @@ async def _ask(listen: str, path: str, patience: float, token: Secret | None = N
         writer.close()
     version, _, rest = head.partition(b" ")
     return (rest[:3].decode("ascii", "replace") if version.startswith(b"HTTP/") else ""), body
-
-
-def _connect(places: Sequence[str], port: int, patience: float) -> socket.socket:
-    """Connect to the first of these addresses that accepts it. Raises OSError of the last."""
-    for place in places[:-1]:
-        with suppress(OSError):
-            return socket.create_connection((place, port), patience)
-    return socket.create_connection((places[-1], port), patience)
 
 
 def _reason(error: OSError, patience: float) -> str:

@@ -139,14 +139,3 @@ async def test_only_a_refused_connection_means_no_daemon(host: str) -> None:
     assert await checked({"listen": "", "metrics_listen": ""}) == []
     [row] = await checked({"listen": f"nowhere.invalid:{port}"})
     assert (row.result, "cannot be asked" in row.found) == ("note", True)
-
-
-async def test_a_silent_name_server_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def silent(*_: object, **__: object) -> None:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", silent)
-    found = await status.look(settings("daemon.invalid:9419"), patience=0.05)
-    assert found["error"] == "daemon.invalid:9419 cannot be asked: the name server is silent"
-    with pytest.raises(status.NotAsked, match="the name server is silent"):
-        await status.not_ready(settings(""), "daemon.invalid:9419", patience=0.05)
