@@ -19,7 +19,6 @@ from delayer.store.clock import StoreClock
 from delayer.store.lanes.locks import LaneLocks
 from delayer.store.rows.partitions import Days, run_upkeep
 from tests.support.place import eventually
-from tests.support.servers import Postgres
 from tests.support.store import blocked, opened, owned, parcel, release_all, sql, taken
 
 CLAIMING = """
@@ -122,19 +121,6 @@ async def test_a_process_that_freezes_in_the_middle_of_a_statement_loses_its_lan
             await asyncio.sleep(0.05)
         lane = await taken(store, 1)
         await lane.close()
-
-
-async def test_the_frozen_session_of_a_daemon_that_sets_a_role_is_ended(database: str, postgres: Postgres) -> None:
-    postgres.execute("CREATE ROLE work SUPERUSER; CREATE ROLE app LOGIN NOINHERIT; GRANT work TO app")
-    url = f"{postgres.url(database.rpartition('/')[2], user='app')}?options=-crole%3Dwork"
-    try:
-        async with opened(database), opened(url, idle_timeout=1.0) as store, child(COPYING, url, "lane") as process:
-            process.send_signal(signal.SIGSTOP)
-            assert await store.locks.take(1) is None
-            while (await store.locks.look()).lanes[0].owned:  # noqa: ASYNC110 - the session sets no event
-                await asyncio.sleep(0.05)
-    finally:
-        postgres.execute("DROP ROLE app; DROP ROLE work")
 
 
 class Asking(Days):

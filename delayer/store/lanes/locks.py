@@ -56,11 +56,10 @@ ADD: Final = (
     " SELECT coalesce(max(number), 0) + 1, 0, '', $1 FROM lane ON CONFLICT DO NOTHING"
 )
 # The server's idle timeouts do not apply while it waits for the client in the middle of a statement, between Parse and
-# Bind or in a COPY. A process that freezes there would keep its lanes, its presence and the locks of its parks. Even
-# after SET ROLE, usename is the role of the login.
+# Bind or in a COPY. A process that freezes there would keep its lanes, its presence and the locks of its parks.
 _END_FROZEN = f"""
 SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
-WHERE datname = current_database() AND usename = session_user AND state = 'active' AND wait_event = 'ClientRead'
+WHERE datname = current_database() AND usename = current_user AND state = 'active' AND wait_event = 'ClientRead'
   AND query_start < clock_timestamp() - make_interval(secs => CASE
       WHEN application_name LIKE 'delayer lane %' OR application_name LIKE 'delayer presence%'
           OR application_name = '{INBOX_READER}' THEN $1::float8
