@@ -147,8 +147,8 @@ def cli(
     exits with 1 too if no message matches. After Ctrl-C a verb exits with 130. After SIGTERM audit, compact, restore
     and backlog export exit with 143.
 
-    Some messages name a page, such as docs/operations.md. The environment that delayer is installed in has these pages
-    in share/doc/delayer, for example /opt/delayer/share/doc/delayer/docs/operations.md.
+    Errors and log lines may name a page, such as docs/operations.md. The environment that delayer is installed in has
+    these pages in share/doc/delayer, for example /opt/delayer/share/doc/delayer/docs/operations.md.
     """
     from delayer.cli.options import Request, pair  # noqa: PLC0415 - loaded with the verb, not for --version
 

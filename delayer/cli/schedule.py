@@ -198,8 +198,8 @@ def apply(context: click.Context, *, file: str, dry_run: bool, prune: bool, as_j
         raise Misused(f"{file}: expected a schedule, found none; --prune would remove every schedule of the store")
 
     async def applied(connection: Connection) -> tuple[ScheduleDifference, int]:
+        held = await held_messages.count_by_schedule(connection) if prune else {}
         found = await changes.apply(connection, wanted, who=whoami(), prune=prune, dry_run=dry_run)
-        held = await held_messages.count_by_schedule(connection) if found.removed else {}
         return found, sum(held.get(one.name, 0) for one in found.removed)
 
     with progress("applying"):

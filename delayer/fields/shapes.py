@@ -255,7 +255,7 @@ class ScheduleRemovedJson(TypedDict):
 
     removed: str
     held: int
-    """How many of its messages are held, and stay, of the first 100,000 held ones."""
+    """How many of its messages stay held, of the first 100,000 held messages."""
 
 
 @documented

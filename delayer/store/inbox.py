@@ -120,10 +120,12 @@ class InboxSubscription:
         while not self._stopped:
             self._woken.clear()
             notified, self._notified = self._notified, False
-            if (session := await self._reader()) is not None and (batch := await self._read(session, limit)):
+            session = await self._reader()
+            batch = None if session is None else await self._read(session, limit)
+            if batch:
                 self._read_at = loop.time()
                 return batch
-            if notified:
+            if notified and batch is not None:
                 await asyncio.sleep(self._vain_pace.pause(loop.time()))
             if loop.time() >= until:
                 break
@@ -148,14 +150,15 @@ class InboxSubscription:
         self._notified = True
         self._woken.set()
 
-    async def _read(self, session: LaneSession, limit: int) -> list[Delivery]:
+    async def _read(self, session: LaneSession, limit: int) -> list[Delivery] | None:
+        """Read rows; None if there is no room for any, or if another process is about to read."""
         with translate_errors("read the SQL inbox"):
             async with session.turn:
                 connection = session.connection
                 await self._delete_settled(connection)
                 limit = min(limit, self.prefetch - len(self._rows))
                 if limit <= 0 or not self._backlog.owns_first_lane:
-                    return []
+                    return None
                 closed = await self._find_closed(connection)
                 ranges = self._next_ranges()
                 rows = await connection.fetch(statements.READ_INBOX, *ranges.bounds, limit, BATCH_BYTES)

@@ -26,6 +26,8 @@ from delayer.store.errors import (
 )
 
 T = TypeVar("T")
+NOTIFYING = "PreCommit_Notify"
+"""The function of Postgres that fails a commit because the queue of notifications is full."""
 CONNECT_SECONDS = 10.0
 STATEMENT_SECONDS = 30.0
 # The server times out first, with a reason. Our timeout only catches a server that does not answer at all.
@@ -226,8 +228,9 @@ async def commit(connection: Connection) -> None:
     try:
         status = await connection.execute("COMMIT")
     except asyncpg.ProgramLimitExceededError as error:
-        # Data over a limit fail the statement that writes them. The commit writes nothing but notifications. Even when
-        # the session that held up their queue has ended, Postgres frees a full one only if its usage is queried.
+        if error.server_source_function != NOTIFYING:
+            raise  # A deferred trigger wrote data over a limit.
+        # Even when the session that held up the queue has ended, Postgres frees it only if its usage is queried.
         await connection.execute("SELECT pg_notification_queue_usage()")
         raise NotificationsFull(str(error)) from error
     if status != "COMMIT":

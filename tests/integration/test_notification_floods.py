@@ -69,9 +69,7 @@ async def test_an_idle_lane_in_a_flood_is_not_stuck(
 
 
 @pytest.mark.parametrize("kind", [WAITING, HELD])
-async def test_a_flood_neither_delays_nor_multiplies_claims(
-    database: str, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+async def test_a_flood_does_not_multiply_claims(database: str, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """In an ordinary lane, and in that of a limited route."""
     claims = 0
     claim = PostgresClaimer.claim

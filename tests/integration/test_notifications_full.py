@@ -1,5 +1,5 @@
 """A commit that fails because the server's queue of notifications is full rejects no data. Before Postgres 17 that
-queue has 8 GB, so here a deferred trigger fails each commit in the same way."""
+queue has 8 GB, so here a deferred trigger fails each commit, with the same code, from a function named ``FAILING``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from delayer.core.errors import Rejected, StoreLost
 from delayer.core.operations import fold
 from delayer.core.units import DAY_MS
+from delayer.store import pool
 from delayer.store.admin import actions, audit_log
 from delayer.store.errors import translate_errors
 from delayer.store.lanes.lane import PostgresLane
@@ -29,6 +30,9 @@ END $$;
 CREATE CONSTRAINT TRIGGER full_queue AFTER INSERT OR UPDATE ON counter
     DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION full_queue()
 """
+
+FAILING = "exec_stmt_raise"
+"""The function of Postgres from which RAISE comes."""
 
 
 async def park(store: Store, lane: PostgresLane, _: asyncpg.Connection) -> None:
@@ -71,8 +75,11 @@ async def add_schedule(_: Store, __: PostgresLane, admin: asyncpg.Connection) ->
 
 @pytest.mark.parametrize("write", [park, park_keyed, hold, move, settle, restore, cancel, add_schedule])
 async def test_a_commit_that_cannot_notify_rejects_nothing(
-    database: str, write: Callable[[Store, PostgresLane, asyncpg.Connection], Awaitable[None]]
+    database: str,
+    monkeypatch: pytest.MonkeyPatch,
+    write: Callable[[Store, PostgresLane, asyncpg.Connection], Awaitable[None]],
 ) -> None:
+    monkeypatch.setattr(pool, "NOTIFYING", FAILING)
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         now = store.now_upper_ms()
         await store.park(lane, [parcel(now + 2 * DAY_MS + n) for n in range(30)], [])
@@ -89,3 +96,10 @@ async def test_a_commit_that_cannot_notify_rejects_nothing(
         await admin.execute("DROP TRIGGER full_queue ON counter")
         await write(store, lane, admin)
         assert await conserved(admin) != before
+
+
+async def test_a_commit_that_writes_data_over_a_limit_rejects_them(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        await admin.execute(FULL)
+        with pytest.raises(Rejected):
+            await park(store, lane, admin)

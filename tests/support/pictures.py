@@ -1,4 +1,4 @@
-"""The pictures of the page in docs/page: `python -m tests.support.pictures` renders them anew.
+"""The pictures of the page in docs/page: `python -m tests.support.pictures` renders them again.
 
 Private servers and a daemon get a small shop's backlog, and traffic for a minute. Needs Debian's chromium.
 """
@@ -41,7 +41,7 @@ def region(number: int) -> str:
 
 
 async def fill(stack: Stack) -> None:
-    """Send everything that the pictures show, the traffic of a minute among it."""
+    """Send everything that the pictures show, and traffic for a minute."""
     async with await aio_pika.connect(stack.broker_url) as connection:
         channel = await connection.channel()
         out = await channel.declare_exchange("orders.out", aio_pika.ExchangeType.TOPIC, durable=True)

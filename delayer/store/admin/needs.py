@@ -133,9 +133,9 @@ RIGHTS: Final[Mapping[str, str]] = {
 """The rights of a daemon, as docs/security.md grants them."""
 OF_HISTORY: Final[Mapping[str, str]] = {"history": "OWNER", "history_default": "SELECT, DELETE"}
 
-# The roles of live daemons. They may change lanes, in some way at least; any session may have the name of a daemon's.
-# Without a live daemon, the current role, unless it only reads: then it is an operator's. Of several privileges, these
-# functions ask for any one. Only the named function of a CASE is called.
+# The roles of live daemons. They may insert or update lanes; any session may have the name of a daemon's. Without a
+# live daemon, the current role, unless it only reads: then it is an operator's. Given several privileges, these
+# functions are true for any of them. Only the named function of a CASE is called.
 _MISSING: Final = """
 WITH live AS (
     SELECT DISTINCT usename AS role FROM pg_stat_activity

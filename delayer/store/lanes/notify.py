@@ -34,8 +34,8 @@ _LOWER = (
 
 
 class VainPace:
-    """Limits the queries that a flood of notifications causes. A notification after a quiet time is never delayed, nor
-    is any after one that led to a row."""
+    """Limits the queries that a flood of notifications causes. It delays neither the first notification after a quiet
+    time, nor one after a query that found a row."""
 
     def __init__(self) -> None:
         self._next = -math.inf

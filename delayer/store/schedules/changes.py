@@ -125,8 +125,9 @@ async def remove(connection: Connection, name: str, *, who: str) -> int:
     def removed(there: ScheduleRecord | None, _now_ms: int) -> None:
         _require(there, name)
 
+    held = await held_messages.count_by_schedule(connection)
     await _change(connection, {name: removed}, _entry(who, "remove", name))
-    return (await held_messages.count_by_schedule(connection)).get(name, 0)
+    return held.get(name, 0)
 
 
 async def run_now(connection: Connection, name: str, *, who: str) -> int:
