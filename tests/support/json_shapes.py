@@ -244,7 +244,7 @@ class ScheduleApplied(TypedDict):
     changed: list[ChangedSchedule]
     removed: list[str]
     held: int
-    """How many messages of the removed schedules are held, and stay, of the first 100,000 held ones."""
+    """How many messages of the removed schedules stay held, of the first 100,000 held messages."""
     same: list[str]
     stopped: list[StoppedSchedule]
     """Those of them that failed or ended, so that they send nothing."""
