@@ -35,7 +35,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--mode", choices=MODES, default="store")
     parser.add_argument("--seconds", type=float, default=600.0, help="virtual seconds of traffic in each run")
-    parser.add_argument("--rate", type=int, default=5, help="messages a second")
+    parser.add_argument("--rate", type=float, default=5, help="messages a second")
     parser.add_argument("--seed", type=int, help="the first seed; without it, a new one")
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument(
@@ -123,7 +123,7 @@ def revision() -> str:
 
 def words_of(case: Case) -> str:
     """The arguments that repeat a case."""
-    words = [f"--mode {case.mode} --seed {case.seed} --seconds {case.seconds:g} --rate {case.rate}"]
+    words = [f"--mode {case.mode} --seed {case.seed} --seconds {case.seconds:g} --rate {case.rate:g}"]
     words += [f"--faults '{kind}'" for kind in case.kinds]
     if case.keep is not None:
         words.append(f"--keep '{','.join(map(str, case.keep))}'")

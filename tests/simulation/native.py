@@ -1,4 +1,4 @@
-"""Native mode: messages of a second to five minutes, while the broker restarts and connections are cut."""
+"""Native mode: messages of a second to minutes or hours, while the broker restarts and connections are cut."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import detangle
 from tests.simulation import memory
 from tests.simulation.faults import OF_BROKER, Plan, Trouble
 from tests.simulation.run import Outcome
+from tests.simulation.traffic import Traffic
 from tests.simulation.world import World
 
 DAEMONS: Final = 2
@@ -20,14 +21,14 @@ MANY_SECONDS: Final = 600
 SHORTEST_MS, LONGEST_MS = 1_000, 300_000
 
 
-async def native(plan: Plan, seconds: float, rate: int) -> Outcome:
+async def native(plan: Plan, seconds: float, rate: float) -> Outcome:
     """Publish for so many seconds, then wait until everything came. Raises AssertionError."""
     async with World.open() as world:
         nodes = [world.node(f"delayer-{number}", mode="native") for number in range(DAEMONS)]
         for node in nodes:
             await node.start()
             await node.consuming()
-        loop = asyncio.get_running_loop()
+        loop, traffic = asyncio.get_running_loop(), Traffic.over(seconds, rate, longest_ms=LONGEST_MS)
         ends = loop.time() + seconds
         trouble = Trouble(world, nodes, plan)
         kinds = [*(["cut"] * 3), "alarm", "minority", "daemon", detangle.choice(["kill", "stop"])]
@@ -37,14 +38,14 @@ async def native(plan: Plan, seconds: float, rate: int) -> Outcome:
         for number in count():
             if (now := loop.time()) >= ends:
                 break
-            await world.ledger.publish(rate, shortest_ms=SHORTEST_MS, longest_ms=LONGEST_MS)
+            await world.ledger.publish(traffic.count(), shortest_ms=SHORTEST_MS, longest_ms=traffic.longest_ms)
             for node in nodes:
                 node.check()
                 if number % memory.EACH_SECONDS == 0:
                     memory.check(node)
             await asyncio.sleep(max(0.0, 1.0 - (loop.time() - now)))
         await faults
-        await world.ledger.all_back(timeout=LONGEST_MS / 1000 + 60)
+        await world.ledger.all_back(timeout=traffic.longest_ms / 1000 + 60)
         await world.ledger.drained()
         for node in nodes:
             await memory.check_rest(node)

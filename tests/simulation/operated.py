@@ -19,6 +19,7 @@ from delayer.store.admin.detail import ABSENT, FoundIn
 from tests.faults.features.striking import excused
 from tests.simulation.scheduled import LOST
 from tests.simulation.store.server import URL
+from tests.simulation.traffic import Traffic
 from tests.support.ledger import Ledger
 from tests.support.letters import NUMBER
 
@@ -114,9 +115,9 @@ class Operated(Ledger):
         return {int(name): FoundIn(where) for name, where in result.found.items()}
 
 
-async def send(ledger: Operated, rate: int) -> None:
+async def send(ledger: Operated, traffic: Traffic) -> None:
     """Publish, and now and then let the operator act. A command may fail with the store."""
-    await ledger.publish(rate, longest_ms=detangle.choice([30_000, 120_000, 180_000]))
+    await ledger.publish(traffic.count(), longest_ms=detangle.choice([30_000, 120_000, traffic.longest_ms]))
     if not detangle.flip(EACH):
         return
     with suppress(TimeoutError, *LOST):

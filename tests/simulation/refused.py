@@ -18,6 +18,7 @@ from delayer.retry import first_set
 from delayer.set_aside.change import SetAsideChange, find_messages
 from delayer.set_aside.messages import ANY, Selection
 from tests.simulation.drained import AGAIN
+from tests.simulation.traffic import Traffic
 from tests.support.ledger import PAUSE, Ledger
 from tests.support.letters import DOOMED_KEYS, NUMBER
 
@@ -86,8 +87,9 @@ async def _retry(settings: Settings, delay_ms: int | None) -> None:
     await SetAsideChange(settings, "refused", "retry", ANY, edits).carry_out("test")
 
 
-async def send(ledger: Refusing, rate: int) -> None:
-    await ledger.publish(rate, longest_ms=detangle.choice([5_000, 30_000]), doomed_ones=detangle.randint(0, 3))
+async def send(ledger: Refusing, traffic: Traffic) -> None:
+    longest_ms = detangle.choice([5_000, 30_000])
+    await ledger.publish(traffic.count(), longest_ms=longest_ms, doomed_ones=detangle.randint(0, 3))
 
 
 def judge(ledger: Refusing) -> None:

@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
     messages: int
 
 
-Scenario = Callable[[Plan, float, int], Awaitable[Outcome]]
+Scenario = Callable[[Plan, float, float], Awaitable[Outcome]]
 
 
 class Case(NamedTuple):
@@ -41,7 +41,7 @@ class Case(NamedTuple):
     mode: str
     seed: int
     seconds: float
-    rate: int
+    rate: float
     kinds: tuple[str, ...] = ()
     keep: tuple[int, ...] | None = None
 

@@ -21,6 +21,7 @@ from delayer.schedule.schedule import SCHEDULE, Schedule
 from delayer.store.errors import ScheduleRefused
 from delayer.store.schedules import changes
 from tests.simulation.store.server import URL
+from tests.simulation.traffic import Traffic
 from tests.support.ledger import PAUSE, Ledger
 from tests.support.schedules import record, schedule
 from tests.support.store import sql
@@ -94,9 +95,9 @@ async def begin(ledger: Scheduling) -> None:
             ledger.owed[name] = range(added.waiting_ms, added.waiting_ms)
 
 
-async def send(ledger: Scheduling, rate: int) -> None:
+async def send(ledger: Scheduling, traffic: Traffic) -> None:
     """Publish, and now and then let an operator change a schedule. A change may fail with the store."""
-    await ledger.publish(rate, longest_ms=detangle.choice([5_000, 30_000]))
+    await ledger.publish(traffic.count(), longest_ms=detangle.choice([5_000, 30_000]))
     if detangle.flip(CHANGES_EACH):
         with suppress(ScheduleRefused, TimeoutError, *LOST):
             async with asyncio.timeout(30), sql(URL) as connection:

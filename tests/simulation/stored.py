@@ -1,4 +1,4 @@
-"""Store mode: messages of up to three minutes, while daemons, broker, store, and what connects them fail."""
+"""Store mode: messages of up to three minutes, or of hours in a long run, while daemons, broker and store fail."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from tests.simulation.faults import OF_STORE, Plan, Trouble
 from tests.simulation.run import Outcome
 from tests.simulation.store.process import ClockedPostgres
 from tests.simulation.store.server import URL
+from tests.simulation.traffic import Traffic
 from tests.simulation.watch import Watch
 from tests.simulation.world import Node, World
 from tests.support.ledger import Ledger
 from tests.support.sql_ledger import SqlLedger
 
 DAEMONS: Final = 2
-LONGEST_MS: Final = 180_000
 FREQUENT: Final = ("cut", "cut", "cut", "store cut")
 """These faults are more frequent than the others, because each is short and meets little."""
 REPLACED_MS: Final = 3_000
 """So long after a newer letter was read, the older one is replaced, or out."""
+LONGEST_MS: Final = 180_000
+RECENT_SECONDS: Final = 20
+"""Cancels are for messages of about so many last seconds."""
 REST: Final = 300.0
 """Everything that is owed comes so many seconds after the last fault and its due instant."""
 
@@ -43,7 +46,7 @@ class Feature:
     """What is sent, and its verdict. ``judge`` raises AssertionError."""
 
     ledger: type[Ledger]
-    send: Callable[[Any, int], Awaitable[None]]
+    send: Callable[[Any, Traffic], Awaitable[None]]
     judge: Callable[[Any], object]
     all_come: bool = False
     """Whether everything that is sent comes."""
@@ -79,23 +82,24 @@ class TimedKeys(keys.Keyed):
         return found
 
 
-async def _publish(ledger: Ledger, rate: int) -> None:
-    await ledger.publish(rate, longest_ms=detangle.choice([5_000, 30_000, 60_000, LONGEST_MS]))
+async def _publish(ledger: Ledger, traffic: Traffic) -> None:
+    await ledger.publish(traffic.count(), longest_ms=detangle.choice([5_000, 30_000, 60_000, traffic.longest_ms]))
 
 
-async def _publish_in_bursts(ledger: keys.Keyed, rate: int) -> None:
+async def _publish_in_bursts(ledger: keys.Keyed, traffic: Traffic) -> None:
     """Now and then the same keys follow closely, even in one batch."""
-    await _publish(ledger, rate)
-    if detangle.flip(0.1):
-        longest_ms = detangle.choice([5_000, LONGEST_MS])
+    await _publish(ledger, traffic)
+    if detangle.flip(0.1 * min(1, traffic.rate)):
+        longest_ms = detangle.choice([5_000, traffic.longest_ms])
         for _ in range(detangle.randint(2, 6)):
             await ledger.publish(detangle.randint(keys.KEYS // 2, keys.KEYS * 3 // 2), longest_ms=longest_ms)
 
 
-async def _publish_and_cancel(ledger: cancels.Cancelling, rate: int) -> None:
-    await _publish(ledger, rate)
+async def _publish_and_cancel(ledger: cancels.Cancelling, traffic: Traffic) -> None:
+    await _publish(ledger, traffic)
     if ledger.account.sent and detangle.flip(0.5):
-        await ledger.cancel({detangle.randint(max(0, ledger.account.sent - 20 * rate), ledger.account.sent - 1)})
+        recent = max(1, round(RECENT_SECONDS * traffic.rate))
+        await ledger.cancel({detangle.randint(max(0, ledger.account.sent - recent), ledger.account.sent - 1)})
 
 
 async def _nothing() -> None:
@@ -160,7 +164,7 @@ FEATURES: Final = {
 }
 
 
-async def stored(feature: Feature, postgres: ClockedPostgres, plan: Plan, seconds: float, rate: int) -> Outcome:
+async def stored(feature: Feature, postgres: ClockedPostgres, plan: Plan, seconds: float, rate: float) -> Outcome:
     """Publish for so many seconds, then wait until nothing is owed any more. Raises AssertionError."""
     async with World.open(postgres, ledger=feature.ledger) as world:
         tables = {"mode": "store", "store": {"url": URL, "lanes": 4}}
@@ -176,7 +180,8 @@ async def stored(feature: Feature, postgres: ClockedPostgres, plan: Plan, second
         trouble = Trouble(world, nodes, plan)
         watch = Watch(world.store, nodes, trouble)
         faults = trouble.run(OF_STORE, kinds_of(plan, seconds), seconds)
-        work = asyncio.create_task(_work(feature, world, nodes, faults, watch, seconds, rate))
+        traffic = Traffic.over(seconds, rate, longest_ms=LONGEST_MS)
+        work = asyncio.create_task(_work(feature, world, nodes, faults, watch, seconds, traffic))
         looking = asyncio.create_task(watch.run())
         await asyncio.wait([work, looking], return_when=asyncio.FIRST_COMPLETED)
         for task in (looking, work):
@@ -210,7 +215,7 @@ async def _work(
     trouble: Coroutine[Any, Any, None],
     watch: Watch,
     seconds: float,
-    rate: int,
+    traffic: Traffic,
 ) -> None:
     loop, ledger = asyncio.get_running_loop(), world.ledger
     ends = loop.time() + seconds
@@ -219,7 +224,7 @@ async def _work(
     beside = asyncio.create_task(feature.beside(Beside(world, nodes, stopping)) if feature.beside else _nothing())
     quiet = detangle.flip(0.3)
     while loop.time() < ends:
-        await _phase(feature, ledger, rate, min(ends, loop.time() + detangle.uniform(10.0, 60.0)), quiet=quiet)
+        await _phase(feature, ledger, traffic, min(ends, loop.time() + detangle.uniform(10.0, 60.0)), quiet=quiet)
         for node in nodes:
             node.check()
     await faults
@@ -228,26 +233,26 @@ async def _work(
     if feature.finish:
         await feature.finish(ledger)
     if feature.all_come:
-        await ledger.all_back(timeout=LONGEST_MS / 1000 + REST)
-    await _nothing_left(world, watch)
+        await ledger.all_back(timeout=traffic.longest_ms / 1000 + REST)
+    await _nothing_left(world, watch, traffic)
     await ledger.drained()
     watch.look()
     for node in nodes:
         await memory.check_rest(node)
 
 
-async def _phase(feature: Feature, ledger: Ledger, rate: int, ends: float, *, quiet: bool) -> None:
+async def _phase(feature: Feature, ledger: Ledger, traffic: Traffic, ends: float, *, quiet: bool) -> None:
     """Send at one pace until that time. In a quiet run lanes may sleep long."""
     loop, pause = asyncio.get_running_loop(), 10.0 if quiet else detangle.choice([0.3, 1.0, 1.0, 10.0])
     while (now := loop.time()) < ends:
-        await feature.send(ledger, rate if pause < 10.0 else 1)
+        await feature.send(ledger, traffic if pause < 10.0 else traffic._replace(rate=1))
         await asyncio.sleep(max(0.0, min(pause, ends - now) - (loop.time() - now)))
 
 
-async def _nothing_left(world: World, watch: Watch) -> None:
+async def _nothing_left(world: World, watch: Watch, traffic: Traffic) -> None:
     """Wait until store and queues are empty, twice in a row: meanwhile a daemon may have had the last message."""
     loop = asyncio.get_running_loop()
-    ends, empty = loop.time() + LONGEST_MS / 1000 + REST, 0
+    ends, empty = loop.time() + traffic.longest_ms / 1000 + REST, 0
     while empty < 3:
         await asyncio.sleep(1.0)
         left = {name: count for name, count in (world.standing() | watch.standing()).items() if count}
