@@ -61,7 +61,7 @@ soak: servers ## two daemons in both modes while everything breaks, and an accou
 	@SOAK_MINUTES=$(SOAK_MINUTES) SOAK_SEED=$(SOAK_SEED) $(PYTHON_OF_VENV) -m tests.soak $(SOAK_ARGS)
 
 .PHONY: simulate
-simulate: ready ## daemons and their faults in virtual time (SECONDS=600 SEED=1 SIMULATE_ARGS="--mode keys --runs 10 --shrink")
+simulate: ready ## daemons and their faults in virtual time (SECONDS=600 SEED=1 SIMULATE_ARGS="--mode keys --runs 10 --shrink"; a night: SIMULATE_ARGS="--new 28800 --jobs --results FILE")
 	@$(PYTHON_OF_VENV) -m tests.simulation $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(SIMULATE_ARGS)
 
 .PHONY: test-brokers

@@ -45,6 +45,15 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--new", type=float, metavar="SECONDS", help="new seeds, in all modes, for so many real seconds"
     )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        nargs="?",
+        default=1,
+        const=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="with --new: so many processes, each on one core; without a number, one for each core",
+    )
     parser.add_argument("--known", action="store_true", help="all cases that failed before")
     parser.add_argument("--first", action="store_true", help="stop at the first failure")
     parser.add_argument(
@@ -53,11 +62,16 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--log", action="store_true")
     parser.add_argument("--results", type=Path, metavar="FILE", help="append a line of JSON for each run")
     parser.add_argument("--plant", choices=PLANTED, help="a bug that the simulation should find, in its mode")
-    return parser.parse_args(arguments)
+    asked = parser.parse_args(arguments)
+    if asked.jobs > 1 and (not asked.new or asked.seed is not None):
+        parser.error("--jobs needs --new, and draws its seeds itself")
+    return asked
 
 
 def main(arguments: Sequence[str]) -> int:
     asked = parsed(arguments)
+    if asked.jobs > 1:
+        return spread(arguments, asked.jobs)
     if asked.plant:
         PLANTED[asked.plant].plant()
     failed, code = 0, revision() if asked.results else ""
@@ -78,6 +92,15 @@ def main(arguments: Sequence[str]) -> int:
                 if asked.first:
                     break
     return 1 if failed else 0
+
+
+def spread(arguments: Sequence[str], jobs: int) -> int:
+    """Run the same command in several processes. A simulation and its Postgres take turns, so one core is enough for
+    both, and on the same core the turns cost less."""
+    command = [sys.executable, "-m", "tests.simulation", *arguments, "--jobs", "1"]
+    cores = cycle(sorted(os.sched_getaffinity(0)))
+    children = [subprocess.Popen(["taskset", "--cpu-list", str(next(cores)), *command]) for _ in range(jobs)]
+    return max([child.wait() for child in children])
 
 
 def cases_of(asked: argparse.Namespace) -> Iterator[Case]:
