@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import resource
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -48,11 +49,12 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """``drawn``: the kinds of all faults, in order. ``hash``: of every decision and event; equal runs have equal
-    hashes."""
+    """``check``: what failed, see :func:`check_of`. ``drawn``: the kinds of all faults, in order. ``hash``: of every
+    decision and event; equal runs have equal hashes."""
 
     seed: int
     failure: str
+    check: str
     verdict: str
     faults: dict[str, int]
     messages: int
@@ -141,6 +143,7 @@ def simulate(case: Case, scenario: Scenario, *, log: bool = False) -> Result:
     return Result(
         case.seed,
         run.failure.message if run.failure else "",
+        check_of(run.failure.exception) if run.failure else "",
         *outcome,
         plan.drawn,
         run.virtual_time,
@@ -151,6 +154,16 @@ def simulate(case: Case, scenario: Scenario, *, log: bool = False) -> Result:
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         events.hexdigest()[:16],
     )
+
+
+def check_of(error: BaseException | None) -> str:
+    """The function that raised the error, and the condition of its assertion."""
+    if error is None or not (frames := traceback.extract_tb(error.__traceback__)):
+        return ""
+    condition, line = "", frames[-1].line or ""
+    if line.startswith("assert "):
+        condition = ": " + line.removeprefix("assert ").partition(",")[0]
+    return frames[-1].name + condition
 
 
 def _note_logs(events: Any, shown: bool) -> None:

@@ -12,7 +12,7 @@ from tests.simulation.command import case_of, cases_of, line_of, parsed, shrunk,
 from tests.simulation.run import Case, Result
 from tests.simulation.test_native import simulate
 
-FAILED = Result(1, "lost", "", {}, 0, ["cut", "alarm", "cut", "kill", "alarm"], 10.0, 1.0, 1, 1, 1, 1, "")
+FAILED = Result(1, "lost", "", "", {}, 0, ["cut", "alarm", "cut", "kill", "alarm"], 10.0, 1.0, 1, 1, 1, 1, "")
 
 
 @pytest.mark.parametrize("needed", [set(), {0}, {1, 3}, {0, 1, 2, 3, 4}])

@@ -13,4 +13,4 @@ from tests.simulation.test_native import simulate
 def test_a_planted_bug_is_found(bug: str) -> None:
     code, results = simulate("--seed", "1", "--runs", "8", "--first", "--plant", bug)
     assert code == 1
-    assert results[-1]["failure"]
+    assert results[-1]["check"] in PLANTED[bug].checks, results[-1]["failure"]

@@ -28,6 +28,9 @@ class Kind(StrEnum):
     STATE = "state"
     LATE = "late"
     BEHIND = "behind"
+    COUNTERS = "counters"
+    KEYS = "keys"
+    OCCURRENCES = "occurrences"
 
 
 LATE_SECONDS: Final = 5.0
@@ -57,10 +60,9 @@ WHERE k.segment IS NOT NULL AND (s IS NULL OR s.ids[k.position + 1] IS DISTINCT 
 """
 """Keys without their message, and messages without their key. Of those in segments, the keys without their message."""
 _ROWS: Final = f"""
-SELECT 'counters differ from rows ({_COUNTS})', one::text
-FROM ({_WRONG_COUNTS}) AS one
-UNION ALL SELECT 'keys differ from rows (key, id, lane)', one::text FROM ({_WRONG_KEYS}) AS one
-UNION ALL SELECT 'schedules and their occurrences differ', one::text FROM ({INCONSISTENT}) AS one
+SELECT '{Kind.COUNTERS}', one::text FROM ({_WRONG_COUNTS}) AS one
+UNION ALL SELECT '{Kind.KEYS}', one::text FROM ({_WRONG_KEYS}) AS one
+UNION ALL SELECT '{Kind.OCCURRENCES}', one::text FROM ({INCONSISTENT}) AS one
 """
 _LOOK: Final = f"""
 SELECT '{Kind.STATE}', pg_current_snapshot()::text, NULL, NULL
@@ -95,7 +97,7 @@ class Watch:
         self._store = store
         self._nodes = nodes
         self._trouble = trouble
-        self._looks: dict[tuple[object, ...], int] = {}
+        self._looks: dict[object, int] = {}
         """For how many looks in a row something has been so."""
         self._state: str | None = ""
         """Postgres's snapshot at the last check of rows. Only a transaction that may have written changes it."""
@@ -126,12 +128,14 @@ class Watch:
         owned = [lane for node in self._nodes if not is_paused(node.host) for lane in node.lanes()]
         owners = Counter(lane.number for lane in owned)
         lanes = {lane.number: lane for lane in owned if owners[lane.number] == 1}
-        answer = self._ask(_look_at(lanes.values()))
-        found = {kind: [row[1:] for row in answer if row[0] == kind] for kind in Kind}
+        found = _by_kind(self._ask(_look_at(lanes.values())))
         [(state, *_)] = found[Kind.STATE]
         if state != self._state:
-            wrong = self._ask("EXECUTE rows")
-            assert not wrong, f"{wrong[0][0]}: {[row[1] for row in wrong[:5]]}"
+            wrong = _by_kind(self._ask("EXECUTE rows"))
+            counters, keys, occurrences = (wrong[kind][:5] for kind in (Kind.COUNTERS, Kind.KEYS, Kind.OCCURRENCES))
+            assert not counters, f"counters differ from rows ({_COUNTS}): {counters}"
+            assert not keys, f"keys differ from rows (key, id, lane): {keys}"
+            assert not occurrences, f"schedules and their occurrences differ: {occurrences}"
             self._state = state
         late = found[Kind.LATE] if self._trouble.is_peace else ()
         assert not late, f"nobody looks at these rows: {late}"
@@ -141,21 +145,23 @@ class Watch:
         self, owners: Mapping[int, int], lanes: Mapping[int, PostgresLane], behind: Sequence[tuple[str | None, ...]]
     ) -> None:
         """What may be for a moment, or until a process notices a fault, but not for long."""
-        found: dict[tuple[object, ...], str] = {}
-        for number, row, *_ in behind:
-            lane = lanes[int(number or 0)]
-            found[id(lane), row] = f"row {row} is behind the cursor of lane {number}: {lane.cursor}"
-        for number, many in owners.items():
-            if many > 1:
-                found["lane", number] = f"lane {number} has {many} owners"
-        self._looks = {what: self._looks.get(what, 0) + 1 for what in found}
-        for what, looks in self._looks.items():
-            in_trouble = what[0] == "lane" and not self._trouble.is_peace
-            assert looks < (OWNERS_LOOKS if in_trouble else LASTING_LOOKS), found[what]
+        overlooked = {(lanes[int(number or 0)], row): 0 for number, row, *_ in behind}
+        shared = {number: many for number, many in owners.items() if many > 1}
+        self._looks = {what: self._looks.get(what, 0) + 1 for what in (*overlooked, *shared)}
+        for lane, row in overlooked:
+            looks = self._looks[lane, row]
+            assert looks < LASTING_LOOKS, f"row {row} is behind the cursor of lane {lane.number}: {lane.cursor}"
+        for number, many in shared.items():
+            looks, most = self._looks[number], LASTING_LOOKS if self._trouble.is_peace else OWNERS_LOOKS
+            assert looks < most, f"lane {number} has {many} owners"
 
     def standing(self) -> dict[str, int]:
         [counts] = self._store.watch.query(_STANDING)
         return dict(zip(("waiting", "held", "inbox", "segments"), (int(count or 0) for count in counts), strict=True))
+
+
+def _by_kind(answer: Sequence[tuple[str | None, ...]]) -> dict[Kind, list[tuple[str | None, ...]]]:
+    return {kind: [row[1:] for row in answer if row[0] == kind] for kind in Kind}
 
 
 def _look_at(lanes: Iterable[PostgresLane]) -> str:

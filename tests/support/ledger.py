@@ -254,7 +254,9 @@ class Ledger:
     async def until(self, done: Callable[[], bool], *, timeout: float | None = 45.0) -> None:
         """Wait until ``done()``, which is called after every arrival. Raises AssertionError after ``timeout``."""
         if not await self.is_soon(done, timeout):
-            raise AssertionError(f"not within {timeout:g} s: {self.verdict()}")
+            verdict = self.verdict()
+            assert not verdict.changed, f"{len(verdict.changed)} changed, the first: {verdict.changed[0]}; {verdict}"
+            raise AssertionError(f"not within {timeout:g} s: {verdict}")
 
     async def is_soon(self, done: Callable[[], bool], seconds: float | None) -> bool:
         """Wait until ``done()``, at most so many seconds: whether it was. Without a verdict, which takes a second for
