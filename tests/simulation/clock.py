@@ -15,19 +15,28 @@ from detangle import SimLoop
 from detangle._context import current_host
 
 EPOCH: Final = 1_800_000_000.0
-"""The time of day at which each simulation begins, in seconds since 1970."""
+"""The earliest time of day in a simulation, in seconds since 1970: 8:00."""
+BEGINS: Final = (0.0, 57_300.0)
+"""A simulation begins so many seconds later: one half of them five minutes before midnight."""
 
 _REAL: Final = {name: getattr(time, name) for name in ("time", "monotonic", "perf_counter")}
 _clock_gettime: Final = time.clock_gettime
 _urandom: Final = os.urandom
 _loop: SimLoop | None = None
+_began = EPOCH
 _entropy = random.Random(0)
 ahead: dict[str, float] = {}
 """By how many seconds the time of day of a host is ahead of the rest."""
 
 
+def time_of(host: str) -> float:
+    """The time of day of a host in a simulation, in seconds since 1970."""
+    assert _loop is not None
+    return _began + _loop.time() + ahead.get(host, 0.0)
+
+
 def _wall() -> float:
-    return EPOCH + _loop.time() + ahead.get(current_host.get() or "", 0.0) if _loop is not None else _REAL["time"]()
+    return time_of(current_host.get() or "") if _loop is not None else _REAL["time"]()
 
 
 def _steady(name: str) -> Callable[[], float]:
@@ -63,9 +72,10 @@ def install() -> None:
 @contextmanager
 def virtual(loop: SimLoop, seed: int) -> Iterator[None]:
     """Let the clocks show the loop's time, and the entropy follow from the seed."""
-    global _loop  # noqa: PLW0603 - the clocks of a process are global
+    global _loop, _began  # noqa: PLW0603 - the clocks of a process are global
     _loop = loop
     _entropy.seed(seed)
+    _began = EPOCH + _entropy.choice(BEGINS)
     ahead.clear()
     collect, gc.collect = gc.collect, lambda *_: 0  # The daemon collects after failures; here that takes 0.2 s.
     try:

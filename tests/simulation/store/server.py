@@ -118,7 +118,7 @@ class SimulatedStore:
         return PACES[self.chance(len(PACES))]
 
     def set_clock(self) -> None:
-        self._process.set_clock(clock.EPOCH + self.loop.time() + clock.ahead.get(self.primary, 0.0))
+        self._process.set_clock(clock.time_of(self.primary))
 
     def is_blocked(self, pid: int) -> bool:
         return bool(pid) and self.control.numbers(f"SELECT cardinality(pg_blocking_pids({pid}))")[0] > 0
