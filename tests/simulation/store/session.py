@@ -289,8 +289,8 @@ class Session(asyncio.Protocol):
     # The end.
 
     def terminate(self, code: bytes = _SHUTDOWN) -> None:
-        """End the session as an administrator or a timeout does: the client gets a reason."""
-        if self._socket is None:
+        """End the session as an administrator or a timeout does: the client gets a reason, once it has a backend."""
+        if not self.pid:
             self._transport.close()
             self.leave()
             return
