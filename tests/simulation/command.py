@@ -4,6 +4,7 @@ of its own. The command shrinks a failing one, and tells its story."""
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import pickle
@@ -29,6 +30,8 @@ from tests.simulation.stored import FEATURES, stored
 KNOWN: Final = Path(__file__).with_name("seeds.jsonl")
 """Every case that failed once, with the reason."""
 MODES: Final = ("native", *FEATURES)
+HANGS_SECONDS: Final = 600.0
+"""Real time beyond its virtual seconds after which a run counts as hanging; even an overloaded host is faster."""
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -187,12 +190,13 @@ class Simulations:
             self._postgres.close()
 
     def run(self, case: Case, *, log: bool = False) -> Result:
-        """Raises RuntimeError if the process ends without a result."""
+        """Raises RuntimeError if the process ends without a result. One that hangs says where."""
         scenario = self._scenario(case.mode)
         sys.stdout.flush()
         reading, writing = os.pipe()
         if not (child := os.fork()):
             with _exiting():
+                faulthandler.dump_traceback_later(HANGS_SECONDS + case.seconds, exit=True)
                 os.write(writing, pickle.dumps(simulate(case, scenario, log=log)))
         os.close(writing)
         with os.fdopen(reading, "rb") as pipe:
