@@ -30,7 +30,14 @@ JSON: Final = "application/json"
 LINES: Final = "application/x-ndjson"
 PATCHES: Final = (JSON, "application/merge-patch+json")
 MOST_NAMES: Final = 100
-"""Names in an object of fields: more than any model has."""
+"""Names in an object of fields: more than any model has. Also the maximum number of a message's headers."""
+TABLES: Final = ("headers", "properties")
+"""Fields that are such objects too."""
+MOST_MARKS: Final = 20_000
+"""The characters ``[``, ``{``, ``,`` and ``:`` of an object, outside its strings. Each may begin a value, which blocks
+the event loop for up to four microseconds."""
+MOST_MARKS_OF_LINES: Final = 5 * MOST_MARKS
+"""The same of all lines of a body."""
 MOST_BODIES: Final = 8
 """Bodies of more than SMALL bytes that are in memory at once."""
 OF_ONE: Final = MOST_BODIES // 2
@@ -62,8 +69,10 @@ class Fields(BaseModel):
     @classmethod
     def _has_few_names(cls, given: Any) -> Any:
         """An error for each of half a million unknown names would take seconds, and half a gigabyte."""
-        if isinstance(given, dict) and len(given) > MOST_NAMES:
-            raise Clash([{"where": "", "expected": f"at most {MOST_NAMES} names", "found": f"{len(given)}"}])
+        tables = {"": given, **{name: given.get(name) for name in TABLES}} if isinstance(given, dict) else {}
+        for where, names in tables.items():
+            if isinstance(names, dict) and len(names) > MOST_NAMES:
+                raise Clash([{"where": where, "expected": f"at most {MOST_NAMES} names", "found": f"{len(names)}"}])
         return given
 
 
@@ -170,6 +179,8 @@ class Api:
     async def _with_body(self, endpoint: Endpoint, kind: str, call: Call) -> Response:
         text = await forms.read_body(call.request)
         assert endpoint.body is not None
+        if kind == LINES:
+            _check_marks(text, MOST_MARKS_OF_LINES)
         body = text if kind == LINES else read_json(endpoint.body, text)
         call = Call(call.request, call.client, call.query, body)
         # A change continues even if its client closes the connection.
@@ -204,8 +215,40 @@ def _query(model: type[Fields], request: Request) -> Any:
         raise HttpProblem(400, f"Query: {in_words(wrong)}.", errors=wrong) from None
 
 
+def _check_marks(text: bytes, most: int, where: str = "") -> None:
+    """Refuse JSON of too many values before it is parsed. Raises HttpProblem."""
+    if has_few_marks(text, most):
+        return
+    wrong: WrongField = {
+        "where": where or "the whole body",
+        "expected": f"at most {most} of the characters [ {{ , : outside strings",
+        "found": "more",
+    }
+    step = "send large JSON as text in `body`, or in `body_b64`, with a content_type; or fewer lines in one request"
+    raise HttpProblem(422, f"Body: {in_words([wrong])}.", errors=[wrong], next_step=step)
+
+
+def has_few_marks(text: bytes, most: int) -> bool:
+    r"""Whether at most ``most`` characters of this JSON may begin a value. Those in strings do not count.
+
+    >>> text = rb'{"a": "[[,\\", "b": "\",,,"}'
+    >>> has_few_marks(text, 4), has_few_marks(text, 3)
+    (True, False)
+    """
+    if _marks(text) <= most:
+        return True
+    bare = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    # Each string but the first comes after such a character.
+    return bare.count(b'"') <= 2 * (most + 1) and _marks(b"".join(bare.split(b'"')[::2])) <= most
+
+
+def _marks(text: bytes) -> int:
+    return sum(map(text.count, (b"[", b"{", b",", b":")))
+
+
 def read_json(model: type[Fields], text: bytes, where: str = "") -> Any:
     """Read an object of JSON. ``where``: its line. Raises HttpProblem: 400 if it is not JSON, else 422."""
+    _check_marks(text, MOST_MARKS, where)
     try:
         return model.model_validate_json(text or b" ")
     except ValidationError as error:

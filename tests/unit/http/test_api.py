@@ -185,6 +185,7 @@ WRONG: dict[str, tuple[int, str]] = {
     '{"reply_to": "amq.rabbitmq.reply-to"}': (422, "to refuse it: reply_to: expected a queue"),
     '{"user_id": "guest"}': (422, 'unknown field "user_id". Expected one of'),
     json.dumps({f"{n}": 0 for n in range(101)}): (422, "the whole body: expected at most 100 names, found 101"),
+    json.dumps({"headers": {f"{n}": 0 for n in range(101)}}): (422, "headers: expected at most 100 names, found 101"),
 }
 
 
@@ -199,6 +200,54 @@ async def test_a_wrong_message_is_a_problem_and_is_not_sent(text: str) -> None:
     assert "nput should" not in answer.text and answer.json["next"], answer.text
     assert all(one["found"] and "found" not in one["expected"] for one in answer.json["errors"]), answer.text
     assert inside.sent == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/api/messages"),
+        ("PATCH", "/api/messages?key=k"),
+        ("POST", "/api/schedules"),
+        ("PUT", "/api/schedules/a"),
+        ("PATCH", "/api/schedules/a"),
+    ],
+)
+async def test_json_of_too_many_values_is_not_parsed(method: str, path: str) -> None:
+    inside = daemon()
+    text = b'{"body_json": [' + b",".join([b"[]"] * (endpoints.MOST_MARKS // 2 + 1)) + b"]"  # Without its end.
+    async with served(inside) as web:
+        answer = await web.ask(method, path, text, JSON)
+        [wrong] = answer.json["errors"]
+        assert (answer.status, wrong["where"]) == (422, "the whole body"), answer.text
+        assert "characters [ { , : outside strings" in wrong["expected"] and "`body_b64`" in answer.json["next"]
+    assert inside.sent == []
+
+
+async def test_lines_have_few_values_each_and_together() -> None:
+    inside = daemon()
+    large = {"body_json": [0] * endpoints.MOST_MARKS}
+    async with served(inside) as web:
+        answer = await send_lines(web, {"body": "a"}, large)
+        assert (answer.status, [one["where"] for one in answer.json["errors"]]) == (422, ["line 2"]), answer.text
+        half = {"body_json": [0] * (endpoints.MOST_MARKS // 2)}
+        answer = await send_lines(web, *[half] * (2 * endpoints.MOST_MARKS_OF_LINES // endpoints.MOST_MARKS))
+        assert (answer.status, [one["where"] for one in answer.json["errors"]]) == (422, ["the whole body"])
+    assert inside.sent == []
+
+
+async def test_marks_inside_strings_do_not_count() -> None:
+    inside = daemon()
+    texts = ['a,b:[{\\",\\\\' * endpoints.MOST_MARKS, "\\" * 999, '"' * 99_999]
+    async with served(inside) as web:
+        assert [(await send(web, {"body": text})).status for text in texts] == [202] * 3
+        assert (await send(web, {"body_json": texts})).status == 202
+    assert [one.body.decode() for one in inside.sent[:3]] == texts
+
+
+def test_a_body_is_encoded_when_it_is_read() -> None:
+    """Its values take up to forty times the memory of their text, and a message waits for its confirm."""
+    read = endpoints.read_json(api_messages.NewMessage, b'{"body_json": [1, {"a": null}]}')
+    assert read.body_json == read.content == b'[1,{"a":null}]'
 
 
 async def test_two_mistakes_of_fields_that_exclude_each_other_are_two_errors() -> None:
