@@ -251,7 +251,7 @@ def _config(app: Any) -> uvicorn.Config:
         http=ImpatientProtocol,
         ws="none",
         log_config=None,
-        log_level="warning",
+        log_level="error",  # Its warnings are about single requests, which get an answer, and would fill the log.
         access_log=False,
         proxy_headers=False,
         server_header=False,

@@ -52,6 +52,18 @@ async def test_everything_else_keeps_its_check_of_the_host(path: str) -> None:
             writer.close()
 
 
+async def test_a_request_that_is_not_http_takes_no_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Each gets an answer, and a port scanner sends many."""
+    upgrade = "GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
+    async with served(Inside()) as web:
+        for ask, status in ((b"\x16\x03\x01\r\n\r\n", b"400"), (upgrade.encode(), b"200")):
+            reader, writer = await opened(web, ask)
+            async with asyncio.timeout(10):
+                assert (await reader.readline()).split()[1] == status
+            writer.close()
+    assert [one.getMessage() for one in caplog.records if one.name.startswith("uvicorn")] == []
+
+
 async def test_a_client_that_names_no_host_signs_in_and_out() -> None:
     form = f"who=ada&token={TOKEN}"
     head = "POST {} HTTP/1.0\r\nContent-Type: application/x-www-form-urlencoded\r\nContent-Length: {}\r\n\r\n{}"
