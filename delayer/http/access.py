@@ -24,7 +24,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
-from delayer.config.errors import format_found
 from delayer.config.texts import is_loopback
 from delayer.config.tokens import NamedToken, Role, TokenFile, digest_of, parse_tokens
 from delayer.http.problems import HttpProblem, by_program, problem_response
@@ -37,6 +36,8 @@ COOKIE: Final = "delayer_session"
 PROBES: Final = ("/health/live", "/health/ready")
 """Paths that answer every client: health checks send any ``Host``, or none, and read no more than the status."""
 MAX_BODY: Final = 256 * 1024
+SCHEMES: Final = ("Basic", "Digest", "Negotiate", "Ntlm")
+"""Other schemes of Authorization, which an error names."""
 AT_ONCE: Final = 128
 """Maximum number of requests at once, without probes. The server answers 503 to more."""
 LASTS: Final = 3600.0
@@ -248,10 +249,12 @@ class Sessions:
             return HttpProblem(403, f"{detail} Expected a token of the role {needed}, found {found}.", next_step=step)
         if not self.can_open:
             step = "name a file in [http] tokens_file, with a line NAME ROLE TOKEN for each token"
-        scheme = request.headers.get("authorization", "").partition(" ")[0]
+        scheme = request.headers.get("authorization", "").partition(" ")[0].title()
         found = "one that is not in [http] tokens_file" if scheme else "none"
-        if scheme and scheme.lower() != "bearer":
-            found = f"Authorization of the scheme {format_found(scheme)}"
+        if scheme in SCHEMES:
+            found = f'Authorization of the scheme "{scheme}"'
+        elif scheme not in ("", "Bearer"):  # It may be a token without its scheme, which must not come into a log.
+            found = "an Authorization that does not begin with `Bearer` and a space"
         headers = {"WWW-Authenticate": "Bearer"}
         detail = f"{detail} Expected a token of the role {needed}, found {found}."
         return HttpProblem(401, detail, next_step=step, headers=headers)

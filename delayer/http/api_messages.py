@@ -35,7 +35,7 @@ from delayer.fields.sent import sent
 from delayer.fields.shapes import ChangeJson, MessageJson, MessagesJson, SentJson, SentLineJson, SentLinesJson
 from delayer.http import forms, render
 from delayer.http.absence import Absence, held_instead, why_absent
-from delayer.http.endpoints import Call, Clash, Endpoint, Fields, read_json
+from delayer.http.endpoints import JSON, LINES, Call, Clash, Endpoint, Fields, read_json
 from delayer.http.pages import Pages
 from delayer.http.problems import HttpProblem, WrongField, in_words, wrong_field
 from delayer.http.view import NO_STORE, ROWS
@@ -329,7 +329,9 @@ class MessagesApi:
             )
         assert call.client is not None
         scope = hashlib.sha256(f"{call.client.token}\0{key}".encode("latin-1", "replace")).digest()
-        content = hashlib.sha256(text).digest()
+        # The same bytes may be a message and a line, which have different answers.
+        kind = LINES if isinstance(call.body, bytes) else JSON
+        content = hashlib.sha256(kind.encode() + b"\0" + text).digest()
         return await self._send_once(call, scope, content)
 
     async def _send_once(self, call: Call, scope: bytes, content: bytes) -> SentJson | SentLinesJson:

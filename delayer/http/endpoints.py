@@ -7,6 +7,7 @@ import asyncio
 import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -173,7 +174,14 @@ class Api:
             )
         if int(request.headers.get("content-length", "0")) <= SMALL:
             return await self._with_body(endpoint, kind, Call(request, client, query))
-        async with self._large_of[client.token if client else ""], self._large:
+        async with AsyncExitStack() as turns:
+            try:
+                async with asyncio.timeout(forms.BODY_SECONDS):
+                    await turns.enter_async_context(self._large_of[client.token if client else ""])
+                    await turns.enter_async_context(self._large)
+            except TimeoutError:
+                busy = f"Other large bodies came in for {forms.BODY_SECONDS:g} s."
+                raise HttpProblem(503, busy, headers={"Connection": "close"}) from None
             return await self._with_body(endpoint, kind, Call(request, client, query))
 
     async def _with_body(self, endpoint: Endpoint, kind: str, call: Call) -> Response:

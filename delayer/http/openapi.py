@@ -30,7 +30,7 @@ _MEANINGS: Final[Mapping[int, str]] = {
     421: "The address is loopback, and the Host header is not.",
     422: "A field is wrong: errors has each. Or the Idempotency-Key belongs to another request.",
     500: "A bug; the daemon has logged it.",
-    503: "The broker or the store did not do it, or is out of reach; or there are too many requests.",
+    503: "The broker or the store did not do it, or is out of reach; or there are too many requests, or large bodies.",
 }
 _HEADERS: Final[Mapping[int, str]] = {401: "WWW-Authenticate", 503: "Retry-After"}
 

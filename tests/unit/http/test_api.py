@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from openapi_spec_validator import validate
+from starlette.requests import Request
 
 from delayer.amqp.properties import Properties, decoded
 from delayer.amqp.values import Outgoing
@@ -17,6 +18,7 @@ from delayer.fields.schedules import new_schedule
 from delayer.http import api_messages, api_schedules, endpoints, forms, problems
 from delayer.http.view import QUERIES
 from delayer.schedule.schedule import problems as problems_of
+from delayer.store.requests import OtherRequest, Requests
 from tests.support.fakes import until
 from tests.support.web import Answer, Web, tokens_file
 from tests.unit.http.inside import NOW_MS, TOKEN, Inside, opened, served
@@ -433,6 +435,57 @@ async def test_the_next_step_of_an_error(method: str, path: str, headers: dict[s
     async with served(daemon(store={"url": "postgresql://127.0.0.1:1/x"})) as web:
         answer = await web.ask(method, path, b"verb=x", JSON | headers)
     assert answer.json["next"] == step, answer.text
+
+
+@pytest.mark.parametrize(
+    "given", [TOKEN, "bearer\t{}", "Token {}", "Bearer={}", '"Bearer {}"', "Bearer {}x", "Basic {}"]
+)
+async def test_no_error_repeats_a_token(given: str) -> None:
+    secret = f"{TOKEN}-2"
+    async with served(daemon()) as web:
+        for path in ("/api/messages", "/actions/messages"):
+            answer = await web.ask("POST", path, b"{}", JSON | {"Authorization": given.format(secret)})
+            assert answer.status == 401 and TOKEN not in answer.text, answer.text
+
+
+async def test_large_bodies_wait_for_slow_ones_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = daemon()
+    head = f"POST /api/messages HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {endpoints.SMALL + 1}\r\n\r\n{{"
+    begun, read_body = [], forms.read_body
+
+    async def begin(request: Request) -> bytes:
+        begun.append(request)
+        return await read_body(request)
+
+    monkeypatch.setattr(forms, "read_body", begin)
+    async with served(inside) as web:
+        slow = [await opened(web, head.encode()) for _ in range(endpoints.OF_ONE)]
+        await until(lambda: len(begun) == endpoints.OF_ONE)
+        monkeypatch.setattr(forms, "BODY_SECONDS", 0.2)
+        reader, writer = await opened(web, head.encode())
+        async with asyncio.timeout(10):
+            answer = await reader.read(-1)
+        assert answer.startswith(b"HTTP/1.1 503") and b"large bodies" in answer, answer
+        for _, one in (*slow, (reader, writer)):
+            one.close()
+    assert inside.sent == []
+
+
+async def test_a_key_distinguishes_a_message_from_a_line_of_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[bytes, bytes]] = []
+
+    def attempt(_requests: Requests, *request: bytes) -> None:
+        asked.append(request)
+        raise OtherRequest
+
+    monkeypatch.setattr(Requests, "attempt", attempt)
+    async with served(daemon(store={"url": "postgresql://127.0.0.1:1/x"})) as web:
+        for kind in (JSON, LINES, JSON):
+            answer = await web.ask("POST", "/api/messages", b'{"body": "a"}', kind | {"Idempotency-Key": "k"})
+            assert answer.status == 422, answer.text
+    first, lines, again = asked
+    assert first == again and first[0] == lines[0] and first[1] != lines[1]
 
 
 async def test_slow_bodies_of_one_token_do_not_keep_out_the_others() -> None:
