@@ -306,10 +306,30 @@ class Properties:
         """The names of the table's own entries. Raises MalformedTable."""
         return [name for name, _, _ in self.entries()]
 
-    def headers_items(self) -> list[Field]:
-        """The table's own entries in order, including duplicates. Raises MalformedTable."""
+    def headers_items(self, wanted: Collection[bytes] | None = None) -> list[Field]:
+        """The table's own entries (with these names) in order, including duplicates. Raises MalformedTable."""
         raw = self.raw
-        return [Field(name, raw[type_at], type_at + 1, stop, raw) for name, type_at, stop in self.entries()]
+        return [Field(name, raw[type_at], type_at + 1, stop, raw) for name, type_at, stop in self.entries(wanted)]
+
+    def first_headers(self, most: int, most_bytes: int) -> tuple[list[Field], int]:
+        """Those of the first ``most`` entries that fit into ``most_bytes`` together, and how many bytes of the table
+        they leave out. Reads no further, so it may not notice a malformed table. Raises MalformedTable."""
+        place, raw, found = self.places.get("headers"), self.raw, list[Field]()
+        if place is None:
+            return found, 0
+        at, end, room = self.bounds[place] + 4, self.bounds[place + 1], most_bytes
+        left_out = end - at
+        for _ in range(most):
+            if at == end:
+                break
+            type_at = at + 1 + raw[at]
+            stop = end_of_value(raw, type_at, end)
+            if stop - at <= room:
+                found.append(Field(raw[at + 1 : type_at], raw[type_at], type_at + 1, stop, raw))
+                room -= stop - at
+                left_out -= stop - at
+            at = stop
+        return found, left_out
 
     def get(self, name: bytes) -> Field | None:
         """The first header of that name. Raises MalformedTable if any part of the table is malformed."""

@@ -114,7 +114,7 @@ def messages_of(name: str) -> int:
 
 def row(one: Entry, *, bodies: bool) -> list[Any]:
     """List a message's values in the order of the columns."""
-    decoded = reading.decode_properties(one.properties)
+    decoded = reading.decode_properties(one.properties, whole=True)
     headers = {header.name: header.value for header in decoded.headers}
     properties: dict[str, Any] = dict(decoded.properties)
     if (seconds := properties.pop("timestamp", None)) is not None and seconds <= _LAST_SECOND:

@@ -184,7 +184,7 @@ def show(context: click.Context, *, name: str, whole_body: bool, as_json: bool) 
 
 def _print(found: FullMessage) -> None:
     entry, hold = found.entry, found.held
-    said = reading.decode_properties(entry.properties)
+    said = reading.decode_properties(entry.properties, whole=True)
     due_ms = entry.place.due_ms
     rows: list[tuple[object, ...]] = [
         ("id", entry.place.token),

@@ -88,7 +88,7 @@ def _list(context: click.Context, /, source: SetAsideQueue, *, limit: int | None
     limit = limit or (None if wanted.ids else LISTED)
     seen = asyncio.run(find_messages(settings, source.name, wanted, limit))
     if as_json:
-        print_json(seen.as_dict())
+        print_json(seen.as_dict(whole=True))
         return
     if seen.found:
         print_table(source.columns, map(source.row, seen.found), right=(source.right,))

@@ -30,9 +30,10 @@ from delayer.store.held_messages import HeldEntry, HeldState
 from delayer.store.waiting import Entry
 
 
-def entry(entry: Entry, *, held: bool = False) -> EntryJson:
-    """Convert an entry of a list. The store no longer has the time at which a held message was parked."""
-    said = reading.decode_properties(entry.properties)
+def entry(entry: Entry, *, held: bool = False, whole: bool = False) -> EntryJson:
+    """Convert an entry of a list, or with ``whole`` a single one, with all headers. The store no longer has the time at
+    which a held message was parked."""
+    said = reading.decode_properties(entry.properties, whole=whole)
     return {
         "id": str(entry.place.token),
         "due_ms": entry.place.due_ms,
@@ -49,6 +50,7 @@ def entry(entry: Entry, *, held: bool = False) -> EntryJson:
         "body_bytes": entry.size,
         "properties": said.properties,
         "headers": headers(said),
+        "header_bytes_left_out": said.left_out,
         "broken": said.broken or None,
     }
 
@@ -76,7 +78,7 @@ def message(found: FullMessage) -> MessageJson:
     """Convert a message, with the beginning of its body."""
     held, body = found.held, found.entry.body
     return {
-        **entry(found.entry, held=held is not None),
+        **entry(found.entry, held=held is not None, whole=True),
         "where": found.where.value,
         "sound": found.entry.sound,
         "owner": found.owner,
@@ -88,10 +90,11 @@ def message(found: FullMessage) -> MessageJson:
     }
 
 
-def schedule(record: ScheduleRecord, held: Mapping[str, int] | None = None) -> ScheduleJson:
-    """Convert a schedule, with the beginning of its body. ``held``: how many messages of each schedule are held."""
+def schedule(record: ScheduleRecord, held: Mapping[str, int] | None = None, *, whole: bool = True) -> ScheduleJson:
+    """Convert a schedule, with the beginning of its body. ``held``: how many messages of each schedule are held.
+    ``whole``: with all headers, and not as in a list."""
     one, rhythm = record.schedule, record.schedule.rhythm
-    said = reading.decode_properties(one.properties)
+    said = reading.decode_properties(one.properties, whole=whole)
     return {
         "name": one.name,
         "id": str(one.id),
@@ -121,6 +124,7 @@ def schedule(record: ScheduleRecord, held: Mapping[str, int] | None = None) -> S
         "to_key": as_text(one.target.routing_key),
         "properties": said.properties,
         "headers": headers(said),
+        "header_bytes_left_out": said.left_out,
         "body": reading.preview(one.body),
         "body_bytes": len(one.body),
     }

@@ -235,7 +235,7 @@ def read_schedules(text: bytes) -> list[Schedule]:
 
 def texts_of(schedule: Schedule) -> dict[str, str]:
     """The fields of a schedule, each as text; without those that have their default."""
-    rhythm, said = schedule.rhythm, reading.decode_properties(schedule.properties)
+    rhythm, said = schedule.rhythm, reading.decode_properties(schedule.properties, whole=True)
     names = {number: name for name, number in _CATCH_UP.items()}
     texts = {
         "cron": rhythm.expression if isinstance(rhythm, Cron) else "",

@@ -42,6 +42,14 @@ ENVELOPE: Final = b"x-delayer-envelope"
 """The header that marks an envelope; its value is the format."""
 
 
+_HEADERS: Final = frozenset(
+    {
+        ID, LAST_DUE, ENVELOPE, _ROUTE, EXCHANGE, ROUTING_KEY, _TO, _TO_KEY, PROPERTIES, _REST,
+        _HOLD_KIND, _TEXT, _MAY_BE_DELIVERED, _ISOLATED, _ATTEMPTS, _RETRY,
+    }
+)  # fmt: skip
+
+
 class InvalidEnvelope(ValueError):
     """The message is not an envelope that this version can read. The text says why."""
 
@@ -153,7 +161,7 @@ def read_envelope(properties: Properties, body: bytes, max_properties: int) -> E
     """Open an envelope. Raises InvalidEnvelope, MalformedTable. Call this only for messages of the due queue and the
     strays queue. Any client can publish there, so each value must fit the next publish: to the destination, into the
     cascade again, or into the strays queue."""
-    found = {field.name: field for field in properties.headers_items()}
+    found = {field.name: field for field in properties.headers_items(_HEADERS)}
 
     def content(name: bytes, limit: int) -> bytes:
         if name not in found:

@@ -23,6 +23,9 @@ TYPES: Final = {
 }  # fmt: skip
 PREVIEW: Final = 400
 """How many bytes of a body are shown by default."""
+MOST_HEADERS: Final = 100
+MOST_HEADER_BYTES: Final = 8 << 10
+"""Of a message in a list. Fifty messages may have three million headers."""
 
 
 class Header(NamedTuple):
@@ -34,15 +37,17 @@ class Header(NamedTuple):
 
 
 class DecodedProperties(NamedTuple):
-    """Decoded properties. ``broken`` describes the unreadable part, if any; the rest is decoded."""
+    """Decoded properties. ``broken`` describes the unreadable part, if any; the rest is decoded. ``left_out``: how many
+    bytes of headers a list leaves out."""
 
     properties: dict[str, str | int]
     headers: Sequence[Header]
     broken: str = ""
+    left_out: int = 0
 
 
-def decode_properties(raw: bytes) -> DecodedProperties:
-    """Decode the properties of a message as far as possible."""
+def decode_properties(raw: bytes, *, whole: bool) -> DecodedProperties:
+    """Decode the properties of a message as far as possible. ``whole``: with all headers, and not as in a list."""
     try:
         found = Properties.parse(raw)
     except MalformedProperties as error:
@@ -57,11 +62,11 @@ def decode_properties(raw: bytes) -> DecodedProperties:
         else:
             values[name] = as_text(found.short(name) or b"")
     try:
-        fields = found.headers_items()
+        fields, left_out = (found.headers_items(), 0) if whole else found.first_headers(MOST_HEADERS, MOST_HEADER_BYTES)
         headers = [Header(as_text(one.name), TYPES.get(chr(one.type), "?"), plain(one.value)) for one in fields]
     except MalformedTable as error:
         return DecodedProperties(values, (), str(error))
-    return DecodedProperties(values, headers)
+    return DecodedProperties(values, headers, left_out=left_out)
 
 
 def value_text(value: Any) -> str:

@@ -42,6 +42,8 @@ from delayer.format.release import Unpublishable, why_unpublishable
 
 _LONGEST_ID: Final = 64
 """Bytes of an id that a retry keeps, because a publisher may have written it."""
+_READ: Final = frozenset({ID, REFUSED, EXCHANGE, ROUTING_KEY, PROPERTIES, X_DEATH})
+"""The headers that describe a refusal."""
 _HARMFUL: Final[tuple[str, ...]] = ("user_id", "expiration")
 _GAINED: Final = ADDED_TO_REFUSED | {EXPIRATION}
 
@@ -126,7 +128,7 @@ def read_refusal(delivery: Delivery, entries: EntryPoints) -> Refusal:
     """Read the headers of a message of the refused queue."""
     try:
         properties = Properties.parse(delivery.properties)
-        fields = {one.name: one for one in reversed(properties.headers_items())}
+        fields = {one.name: one for one in reversed(properties.headers_items(_READ))}
         reason, exchange, routing_key = _read_reason_and_origin(fields, entries.queue)
         mangled = REFUSED in fields and PROPERTIES in fields
         id, message_id = _content(fields, ID) or b"", properties.short("message_id") or b""
@@ -234,7 +236,7 @@ def _why_unsendable(properties: Properties) -> str:
 def _removed_expiration(properties: Properties) -> bytes | None:
     """Return the expiration that the refusal removed: the last header of that name. None if it is invalid, because the
     broker closes the channel for one."""
-    values = [one.content for one in properties.headers_items() if one.name == EXPIRATION]
+    values = [one.content for one in properties.headers_items((EXPIRATION,))]
     return values[-1] if values and not closes_channel(None, values[-1], {}) else None
 
 

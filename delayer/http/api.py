@@ -125,4 +125,4 @@ class WholeApi:
         seen = await self.pages.answers.aside[name].get(patience=60.0)
         if seen.fresh is None:
             raise HTTPException(503, seen.error or "no answer yet")
-        return cast(SetAsideJson, seen.fresh.as_dict())
+        return cast(SetAsideJson, seen.fresh.as_dict(whole=False))

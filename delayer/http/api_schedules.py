@@ -180,7 +180,7 @@ class SchedulesApi:
             held = await held_messages.count_by_schedule(connection)
         more = {"state": call.query.state, "after": page.after}
         onward = "" if page.after is None else f"{PATH}?{render.query({}, **more)}"
-        return {"schedules": [as_json.schedule(one, held) for one in page.schedules], "next": onward}
+        return {"schedules": [as_json.schedule(one, held, whole=False) for one in page.schedules], "next": onward}
 
     async def show_schedule(self, call: Call) -> ScheduleJson:
         """Show a schedule."""

@@ -208,7 +208,7 @@ class Pages:
             found=found,
             fate=render.name(detail.predict(found)),
             where=render.name(as_json.standing(found)),
-            said=reading.decode_properties(found.entry.properties),
+            said=reading.decode_properties(found.entry.properties, whole=False),
             body=reading.preview(shown, len(shown)),
             shown=len(shown),
         )
@@ -280,7 +280,7 @@ class Pages:
             held = await held_messages.count_by_schedule(connection)
         form = forms.Search(Filter(), {} if state is None else {"state": state.value})
         around = _around(request, form, trail, len(page.schedules), page.after or "")
-        rows = [as_json.schedule(one, held) for one in page.schedules]
+        rows = [as_json.schedule(one, held, whole=False) for one in page.schedules]
         back = "/schedules" + (f"?{request.url.query}" if request.url.query else "")
         return await self.html(
             request,

@@ -72,11 +72,11 @@ def address(exchange: bytes, routing_key: bytes) -> str:
 
 def properties(raw: bytes) -> list[tuple[str, str]]:
     """List a message's first properties and headers with their values, which are cut after LONGEST characters."""
-    read = reading.decode_properties(raw)
+    read = reading.decode_properties(raw, whole=False)
     found = [*read.properties.items(), *((f"{header.name} ({header.type})", header.value) for header in read.headers)]
     texts = [(name, value_text(value)) for name, value in found[:SHOWN]]
     shown = [(name, text[:LONGEST] + "…" * (len(text) > LONGEST)) for name, text in texts]
-    shown += [("…", f"{len(found) - SHOWN} more: `delayer refused list --json`")] if len(found) > SHOWN else []
+    shown += [("…", "more: `delayer refused list --json`")] if len(found) > SHOWN or read.left_out else []
     return shown + ([("not readable", read.broken)] if read.broken else [])
 
 

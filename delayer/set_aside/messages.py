@@ -67,15 +67,16 @@ class SetAsideMessage(NamedTuple):
         """The ids that an operator may use for it."""
         return names_of(self.id, self.message_id)
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        read = reading.decode_properties(self.properties)
+    def as_dict(self, *, whole: bool) -> dict[str, Any]:
+        """For JSON. ``whole``: with all headers."""
+        read = reading.decode_properties(self.properties, whole=whole)
         return {
             "id": self.id,
             "message_id": self.message_id or None,
             **self.more,
             "properties": read.properties,
             "headers": [header._asdict() for header in read.headers],
+            "header_bytes_left_out": read.left_out,
             "reason": self.reason,
             "body_bytes": self.size,
             "body": reading.preview(self.head),
@@ -166,7 +167,7 @@ class Result:
         why = delayed_reason(self.delayed)
         return f"The queue {why}." if why else ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        messages = [one.as_dict() for one in self.found]
+    def as_dict(self, *, whole: bool) -> dict[str, Any]:
+        """For JSON. ``whole``: with all headers of each message."""
+        messages = [one.as_dict(whole=whole) for one in self.found]
         return {"depth": self.depth, "delayed": self.delayed, "hidden": self.hidden, "messages": messages}

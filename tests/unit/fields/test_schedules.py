@@ -56,12 +56,12 @@ def test_a_file_has_every_field() -> None:
     assert berlin.rhythm == Cron("30 2 * * *", "Europe/Berlin", 1_798_761_600_000)
     assert (berlin.target, berlin.body, berlin.last_ms) == (Target(b"delayer.out", b"k"), b"{}", 1_893_456_000_000)
     assert (berlin.catch_up, berlin.jitter_ms, berlin.max_occurrences) == (MOST_CAUGHT_UP, 300_000, 10)
-    said = decode_properties(berlin.properties)
+    said = decode_properties(berlin.properties, whole=True)
     assert said.properties == {"content_type": "application/json", "delivery_mode": 2, "priority": 5}
     assert {one.name: one.value for one in said.headers} == {"kind": "daily", "retries": 3, "urgent": True}
     assert (tick.name, tick.rhythm, tick.body) == ("tick.1", Every(1_000), b"\0\xff")
     assert [problems(one, 0) for one in (berlin, tick)] == [[], []]
-    assert decode_properties(occurrence(berlin, 0).properties).properties["priority"] == 5
+    assert decode_properties(occurrence(berlin, 0).properties, whole=True).properties["priority"] == 5
 
 
 def test_every_mistake_of_a_file_is_named() -> None:
@@ -154,10 +154,10 @@ def test_an_edit_changes_what_was_given() -> None:
 def test_an_edit_replaces_all_headers_and_single_properties() -> None:
     before = plain(headers={"a": 1, "b": "x"}, properties={"type": "t", "app_id": "app"})
     after = with_fields(before, {"headers": {"c": 2}, "properties": {"type": "", "content_type": "text/plain"}})
-    said = decode_properties(after.properties)
+    said = decode_properties(after.properties, whole=True)
     assert said.properties == {"content_type": "text/plain", "delivery_mode": 2, "app_id": "app"}
     assert [(one.name, one.value) for one in said.headers] == [("c", 2)]
-    assert not decode_properties(with_fields(after, {"headers": {}}).properties).headers
+    assert not decode_properties(with_fields(after, {"headers": {}}).properties, whole=True).headers
 
 
 def test_a_file_of_the_same_fields_makes_the_same_schedule() -> None:

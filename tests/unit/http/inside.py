@@ -50,6 +50,7 @@ class Inside:
         self.settings = Settings.model_validate({"mode": "native", "http": http, **more})
         self.lost = False
         self.blocked = False
+        self.aside = REFUSED
         self.done: list[tuple[str, frozenset[str], str]] = []
         self.mends: list[RetryEdits] = []
         self.looks = 0
@@ -84,7 +85,7 @@ class Inside:
         return Depths({"delays": 3, "delays.due": 0, "delays.refused": 1}, {27: 5, 0: None})
 
     async def look_aside(self, name: str, limit: int) -> Result:
-        return Result(1, found=[REFUSED if name == "refused" else STRAY][:limit])
+        return Result(1, found=[self.aside if name == "refused" else STRAY][:limit])
 
     async def change_aside(
         self, name: str, verb: str, ids: frozenset[str], who: str, mend: RetryEdits

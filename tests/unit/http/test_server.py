@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from delayer.amqp.properties import encode_headers, entry, sized
 from delayer.cli import status
 from delayer.config.model import Settings
-from delayer.http import server, view
+from delayer.format import reading
+from delayer.http import render, server, view
 from delayer.http.access import HEADERS
 from delayer.http.view import Depths
 from delayer.set_aside.messages import Result
@@ -85,12 +87,25 @@ async def test_a_program_with_the_token_lists_what_is_set_aside() -> None:
     allowed = {"Authorization": f"Bearer {TOKEN}"}
     async with served(inside) as web:
         for name, one in (("refused", REFUSED), ("strays", STRAY)):
-            listed = {"depth": 1, "delayed": 0, "hidden": "", "messages": [one.as_dict()]}
+            listed = {"depth": 1, "delayed": 0, "hidden": "", "messages": [one.as_dict(whole=True)]}
             assert (await web.get(f"/api/{name}", **allowed)).json == listed
         filtered = await web.get("/api/refused?reason=x", **allowed)
         assert (filtered.status, 'unknown field "reason". Expected no fields' in filtered.json["detail"]) == (400, True)
         held = await web.get("/api/held", **allowed)
         assert (held.status, "No store" in held.json["detail"]) == (404, True)
+
+
+async def test_a_list_shows_some_of_a_messages_headers() -> None:
+    """Any publisher may send sixty thousand."""
+    properties = encode_headers(entry(b"header", sized(b"A", b"V")) * 9_000)
+    inside = Inside()
+    inside.aside = REFUSED._replace(properties=properties)
+    async with served(inside) as web:
+        [message] = (await web.get("/api/refused", Authorization=f"Bearer {TOKEN}")).json["messages"]
+        page = await web.get("/refused")
+    assert len(message["headers"]) == reading.MOST_HEADERS
+    assert message["header_bytes_left_out"] == 13 * (9_000 - reading.MOST_HEADERS)
+    assert "more: `delayer refused list --json`" in page.text and page.text.count("header (array)") == render.SHOWN - 1
 
 
 async def test_the_page_shows_what_waits_in_the_sql_inbox(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delayer.amqp import properties
+from delayer.amqp.properties import Field, Properties, encode_headers, entry, int64, long_string, sized
 from delayer.amqp.values import Delivery
 from delayer.core.filters import EARLIEST_MS, LAST_MS, Filter, Token, names_of, own_name, read_token
 from delayer.format import reading
+from delayer.format.envelope import InvalidEnvelope, read_envelope
+from delayer.format.headers import REFUSED
 from delayer.format.refusal import EntryPoints, read_refusal
 from delayer.set_aside.messages import Result
 from delayer.store.lanes.notify import HELD, WAITING, parse_payload
@@ -86,7 +92,7 @@ HEADERS: list[tuple[bytes, Value, str, object, str]] = [
 
 def test_headers_are_read_with_their_types_and_compared_as_text() -> None:
     raw = Props(headers=tuple((name, value) for name, value, *_ in HEADERS), message_id=b"m", delivery_mode=2).encode()
-    found = reading.decode_properties(raw)
+    found = reading.decode_properties(raw, whole=True)
     assert found.properties == {"delivery_mode": 2, "message_id": "m"}
     assert [tuple(one) for one in found.headers] == [(n.decode(), kind, value) for n, _, kind, value, _ in HEADERS]
     for name, _, _, _, as_text in HEADERS:
@@ -95,14 +101,59 @@ def test_headers_are_read_with_their_types_and_compared_as_text() -> None:
     assert reading.has_properties(raw, Filter())
 
 
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        ([b"V"] * 30_000, reading.MOST_HEADERS),
+        ([sized(b"A", b"V" * 30_000), *[int64(1)] * 20], 20),
+        ([sized(b"F", b"\x01aV" * 30_000), long_string(bytes(reading.MOST_HEADER_BYTES))], 0),
+        ([sized(b"A", b"V" * 3_000)] * 9, 2),
+        ([int64(1)] * reading.MOST_HEADERS, reading.MOST_HEADERS),
+        ([], 0),
+    ],
+)
+def test_a_list_leaves_out_headers_and_says_how_much(values: list[bytes], shown: int) -> None:
+    table = [entry(b"h", value) for value in values]
+    raw = encode_headers(b"".join(table))
+    cut, all_ = (reading.decode_properties(raw, whole=whole) for whole in (False, True))
+    assert (len(cut.headers), len(all_.headers), all_.left_out) == (shown, len(values), 0)
+    size = len(raw) - len(encode_headers())
+    assert cut.left_out <= size and (cut.left_out == 0) == (shown == len(values))
+    assert size - cut.left_out <= reading.MOST_HEADER_BYTES
+    assert cut.properties == all_.properties == {"delivery_mode": 2}
+
+
+def test_what_lists_read_of_a_message_makes_no_objects_of_other_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = 0
+
+    def field(*values: Any) -> Field:
+        nonlocal made
+        made += 1
+        return Field(*values)
+
+    monkeypatch.setattr(properties, "Field", field)
+    raw = encode_headers(entry(b"h", b"V") * 30_000 + entry(REFUSED, long_string(b"why")))
+    assert read_refusal(Delivery(1, False, b"", b"", raw, b""), ENTRIES).reason == "why"
+    with pytest.raises(InvalidEnvelope):
+        read_envelope(Properties.parse(raw), b"", 100_000)
+    reading.decode_properties(raw, whole=False)
+    assert made <= reading.MOST_HEADERS + 1
+
+
+@given(st.binary(max_size=60))
+def test_a_list_reads_the_headers_as_a_single_message_has_them(table: bytes) -> None:
+    raw = encode_headers(table)
+    assert reading.decode_properties(raw, whole=False) == reading.decode_properties(raw, whole=True)
+
+
 def test_nested_values_are_plain() -> None:
     raw = Props(headers=((b"a", array(number("I", 1), table((b"k", text("v"))))),)).encode()
-    assert reading.decode_properties(raw).headers[0].value == [1, {"k": "v"}]
+    assert reading.decode_properties(raw, whole=True).headers[0].value == [1, {"k": "v"}]
 
 
 @given(st.binary(max_size=60))
 def test_any_bytes_can_be_read(raw: bytes) -> None:
-    reading.decode_properties(raw)
+    reading.decode_properties(raw, whole=True)
     reading.has_properties(raw, Filter(headers=((b"", ""),)))
     read_refusal(Delivery(1, False, b"", b"", raw, b""), ENTRIES)
 
