@@ -254,6 +254,13 @@ class Field(NamedTuple):
         """The decoded value. Raises MalformedTable for a malformed or too deeply nested table inside."""
         return value_at(self.buffer, self.start - 1, self.end)
 
+    def tables(self) -> Iterator[Value]:
+        """Decode the tables of an array, one at a time; of another type none. Raises MalformedTable."""
+        if self.type == ord("A"):
+            for at, stop in _elements(self.buffer, self.start + 4, self.end):
+                if self.buffer[at] == ord("F"):
+                    yield value_at(self.buffer, at, stop, MAX_DEPTH - 1)
+
 
 @dataclass(slots=True, eq=False)
 class Properties:

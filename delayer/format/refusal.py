@@ -243,8 +243,7 @@ def _removed_expiration(properties: Properties) -> bytes | None:
 def _read_death(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str, bytes | None, bytes | None] | None:
     """Read the reason and the origin from the intake queue's entry in ``x-death``; None without one. Entries of other
     queues are from other trips, or from a publisher."""
-    deaths = fields[X_DEATH].value if X_DEATH in fields else None
-    for death in deaths if isinstance(deaths, list) else ():
+    for death in fields[X_DEATH].tables() if X_DEATH in fields else ():
         if isinstance(death, dict) and as_bytes(death.get("queue")) == intake:
             keys = death.get("routing-keys")
             key = keys[0] if isinstance(keys, list) and keys else None

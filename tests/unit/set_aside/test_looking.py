@@ -140,6 +140,21 @@ def test_what_lists_read_of_a_message_makes_no_objects_of_other_headers(monkeypa
     assert made <= reading.MOST_HEADERS + 1
 
 
+def test_a_forged_history_of_dead_letters_is_not_decoded_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded, value_at = 0, properties.value_at
+
+    def decode(*where: Any) -> Any:
+        nonlocal decoded
+        decoded += 1
+        return value_at(*where)
+
+    monkeypatch.setattr(properties, "value_at", decode)
+    died = sized(b"F", entry(b"queue", long_string(b"delays")) + entry(b"reason", long_string(b"expired")))
+    raw = encode_headers(entry(b"x-death", sized(b"A", b"V" * 9_000 + died + sized(b"F", b"") * 9_000)))
+    assert read_refusal(Delivery(1, False, b"", b"", raw, b""), ENTRIES).reason == "the broker: expired in delays"
+    assert decoded == 3
+
+
 @given(st.binary(max_size=60))
 def test_a_list_reads_the_headers_as_a_single_message_has_them(table: bytes) -> None:
     raw = encode_headers(table)
