@@ -102,7 +102,7 @@ class Composed(NamedTuple):
 
     exchange: str
     routing_key: str
-    properties: Basic.Properties
+    properties: bytes
     body: bytes
     told: SentJson
     line: int
@@ -110,6 +110,17 @@ class Composed(NamedTuple):
     @property
     def message_id(self) -> str:
         return self.told["message_id"]
+
+
+class _Encoded(Basic.Properties):
+    """A message's properties as they are. The driver identifies a returned message by its ``message_id``."""
+
+    def __init__(self, message: Composed) -> None:
+        super().__init__(message_id=message.message_id)
+        self._encoded = message.properties
+
+    def marshal(self) -> bytes:
+        return self._encoded
 
 
 def _option(field: str) -> str:
@@ -130,8 +141,8 @@ class Composer:
             made = compose(self._settings, draft, now_ms)
         except Unsendable as wrong:
             raise Misused(f"{wrong.field if line else _option(wrong.field)}: {wrong.text}") from None
-        exchange, key, properties = made.exchange.encode(), made.routing_key.encode(), made.properties.marshal()
-        delivery = Delivery(0, False, exchange, key, properties, made.body)
+        exchange, key = made.exchange.encode(), made.routing_key.encode()
+        delivery = Delivery(0, False, exchange, key, made.properties, made.body)
         _, _, plan = classify(delivery, self._policy, now_ms, header_limit(DEFAULT_FRAME_MAX))
         if isinstance(plan, Refuse):
             raise Misused(f"the daemon would refuse it: {plan.reason}")
@@ -205,7 +216,7 @@ async def _publish(channel: Wire, portion: Sequence[Composed]) -> list[object]:
     results = await asyncio.gather(
         *(
             channel.basic_publish(
-                one.body, exchange=one.exchange, routing_key=one.routing_key, properties=one.properties, mandatory=True
+                one.body, exchange=one.exchange, routing_key=one.routing_key, properties=_Encoded(one), mandatory=True
             )
             for one in portion
         ),

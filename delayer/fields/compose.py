@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple, Protocol
 
-from pamqp.commands import Basic
-
+from delayer.amqp.properties import Properties, changed
 from delayer.amqp.values import SHORT_STRING
 from delayer.config.errors import format_found
 from delayer.config.model import RouteTable, Settings
 from delayer.config.texts import Scalar
 from delayer.core.delay_sources import header_of
+from delayer.format.from_json import encode_properties
 
 USUAL: Final = "delayer.in"
 """The exchange of the sample configuration."""
@@ -64,7 +63,7 @@ class Publishable(NamedTuple):
 
     exchange: str
     routing_key: str
-    properties: Basic.Properties
+    properties: bytes
     body: bytes
 
 
@@ -86,22 +85,13 @@ def compose(
     for name, value in (("routing_key", key), ("message_id", message_id), ("key", draft.key or "")):
         _check_short(name, value)
     timestamp = _ask(headers, route, draft, now_ms=now_ms)
-    more = {}
-    for name, one in (properties or {}).items():
+    more = {name: one for name, one in (properties or {}).items() if one != ""}
+    for name, one in more.items():
         _check_short(name, str(one))
-        more["message_type" if name == "type" else name] = one  # As pamqp calls it.
-    return Publishable(
-        route.from_,
-        key,
-        Basic.Properties(
-            headers={**headers} or None,
-            delivery_mode=2,
-            message_id=message_id,
-            timestamp=None if timestamp is None else datetime.fromtimestamp(timestamp, UTC),
-            **more,  # type: ignore[arg-type] # pamqp names each property
-        ),
-        draft.content,
-    )
+    encoded = encode_properties(headers, {**more, "message_id": message_id})
+    if timestamp is not None:
+        encoded = changed(Properties.parse(encoded), {"timestamp": timestamp.to_bytes(8, "big")})
+    return Publishable(route.from_, key, encoded, draft.content)
 
 
 def _check_short(name: str, value: str) -> None:
@@ -145,7 +135,7 @@ def _ask(headers: dict[str, Scalar], route: RouteTable, draft: MessageFields, *,
         headers[absolute] = due_ms
     elif "timestamp" in forms:
         seconds = -(-due_ms // 1000)
-        if not 0 <= seconds < _YEAR_10000:  # The driver cannot encode others.
+        if not 0 <= seconds < _YEAR_10000:  # Clients decode it to their dates.
             why = f"because route {format_found(route.from_)} reads timestamps"
             raise Unsendable(field, f"expected an instant from 1970 to 9999, {why}")
         return seconds

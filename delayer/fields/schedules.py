@@ -13,8 +13,6 @@ from types import MappingProxyType
 from typing import Any, Final
 from uuid import uuid4
 
-from pamqp.encode import field_table as encode_table
-
 from delayer.amqp.properties import Properties, changed, encode_headers
 from delayer.amqp.values import SHORT_STRING
 from delayer.config.errors import Expected, format_found
@@ -23,6 +21,7 @@ from delayer.config.values import duration_ms
 from delayer.core.message import Target, as_text, raw
 from delayer.core.readable import instant, parser_error
 from delayer.format import reading
+from delayer.format.from_json import encode_property, encode_table
 from delayer.schedule.rhythm import Cron, Every, Rhythm
 from delayer.schedule.schedule import MOST_CAUGHT_UP, NAME, ONCE, SKIP, Schedule, is_name, problems
 from delayer.store.errors import ScheduleRefused
@@ -197,14 +196,10 @@ def _rhythm(before: Rhythm, given: Mapping[str, Any]) -> Rhythm:
 def _encode(before: bytes, headers: Mapping[str, Any] | None, named: Mapping[str, Any]) -> bytes:
     """Replace the whole table of headers, unless that is None, and each property that is named."""
     given = {name: value for name, value in named.items() if value != ""}
-    values = {name: bytes((one,)) if isinstance(one, int) else _short(raw(one)) for name, one in given.items()}
+    values = {name: encode_property(name, one) for name, one in given.items()}
     if headers is not None:
-        values["headers"] = encode_table({**headers})
+        values["headers"] = encode_table(headers)
     return changed(Properties.parse(before), values, named.keys() - given.keys())
-
-
-def _short(text: bytes) -> bytes:
-    return bytes((len(text),)) + text
 
 
 def read_schedules(text: bytes) -> list[Schedule]:

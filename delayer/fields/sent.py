@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, Literal
 
+from delayer.amqp.properties import Properties
 from delayer.core.message import as_text
 from delayer.core.operations import Cancel
 from delayer.core.plan import AtOnce, EnterCascade, Park, Plan, Soon, TooLate
@@ -22,7 +23,7 @@ def sent(made: Publishable, plan: Plan) -> SentJson:
     """``plan``: not a Refuse, because such a message is not sent."""
     due_ms = getattr(plan, "due_ms", None)
     return {
-        "message_id": str(made.properties.message_id),
+        "message_id": as_text(Properties.parse(made.properties).short("message_id") or b""),
         "exchange": made.exchange,
         "routing_key": made.routing_key,
         "due_ms": due_ms,

@@ -17,8 +17,6 @@ from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import Any, Final, NamedTuple
 
-from pamqp.encode import field_table
-
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties, byte_array, changed, encode_headers, entry, long_string, splice
 from delayer.amqp.values import Delivery, Outgoing, Timestamp
@@ -27,6 +25,7 @@ from delayer.core.filters import own_name
 from delayer.core.marks import ID, LAST_DUE, RECEIVED_AT, X_DEATH
 from delayer.core.message import COPY_HEADERS, as_bytes, as_text, raw
 from delayer.core.plan import closes_channel
+from delayer.format.from_json import encode_value
 from delayer.format.headers import (
     ADDED_TO_REFUSED,
     DELIVERY_TIME,
@@ -170,8 +169,7 @@ class RetryEdits(NamedTuple):
             headers, removed = {**headers, as_text(DELAY): delay_ms}, [*removed, DELIVER_AT, OPT_DELAY, OPT_TIME]
         if delay_ms == 0:
             removed.append(LAST_DUE)  # Next to it, an x-delay of 0 would be what an earlier delay left.
-        # Each value is the entry of a table with one header, without the table's length.
-        entries = {raw(name): field_table({name: it})[4:] for name, it in headers.items()}
+        entries = {raw(name): entry(raw(name), encode_value(it)) for name, it in headers.items()}
         mended = {name: it for name, it in request.items() if it not in (None, {}, [])}
         return cls(
             dict.fromkeys(removed, b"") | entries,

@@ -136,7 +136,7 @@ class NewMessage(Fields):
     key_ceiling: DelayField | None = None
     """The ceiling of debounce, like delay."""
     headers: Annotated[Mapping[str, Any], BeforeValidator(check_headers), WithJsonSchema(_HEADERS)] = {}
-    """AMQP headers: strings, integers of 64 bits, floats of 32 bits, booleans."""
+    """AMQP headers: strings, integers of 64 bits, other numbers as doubles, booleans."""
     body: StrictStr | None = None
     """The body as text, in UTF-8; or body_json or body_b64. Without any, the body is empty."""
     body_json: Annotated[Any, AfterValidator(_encoded)] = None
@@ -475,5 +475,5 @@ def _wrong(where: str, text: str) -> HttpProblem:
 def _outgoing(made: Publishable) -> Outgoing:
     """The publish of a message. Its token, by which a return names it, is a leftover to the intake."""
     token = uuid.uuid4().hex.encode()
-    properties = splice(made.properties.marshal(), remove={ID}, append=entry(ID, long_string(token)))
+    properties = splice(made.properties, remove={ID}, append=entry(ID, long_string(token)))
     return Outgoing(made.exchange.encode(), made.routing_key.encode(), properties, made.body, token)

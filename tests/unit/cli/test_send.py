@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-from datetime import UTC, datetime
+import sys
 
 import pytest
 
+from delayer.amqp.properties import Properties
 from delayer.cli.errors import Misused
 from delayer.cli.send import Composed, Composer, Draft, portions_of
 from delayer.config.model import Settings
-from delayer.config.texts import LARGEST_FLOAT
 
 
 def composed(line: str, *forms: str) -> list[Composed]:
@@ -20,16 +20,18 @@ def composed(line: str, *forms: str) -> list[Composed]:
     return [one for portion in portions_of(io.BytesIO(b"{}\n" + line.encode()), composer, Draft()) for one in portion]
 
 
-@pytest.mark.parametrize("value", ["NaN", "1e999", "-1e999", "Infinity", "3.5e38"])
-def test_a_header_that_the_broker_or_the_driver_rejects_is_refused(value: str) -> None:
-    with pytest.raises(Misused, match=r'^line 2: headers: expected a finite float of 32 bits for "a", found'):
+@pytest.mark.parametrize("value", ["NaN", "1e999", "-1e999", "Infinity"])
+def test_a_number_that_the_broker_rejects_is_refused(value: str) -> None:
+    with pytest.raises(Misused, match=r'^line 2: headers: expected a finite number for "a", found'):
         composed(f'{{"headers": {{"a": {value}}}}}')
 
 
-@pytest.mark.parametrize("value", [LARGEST_FLOAT, -LARGEST_FLOAT, 5e-324, -(1 << 63), (1 << 63) - 1, True])
+@pytest.mark.parametrize("value", [sys.float_info.max, -sys.float_info.max, 5e-324, -(1 << 63), (1 << 63) - 1, True])
 def test_the_ends_of_each_type_are_sent(value: float) -> None:
     _, one = composed(json.dumps({"headers": {"a": value}}))
-    assert one.properties.marshal()
+    header = Properties.parse(one.properties).get(b"a")
+    assert header is not None
+    assert header.value == value
 
 
 @pytest.mark.parametrize("at", ["1960-01-01T00:00:00Z", "1969-12-31T23:59:59Z", "9999-12-31T23:59:59.5Z"])
@@ -43,7 +45,7 @@ def test_an_instant_that_no_timestamp_holds_is_refused(at: str) -> None:
 @pytest.mark.parametrize("at", ["1969-12-31T23:59:59.5Z", "1970-01-01T00:00:00Z", "1970-01-01T00:00:00.5Z"])
 def test_an_instant_from_1970_on_can_be_sent_as_a_timestamp(at: str) -> None:
     _, one = composed(json.dumps({"due": at}), "timestamp")
-    assert one.properties.timestamp == datetime(1970, 1, 1, 0, 0, int(at.endswith("00.5Z")), tzinfo=UTC)
+    assert Properties.parse(one.properties).timestamp == int(at.endswith("00.5Z"))
 
 
 @pytest.mark.parametrize("at", ["0001-01-01T00:00:00Z", "1960-01-01T00:00:00Z"])

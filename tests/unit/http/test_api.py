@@ -163,7 +163,7 @@ WRONG: dict[str, tuple[int, str]] = {
     '{"key": ""}': (422, 'key: expected at least 1 character, found ""'),
     '{"headers": {"a": null}}': (422, 'headers: expected a string, a number, true or false for "a", found nothing'),
     '{"headers": {"a": [1]}}': (422, 'headers: expected a string, a number, true or false for "a", found a list of 1'),
-    '{"headers": {"a": 1e300}}': (422, "headers: expected a finite float"),
+    '{"headers": {"a": 1e999}}': (422, "headers: expected a finite number"),
     '{"headers": {"a": 9223372036854775808}}': (422, "headers: expected an integer of 64 bits"),
     '{"headers": {"x-delay": 1}, "delay": 1}': (
         422,
