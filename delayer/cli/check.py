@@ -43,8 +43,8 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     These are off: queues and exchanges that differ, missing destinations, missing rights, a missing schema, overdue
     messages without a daemon that releases them, settings of the servers that lose messages (docs/operations.md),
     clocks more than a second apart, and a daemon on this host that is not ready. These are notes: what could not be
-    seen, addresses of the broker that fail, queues that the daemon will declare or that have no consumer, refused and
-    held messages.
+    seen, addresses of the broker that fail, queues that the daemon will declare or that have no consumer, changed keys
+    for which the daemon needs a restart, refused and held messages.
 
     Offline, credentials that only the service may read (a unit's ExecReload may not) are left out, with a note.
 
@@ -168,12 +168,16 @@ async def _daemon(report: CheckReport, settings: Settings) -> None:
     if not listen:
         return
     try:
-        reasons = await status.not_ready(settings, listen)
+        readiness = await status.readiness(settings, listen)
     except status.NotAsked as unknown:
         report.add("daemon", "note", unknown, "check [http] listen: no daemon of this configuration answers there")
         return
-    if reasons is not None:
+    reasons = None if readiness is None else readiness.reasons
+    if readiness is not None:
         report[:] = [row._replace(advice=WAITING) if row.advice == STARTING else row for row in report]
+    if readiness is not None and readiness.restart_needed:
+        found = f"the running daemon needs a restart for: {', '.join(readiness.restart_needed)}"
+        report.add("daemon", "note", found, "restart the daemon")
     away = [row.what for row in report if row.result in ("refused", "out of reach")]
     if settings.mode != "store":
         away = [what for what in away if what != "store"]  # A daemon is ready without it.

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import click
 
@@ -75,21 +75,28 @@ class NotAsked(Exception):
     """The daemon's state is unknown. The text says why."""
 
 
-async def not_ready(settings: Settings, listen: str, patience: float = 10.0) -> list[str] | None:
-    """Why the daemon at ``listen`` is not ready; None if nothing listens there. Raises NotAsked."""
-    reasons: list[str] = []
+class Readiness(NamedTuple):
+    """Why a daemon is not ready, and the changed keys for which it needs a restart."""
+
+    reasons: list[str]
+    restart_needed: Sequence[str] = ()
+
+
+async def readiness(settings: Settings, listen: str, patience: float = 10.0) -> Readiness | None:
+    """Ask the daemon at ``listen``; None if nothing listens there. Raises NotAsked."""
+    found = Readiness([])
     for _ in range(3):  # A store query that takes longer than 3 s is in the next answer.
         try:
-            said = await _said(settings, listen, "/health/ready", ("reasons",), patience=patience)
+            found = Readiness(**await _said(settings, listen, "/health/ready", Readiness._fields, patience=patience))
         except ConnectionRefusedError:
             return None
         except (TimeoutError, ConnectionError) as error:
-            return [f"it accepts connections, but does not answer: {_reason(error, patience)}"]
+            return Readiness([f"it accepts connections, but does not answer: {_reason(error, patience)}"])
         except OSError as error:
             raise NotAsked(f"{listen} cannot be asked: {_reason(error, patience)}") from None
-        if not (reasons := said["reasons"]):
+        if not found.reasons:
             break
-    return reasons
+    return found
 
 
 async def _said(

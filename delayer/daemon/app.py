@@ -77,8 +77,9 @@ class Reload:
         logs.configure(wanted.log.format, wanted.log.level)
         self.daemon.live.adopt(wanted)
         keys, restart = changed(old, wanted), changed(wanted, new)
+        self.daemon.restart_needed = restart
         if restart:
-            log.warning("restart needed", keys=restart)
+            log.warning("restart needed", keys=restart, next_step="restart the daemon")
         if old.mode != wanted.mode:
             log.info("mode switched", before=old.mode, now=wanted.mode)
         unpaced = without_effect(wanted)

@@ -69,6 +69,7 @@ class DaemonInside:
             unsettled=daemon.unsettled(),
             unsteady=daemon.unsteady(),
             topology=daemon.topology.reason,
+            restart_needed=daemon.restart_needed,
             recent=list(self.recent.steps),
             counters=daemon.counters,
         )

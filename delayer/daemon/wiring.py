@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Final, Literal
 
@@ -91,6 +91,8 @@ class Daemon:
         self._inbox: QueueConsumer | None = None
         self._levels: list[QueueConsumer] = []
         self._begun = False
+        self.restart_needed: Sequence[str] = ()
+        """Keys that the last reload found changed, and that need a restart."""
 
     @property
     def settings(self) -> Settings:

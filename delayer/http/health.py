@@ -89,9 +89,10 @@ class Answers(View):
     async def ready(self, _request: Request) -> Response:
         """/health/ready: messages go in and come out."""
         reasons = await self.not_ready()
-        mode, intake = self.settings.mode, self.inside.state().intake
-        role = {"service": service_of(self.settings), "mode": mode, "intake": intake}
-        return JSONResponse({"ready": not reasons, "reasons": reasons, **role}, status_code=503 if reasons else 200)
+        state = self.inside.state()
+        role = {"service": service_of(self.settings), "mode": self.settings.mode, "intake": state.intake}
+        found = {"ready": not reasons, "reasons": reasons, **role, "restart_needed": state.restart_needed}
+        return JSONResponse(found, status_code=503 if reasons else 200)
 
     async def metrics(self, _request: Request) -> Response:
         """/metrics, for Prometheus."""

@@ -62,6 +62,7 @@ class DaemonState:
     unsettled: Mapping[str, float]  # queue -> seconds since which nothing read from it was settled, if more than 30
     unsteady: Mapping[str, str]  # queue -> why its consumer is interrupted again and again
     topology: str  # why the topology is not in place, or ""
+    restart_needed: Sequence[str]  # keys that the last reload found changed, and that need a restart
     recent: Sequence[Step]
     counters: Counters
 

@@ -123,6 +123,16 @@ async def test_check_asks_the_daemon_where_it_answers(listen: str, metrics_only:
     assert [(row.result, "accepts no publishes" in row.found) for row in rows] == ([("off", True)] if broken else [])
 
 
+async def test_check_notes_a_daemon_that_needs_a_restart() -> None:
+    inside = Inside()
+    inside.restart_needed = ["takeover", "store.url"]
+    async with served(inside) as web:
+        rows = await checked({"listen": web.address})
+    assert [tuple(row) for row in rows] == [
+        ("daemon", "note", "the running daemon needs a restart for: takeover, store.url", "restart the daemon")
+    ]
+
+
 async def test_check_notes_a_daemon_of_another_broker() -> None:
     async with served(Inside(broker={"url": "amqp://broker/mail"})) as web:
         [row] = await checked({"listen": web.address})
@@ -133,7 +143,9 @@ async def test_check_notes_a_daemon_of_another_broker() -> None:
 async def test_only_a_refused_connection_means_no_daemon(host: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        [reason] = await status.not_ready(settings(""), f"{host}:{port}", patience=0.05) or []
+        found = await status.readiness(settings(""), f"{host}:{port}", patience=0.05)
+        assert found is not None
+        [reason] = found.reasons
         assert reason == "it accepts connections, but does not answer: nothing within 0.05 s"
     assert await checked({"listen": f"{host}:{port}"}) == []
     assert await checked({"listen": "", "metrics_listen": ""}) == []

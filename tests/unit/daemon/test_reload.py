@@ -53,6 +53,7 @@ class StubDaemon:
         self.routes: list[str] = []
         self.routes_when_declared: list[str] = []
         self.limited: list[tuple[set[bytes], Settings]] = []
+        self.restart_needed: list[str] = []
 
     def _fail(self, where: str) -> None:
         if where in self._failures:
@@ -217,14 +218,17 @@ async def test_a_reload_whose_keys_all_need_a_restart_is_not_called_reloaded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     new = settings(store={"url": "postgresql://localhost:1/out-of-reach"})
-    reload, line = reloading(StubDaemon(settings(store=STORE)), lambda: new)
+    daemon = StubDaemon(settings(store=STORE))
+    reload, line = reloading(daemon, lambda: new)
     reload.request()
     running = asyncio.create_task(reload.run(stopping := asyncio.Event()))
     await until(lambda: len(line.said) == 2)
     stopping.set()
     await running
     told = [json.loads(one) for one in capsys.readouterr().err.splitlines()]
-    assert [(one["event"], one["keys"]) for one in told] == [("restart needed", ["store.url"])]
+    said = [(one["event"], one["keys"], one["next_step"]) for one in told]
+    assert said == [("restart needed", ["store.url"], "restart the daemon")]
+    assert daemon.restart_needed == ["store.url"]
 
 
 async def test_requests_during_a_reload_cause_one_more_reload() -> None:

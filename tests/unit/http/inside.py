@@ -51,6 +51,7 @@ class Inside:
         self.lost = False
         self.blocked = False
         self.aside = REFUSED
+        self.restart_needed: list[str] = []
         self.done: list[tuple[str, frozenset[str], str]] = []
         self.mends: list[RetryEdits] = []
         self.looks = 0
@@ -76,7 +77,7 @@ class Inside:
 
     def state(self) -> DaemonState:
         lines = {"publish": LINE._replace(blocked=self.blocked)}
-        return state(mode="native", store=False, connections=lines)
+        return state(mode="native", store=False, connections=lines, restart_needed=self.restart_needed)
 
     async def depths(self) -> Depths:
         self.looks += 1

@@ -31,6 +31,7 @@ def state(counters: Counters | None = None, **more: Any) -> DaemonState:
         "unsettled": {},
         "unsteady": {},
         "topology": "",
+        "restart_needed": [],
         "counters": counters or Counters(),
         "recent": [],
     }
