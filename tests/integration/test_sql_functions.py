@@ -292,16 +292,14 @@ async def test_pgbouncer_in_transaction_mode(postgres: Postgres, database: str) 
 ROLE = "shop"
 
 
-def grants(schema: str) -> str:
-    """The page's statements that let a role send, each by \\gexec."""
-    name = f'"{schema}"'
-    [query] = re.findall(r"SELECT format\('GRANT EXECUTE.*?(?=\s*\\gexec)", PAGE, re.DOTALL)
-    return str(query).replace("'public'", f"'{name}'").replace("shop", ROLE)
+[BLOCK] = re.findall(r"```\n(CREATE ROLE shop.*?) \\gexec\n```", PAGE, re.DOTALL)
+*GRANTS, EXECUTE = (one.strip() for one in BLOCK.partition(";")[2].split(";"))
+"""The page's statements that let a role send, without CREATE ROLE; and the query for the rest, each by \\gexec."""
 
 
 @pytest.fixture
 def role(postgres: Postgres) -> Iterator[str]:
-    postgres.execute(f"CREATE ROLE {ROLE} LOGIN")
+    postgres.execute(BLOCK.partition(";")[0])
     yield ROLE
     postgres.execute(f"DROP ROLE {ROLE}")
 
@@ -321,10 +319,13 @@ def schema(request: pytest.FixtureRequest, postgres: Postgres) -> Iterator[tuple
 
 
 async def let_send(connection: asyncpg.Connection, schema: str) -> None:
-    await connection.execute(f'GRANT USAGE ON SCHEMA "{schema}" TO {ROLE}')
-    granted = [statement for (statement,) in await connection.fetch(grants(schema))]
+    database = await connection.fetchval("SELECT current_database()")
+    for statement in GRANTS:
+        here = statement.replace("DATABASE delayer", f'DATABASE "{database}"')
+        await connection.execute(here.replace("SCHEMA public", f'SCHEMA "{schema}"'))
+    granted = await connection.fetch(EXECUTE.replace("'public'", f"""'"{schema}"'"""))
     assert len(granted) == 5
-    for statement in granted:
+    for (statement,) in granted:
         await connection.execute(statement)
 
 
