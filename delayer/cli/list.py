@@ -219,7 +219,8 @@ def _print(found: FullMessage) -> None:
 @as_json
 @click.pass_context
 def audit_log(context: click.Context, *, limit: int, before: int | None, as_json: bool) -> None:
-    """Show the audit log, the latest entry first: every cancel, reschedule, retry, drop, drain and import.
+    """Show the audit log, the latest entry first: every cancel, reschedule, retry, drop, drain, import
+    and change of a schedule.
 
     An interrupted command is in the log with the number of messages that it reached.
 

@@ -34,7 +34,7 @@ def _rows(shape: type) -> Iterator[str]:
     schema = TypeAdapter(shape).json_schema(ref_template="{model}")
     required = schema.get("required", ())
     for name, one in schema["properties"].items():
-        text = one.get("description", "")
+        text = " ".join(one.get("description", "").split())
         mark = "" if name in required else " (may be missing)"
         yield f"| `{name}`{mark} | {_kind(one)} | {text} |"
 
@@ -48,11 +48,15 @@ def _kind(schema: dict[str, Any]) -> str:
         return ", ".join(f"`{one}`" for one in schema["enum"])
     kind = str(schema.get("type", "any"))
     if kind == "array":
-        return f"list of {_kind(schema['items'])}"
+        return f"list of {_inner(schema['items'])}"
     if kind == "object":
         inner = schema.get("additionalProperties")
-        return f"object of {_kind(inner)}" if isinstance(inner, dict) else "object"
+        return f"object of {_inner(inner)}" if isinstance(inner, dict) else "object"
     return kind
+
+
+def _inner(schema: dict[str, Any]) -> str:
+    return f"({_kind(schema)})" if "anyOf" in schema else _kind(schema)
 
 
 def _name(shape: Any) -> str:
