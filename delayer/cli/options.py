@@ -262,7 +262,7 @@ def store_url(settings: Settings) -> str:
     url = settings.store_url
     if url is None:
         raise Misused(
-            'no store is configured. Next: set store.url, or mode = "store". Without a store see '
+            "no store is configured. Next: set store.url. Without a store see "
             "`delayer strays list` and `delayer topology show`."
         )
     return url

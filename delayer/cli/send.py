@@ -4,6 +4,7 @@ lines of JSON, and checked by the daemon's rules."""
 from __future__ import annotations
 
 import asyncio
+import difflib
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ from delayer.fields.sent import sent
 from delayer.fields.shapes import SentJson
 from delayer.intake.handle import classify
 
-DECLARED: Final = "`delayer topology apply`, then `delayer check`"
+DECLARED: Final = "`delayer topology apply`, or wait until `delayer run` logs ready; then `delayer check`"
 """The next step after a message that the broker did not take."""
 PORTION: Final = 1_000
 """The most messages that are checked, and then published, together."""
@@ -91,7 +92,10 @@ def _expected(wrong: ValidationError) -> str:
     error = wrong.errors(include_url=False, include_input=False)[0]
     cause = error.get("ctx", {}).get("error")
     if error["type"] == "extra_forbidden":
-        return f"expected a field of {', '.join(Draft.model_fields)}, found {format_found(error['loc'][0])}"
+        name = str(error["loc"][0])
+        near = difflib.get_close_matches(name, Draft.model_fields, 1)
+        hint = f"; did you mean {format_found(near[0])}?" if near else ""
+        return f"expected a field of {', '.join(Draft.model_fields)}, found {format_found(name)}{hint}"
     place = "".join(f"{part}: " for part in error["loc"])
     return place + (f"expected {cause}" if isinstance(cause, Expected) else error["msg"])
 
@@ -280,9 +284,9 @@ def send(
     message that the daemon would refuse is not sent, and the exit code is 2.
 
     With --file each line is a message: an object with the fields exchange (of a route), routing_key, key, key_mode,
-    key_ceiling, delay, due, headers, body (or body_b64) and message_id, named as in the API. The options supply what a
-    line leaves out. Lines are checked and sent in portions of up to 1,000. The first portion with a wrong line ends
-    the command, before any of it is sent.
+    key_ceiling, delay, due, headers, body (or body_b64) and message_id, named as in the API, and no others: body_json
+    and AMQP's properties are for the API only. The options supply what a line leaves out. Lines are checked and sent in
+    portions of up to 1,000. The first portion with a wrong line ends the command, before any of it is sent.
 
     --json prints the message's id, when it is due, and where it goes: the store, the broker, or its destination at
     once. With --file it prints how many were sent, and those that were not.

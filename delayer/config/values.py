@@ -35,7 +35,8 @@ def duration_ms(value: object) -> int:
         raise Expected(f'{wanted} (a bare number has no unit: write "{value}s" or "{value}ms")')
     match = re.fullmatch(DURATION, value.strip()) if isinstance(value, str) else None
     if match is None:
-        raise Expected(wanted)
+        negative = isinstance(value, str) and value.strip().startswith("-")
+        raise Expected(wanted.replace("numbers", "numbers, not negative,", 1) if negative else wanted)
     amount_ms = int(match[1]) * UNITS_MS[match[2]]
     if amount_ms > LONGEST_DURATION_MS:
         raise Expected("a duration of at most 36500d")

@@ -136,10 +136,10 @@ class Policy:
     max_delay_ms: int
     park_beyond_ms: int = 0
     keep_ms: int = 0
-    longest_native_ms: int = MAX_SECONDS * 1000
-    """The longest delay inside the broker."""
+    longest_native_ms: int = MAX_SECONDS * 1000  # the longest delay inside the broker
     has_store: bool = True
     no_keys: str = ""
+    no_store: str = "a store, but none is configured"  # what keys lack if has_store is false
     publishing: bool = True
     unrouted: str = "correct the publisher, or give all daemons of this queue the same routes"
     """What to do about a message whose exchange has no route."""
@@ -472,7 +472,7 @@ def _check_keys(header: bytes, policy: Policy) -> None:
     """Raise Unacceptable if keys would get out of order, or if no store can track them."""
     reason = policy.no_keys
     if not reason and not policy.has_store:
-        reason = "keys and cancels need a store, but none is configured, or it is unreachable"
+        reason = f"keys and cancels need {policy.no_store}"
     if reason:
         raise Unacceptable(f"{header.decode()}: {reason}")
 

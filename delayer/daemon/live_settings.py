@@ -28,6 +28,7 @@ log = structlog.get_logger(__name__)
 NATIVE_KEEP_MS: Final = 999
 """Messages due this soon are kept in memory in native mode, because the cascade counts whole seconds."""
 
+UNREACHABLE: Final = "the store, which is unreachable"
 SHARED: Final = (
     '[intake] consumers = "shared" cannot keep keys in order: see "The other value of consumers" in docs/operations.md'
 )
@@ -134,7 +135,9 @@ class LiveSettings:
         # If the store is reached but has no lane for us, consuming waits for one.
         reached = self._store.usable or self._store.reached
         if self.settings.mode == "native":
-            return replace(policy, has_store=False) if policy.has_store and not reached else policy
+            if policy.has_store and not reached:
+                return replace(policy, has_store=False, no_store=UNREACHABLE)
+            return policy
         return policy if self._publisher.ready else replace(policy, publishing=False)
 
     def late_limits(self) -> Limits:

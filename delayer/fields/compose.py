@@ -76,6 +76,8 @@ def compose(
     for name in ("key", "key_mode", "key_ceiling"):
         if (given := getattr(draft, name)) is not None:
             headers[f"x-delay-{name.replace('_', '-')}"] = given
+    if draft.key_mode == "debounce" and "x-delay-key-ceiling" not in headers:
+        raise Unsendable("key_ceiling", "expected a duration, because key_mode is debounce, found none")
     if not route.from_:
         # Straight to the intake queue, a header has the destination's key.
         if key:

@@ -276,7 +276,8 @@ class SentJson(TypedDict):
     """The exchange that it was published to."""
     routing_key: str
     due_ms: int | None
-    """When it is due; null for a cancel."""
+    """When it is due; null for a cancel. A relative delay counts from when the broker has it, so the instant in the
+    store is some milliseconds later."""
     due: str | None
     """The same as text."""
     cancels: str | None

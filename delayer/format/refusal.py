@@ -191,6 +191,7 @@ def build_retry(delivery: Delivery, entries: EntryPoints, max_properties: int, e
     can_return = entries.can_route(refusal.exchange, refusal.routing_key)
     if not can_return or refusal.exchange in edits.unread:
         unroutable = f"no route comes from its exchange {as_text(refusal.exchange)!r} with this key"
+        unroutable += "; add a [[route]] for it, or drop the message"
         return edits.unread[refusal.exchange] if can_return else unroutable
     properties = Properties.parse(delivery.properties)
     was_refused = properties.get(REFUSED) is not None

@@ -126,8 +126,13 @@ class Tokens:
         self._seen: object = None
         self._file = TokenFile()
 
+    @property
+    def file(self) -> str | None:
+        """The configured file."""
+        return self._path()
+
     def __call__(self) -> Sequence[NamedToken]:
-        path = self._path()
+        path = self.file
         if path is None:
             return ()
         try:
@@ -250,8 +255,10 @@ class Sessions:
         if not self.can_open:
             step = "name a file in [http] tokens_file, with a line NAME ROLE TOKEN for each token"
         scheme = request.headers.get("authorization", "").partition(" ")[0].title()
-        found = "one that is not in [http] tokens_file" if scheme else "none"
-        if scheme in SCHEMES:
+        found = "none" if not scheme else "one" if self.tokens.file is None else "one that is not in [http] tokens_file"
+        if self.tokens.file is None:
+            found += "; no [http] tokens_file is configured"
+        elif scheme in SCHEMES:
             found = f'Authorization of the scheme "{scheme}"'
         elif scheme not in ("", "Bearer"):  # It may be a token without its scheme, which must not come into a log.
             found = "an Authorization that does not begin with `Bearer` and a space"

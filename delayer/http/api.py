@@ -20,7 +20,7 @@ from delayer.http.api_messages import MOST_BYTES, PATH, Listing, MessagesApi
 from delayer.http.api_schedules import SchedulesApi
 from delayer.http.endpoints import Api, Call, Endpoint
 from delayer.http.pages import Pages
-from delayer.http.view import NO_STORE, ROWS
+from delayer.http.view import ROWS, no_store
 from delayer.set_aside.messages import SetAsideName
 from delayer.store import held_messages
 from delayer.store.session import read_connection
@@ -89,7 +89,7 @@ class WholeApi:
         """Count the waiting messages by due time."""
         answers = self.pages.answers
         if not answers.has_store:
-            raise HTTPException(404, NO_STORE)
+            raise no_store()
         census = await answers.census.get()
         if census.value is None:
             raise HTTPException(503, census.error or "not counted yet")

@@ -37,7 +37,7 @@ from delayer.http import forms, render
 from delayer.http.absence import Absence, held_instead, why_absent
 from delayer.http.endpoints import JSON, LINES, Call, Clash, Endpoint, Fields, read_json
 from delayer.http.pages import Pages
-from delayer.http.problems import HttpProblem, WrongField, in_words, wrong_field
+from delayer.http.problems import HttpProblem, WrongField, in_words, refused_field, wrong_field
 from delayer.http.view import NO_STORE, ROWS
 from delayer.store import held_messages, requests, waiting
 from delayer.store.admin.actions import NewDue
@@ -74,7 +74,14 @@ def _delay(value: object) -> int:
     if isinstance(value, str):
         return duration_ms(value)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LONGEST_DURATION_MS:
-        raise Expected('a delay in milliseconds, or a duration such as "10s", "30m", "12h" or "30d"')
+        wanted = 'a delay in whole milliseconds, not negative, or a duration such as "10s", "30m", "12h" or "30d"'
+        raise Expected(wanted)
+    return value
+
+
+def _expiration(value: object) -> object:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise Expected('milliseconds in a string, such as "1000"')
     return value
 
 
@@ -152,7 +159,7 @@ class NewMessage(Fields):
     type: Name | None = None
     app_id: Name | None = None
     priority: Annotated[int, Field(strict=True, ge=0, le=255)] | None = None
-    expiration: Name | None = None
+    expiration: Annotated[Name | None, BeforeValidator(_expiration)] = None
     """AMQP's own time to live in milliseconds, at the destination."""
 
     @model_validator(mode="after")
@@ -412,7 +419,7 @@ class MessagesApi:
         plan = inside.plan(outgoing)
         if isinstance(plan, Refuse):
             about = where + _refused_field(plan.reason, new)
-            raise _wrong(about, f"what the daemon does not refuse, found a reason to refuse it: {plan.reason}")
+            raise _problem_of(refused_field(about, plan.reason))
         return Ready(outgoing, sent(made, plan), line)
 
     async def _send(
@@ -468,7 +475,10 @@ def _refused_field(reason: str, new: NewMessage) -> str:
 
 
 def _wrong(where: str, text: str) -> HttpProblem:
-    wrong = wrong_field(where, text)
+    return _problem_of(wrong_field(where, text))
+
+
+def _problem_of(wrong: WrongField) -> HttpProblem:
     return HttpProblem(422, f"Body: {in_words([wrong])}.", errors=[wrong])
 
 

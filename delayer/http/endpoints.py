@@ -268,11 +268,11 @@ def read_json(model: type[Fields], text: bytes, where: str = "") -> Any:
 
 def mistakes(found: Sequence[ErrorDetails], model: type[BaseModel], where: str = "") -> list[WrongField]:
     """List the mistakes, at most 20."""
-    wrong = [one for each in found[:20] for one in _mistakes_of(each, model)]
+    wrong = [one for each in found[:20] for one in _mistakes_of(each, model, where)]
     return [{**one, "where": " ".join(filter(None, (where, one["where"]))) or "the whole body"} for one in wrong]
 
 
-def _mistakes_of(one: ErrorDetails, model: type[BaseModel]) -> Sequence[WrongField]:
+def _mistakes_of(one: ErrorDetails, model: type[BaseModel], where: str) -> Sequence[WrongField]:
     place = ".".join(str(part)[:80] for part in one["loc"])
     cause = one.get("ctx", {}).get("error")
     if isinstance(cause, Clash):
@@ -281,7 +281,10 @@ def _mistakes_of(one: ErrorDetails, model: type[BaseModel]) -> Sequence[WrongFie
         return [unknown_field(place, model.model_fields)]
     if one["type"] == "json_invalid":
         why, _, at = str(cause).partition(" at line ")
-        return [{"where": place, "expected": "JSON", "found": f"a mistake{f' at line {at}' if at else ''}: {why}"}]
+        if where:  # Of JSON lines, each is a text of one line.
+            at = at.partition(" ")[2]
+        place_of = f" at {at}" if where and at else f" at line {at}" if at else ""
+        return [{"where": place, "expected": "JSON", "found": f"a mistake{place_of}: {why}"}]
     if one["type"] == "missing":
         return [{"where": place, "expected": "a value"}]
     text = _OF_PYDANTIC.sub("", one["msg"]).replace("a integer", "a whole number")

@@ -11,6 +11,7 @@ from typing import Any, Final
 from pydantic import TypeAdapter
 
 from delayer import __version__
+from delayer.http.access import MAX_BODY
 from delayer.http.endpoints import JSON, LINES, Endpoint, Fields
 from delayer.http.problems import MEDIA_TYPE, ProblemShape
 
@@ -36,12 +37,13 @@ _HEADERS: Final[Mapping[int, str]] = {401: "WWW-Authenticate", 503: "Retry-After
 
 
 def document(paths: Mapping[str, Mapping[str, Endpoint]], most_bytes: Mapping[str, int]) -> dict[str, Any]:
-    """Build the document. ``most_bytes``: the largest body of each path."""
+    """Build the document. ``most_bytes``: the largest body of a path, if not MAX_BODY."""
     schemas: dict[str, Any] = {}
     found: dict[str, Any] = {}
     for path, methods in paths.items():
         operations = {
-            method.lower(): _operation(endpoint, schemas, most_bytes.get(path)) for method, endpoint in methods.items()
+            method.lower(): _operation(endpoint, schemas, most_bytes.get(path, MAX_BODY))
+            for method, endpoint in methods.items()
         }
         found[re.sub(r"\{(\w+):\w+\}", r"{\1}", path)] = operations
     problem = _schema(ProblemShape, schemas)
@@ -68,7 +70,7 @@ def document(paths: Mapping[str, Mapping[str, Endpoint]], most_bytes: Mapping[st
     }
 
 
-def _operation(endpoint: Endpoint, schemas: dict[str, Any], most_bytes: int | None) -> dict[str, Any]:
+def _operation(endpoint: Endpoint, schemas: dict[str, Any], most_bytes: int) -> dict[str, Any]:
     text = cleandoc(endpoint.handler.__doc__ or "")
     summary, _, rest = text.replace("\n", " ").partition(". ")
     needs = (
@@ -89,9 +91,8 @@ def _operation(endpoint: Endpoint, schemas: dict[str, Any], most_bytes: int | No
         schema = _schema(endpoint.body, schemas)
         lines = {"type": "string", "description": "One such object on each line."}
         content = {kind: {"schema": lines if kind == LINES else schema} for kind in endpoint.media_types}
-        operation["requestBody"] = {"required": True, "content": content}
-        if most_bytes:
-            operation["requestBody"]["description"] = f"At most {most_bytes} bytes."
+        most = f"At most {most_bytes} bytes."
+        operation["requestBody"] = {"required": True, "description": most, "content": content}
     content = {JSON: {"schema": _schema(endpoint.result, schemas)}}
     done = {"description": HTTPStatus(endpoint.status).phrase, "content": content}
     refs = {str(status): {"$ref": f"#/components/responses/Problem{status}"} for status in endpoint.all_problems}
@@ -118,15 +119,18 @@ def _schema(model: Any, schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tidy(schema: Any, inside: bool = False) -> Any:
-    """Drop the defaults that stand for an absent field, and the titles that repeat a field's name."""
+    """Put descriptions on one line. Drop the defaults that stand for an absent field, and the titles that repeat a
+    field's name."""
     if isinstance(schema, list):
         return [_tidy(one, inside) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {}
+    found: dict[str, Any] = {}
     for name, one in schema.items():
         if name == "properties" and isinstance(one, dict):
             found[name] = {key: _tidy(value, True) for key, value in one.items()}
+        elif name == "description":
+            found[name] = " ".join(one.split())
         elif not ((name == "default" and one is None) or (name == "title" and inside and isinstance(one, str))):
             found[name] = _tidy(one, inside and name != "$defs")
     return found

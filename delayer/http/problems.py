@@ -30,6 +30,7 @@ CORRECT_FORM: Final = "correct what `errors` names, and send the form again"
 DOCUMENT: Final = "/api/openapi.json has every path with its methods, fields and errors"
 ACTIONS: Final = "POST a form to /actions/messages, /actions/refused, /actions/strays or /actions/schedules"
 _UNKNOWN: Final = "unknown field "
+_REFUSED: Final = "the daemon would refuse it: "
 
 
 @documented
@@ -57,6 +58,11 @@ def unknown_field(name: str, known: Collection[str]) -> WrongField:
     return {"where": name[:80], "expected": expected, "found": f"{_UNKNOWN}{format_found(name)}{hint}"}
 
 
+def refused_field(where: str, reason: str) -> WrongField:
+    """Make a mistake of the reason for which the daemon would refuse a message."""
+    return {"where": where, "expected": "what the daemon takes", "found": f"{_REFUSED}{reason}"}
+
+
 def in_words(wrong: Sequence[WrongField]) -> str:
     """The first mistake, and how many more there are."""
     more = f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -65,6 +71,8 @@ def in_words(wrong: Sequence[WrongField]) -> str:
         line = where.rpartition(" ")[0]
         text = f"{line}: {found}" if line else found
         return f"{text}{'' if text.endswith('?') else '.'} Expected {wrong[0]['expected']}{more}"
+    if found.startswith(_REFUSED):
+        return f"{where}: {found}{more}"
     return f"{where}: expected {wrong[0]['expected']}, found {found}{more}"
 
 

@@ -11,8 +11,6 @@ from math import inf
 from time import monotonic
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
-from starlette.exceptions import HTTPException
-
 from delayer.amqp.errors import BrokerLost
 from delayer.amqp.values import Outgoing
 from delayer.config.model import Settings
@@ -22,6 +20,7 @@ from delayer.core.errors import StoreLost
 from delayer.core.hold import Outcome
 from delayer.core.plan import Plan
 from delayer.format.refusal import RetryEdits
+from delayer.http.problems import HttpProblem
 from delayer.http.recent import Step
 from delayer.set_aside.messages import Result, SetAsideName
 from delayer.store.admin import census, stats
@@ -126,9 +125,14 @@ BRIEFLY: Final = 0.2
 """Seconds that a page waits for the numbers in its menu."""
 STORE_ERRORS: Final = (StoreLost, BadStoreUrl, SchemaOutdated)
 NO_STORE: Final = (
-    "No store is configured: the broker keeps the waiting messages. The overview counts them by level; they cannot be "
-    "listed, moved or cancelled. Messages that no destination takes become strays after ten attempts: see /strays."
+    "No store is configured: the broker keeps the waiting messages, and they cannot be listed, moved or cancelled. "
+    "Messages that no destination takes become strays after ten attempts."
 )
+NO_STORE_STEP: Final = "set [store] url in the configuration; without it, /api/strays lists what no destination took"
+
+
+def no_store() -> HttpProblem:
+    return HttpProblem(404, NO_STORE, next_step=NO_STORE_STEP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,10 +264,10 @@ class View:
 
     @property
     def url(self) -> str:
-        """The store's URL. Raises HTTPException if none is configured."""
+        """The store's URL. Raises HttpProblem if none is configured."""
         url = self.settings.store_url
         if url is None:
-            raise HTTPException(404, NO_STORE)
+            raise no_store()
         return url
 
     async def _store(self) -> StoreOverview:

@@ -232,12 +232,16 @@ BEGIN
     IF key IS NULL OR exchange IS NULL THEN
         RAISE EXCEPTION USING ERRCODE = '22004', MESSAGE = 'delayer_cancel: key, exchange: expected text, found null',
                               HINT = 'pass the key that the message was sent with';
-    ELSIF octet_length(key) NOT BETWEEN 1 AND 255 OR octet_length(exchange) > 255 THEN
+    ELSIF octet_length(key) NOT BETWEEN 1 AND 255 THEN
         RAISE EXCEPTION USING
             ERRCODE = '22023',
-            MESSAGE = format('delayer_cancel: expected 1 to 255 bytes of key, at most 255 of exchange, found %s and %s',
-                             octet_length(key), octet_length(exchange)),
+            MESSAGE = format('delayer_cancel: key: expected 1 to 255 bytes, found %s', octet_length(key)),
             HINT = 'pass the key that the message was sent with';
+    ELSIF octet_length(exchange) > 255 THEN
+        RAISE EXCEPTION USING
+            ERRCODE = '22023',
+            MESSAGE = format('delayer_cancel: exchange: expected at most 255 bytes, found %s', octet_length(exchange)),
+            HINT = 'pass the exchange that the message was sent to';
     ELSIF starts_with(key, 'delayer.schedule/') THEN
         RAISE EXCEPTION USING
             ERRCODE = '22023',

@@ -220,10 +220,19 @@ async def test_another_type_finds_no_function(database: str, call: str) -> None:
             await connection.execute(f"SELECT delayer_send({call})")
 
 
-@pytest.mark.parametrize("call", ["NULL", "''", "repeat('k', 256)", "'delayer.schedule/x'", "'k', repeat('e', 256)"])
-async def test_a_wrong_cancel_is_an_error_at_once(database: str, call: str) -> None:
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        ("NULL", "key, exchange: expected text, found null"),
+        ("''", "key: expected 1 to 255 bytes, found 0"),
+        ("repeat('k', 256)", "key: expected 1 to 255 bytes, found 256"),
+        ("'delayer.schedule/x'", "key: expected a key of your own, found 'delayer.schedule/x'"),
+        ("'k', repeat('e', 256)", "exchange: expected at most 255 bytes, found 256"),
+    ],
+)
+async def test_a_wrong_cancel_is_an_error_at_once(database: str, call: str, text: str) -> None:
     async with plain(database) as connection:
-        with pytest.raises(asyncpg.PostgresError, match="delayer_cancel: ") as caught:
+        with pytest.raises(asyncpg.PostgresError, match=f"^delayer_cancel: {text}\n") as caught:
             await connection.execute(f"SELECT delayer_cancel({call})")
         assert caught.value.sqlstate in (NULL, WRONG)
         assert caught.value.hint

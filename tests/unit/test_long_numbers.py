@@ -267,7 +267,7 @@ WAYS: Mapping[str, Mapping[str, tuple[Way, str]]] = {
             ("send", "--delay", "§", DURATION), ("send", "--at", "§", INSTANT),
             ("send", "--delay-key-ceiling", "§s", DURATION),
             ("send", "--header", "h:int=§", "expected a value of type int, found .{1,90}\n"),
-            ("send", "--header", "h:float=§", "expected a finite float"),
+            ("send", "--header", "h:float=§", "expected a finite number"),
             ("list", "--limit", "§", "not a valid integer"), ("list", "--due-before", "§", INSTANT),
             ("list", "--due-after", "§d", INSTANT), ("list", "--after", "§.§", "expected the place"),
             ("reschedule", "id:1", "--by", "§s", DURATION), ("reschedule", "id:1", "--at", "§", INSTANT),

@@ -92,7 +92,7 @@ MISTAKES = {
     'expected one that a route comes from': [["send", "--route", "nonsense"]],
     "flag --mode: mode: expected": [["--mode", "nonsense", "status"]],
     "/nowhere.toml: expected a file": [["--config", "/nowhere.toml", "status"]],
-    "no store is configured": [
+    "no store is configured. Next: set store.url. Without a store see": [
         ["--mode", "native", *verb.split()] for verb in ("db upgrade", "db current", "compact", "restore --all")
     ],
     "schedules need a store": [
@@ -127,6 +127,9 @@ MISTAKES = {
         ["--set", 'route=[{"from": "a", "require_delay": true}]', "send"]
     ],
     "the daemon would refuse it: the delay is too long": [["send", "--header", "x-delay:int=315360000001"]],
+    "--delay-key-ceiling: expected a duration, because key_mode is debounce, found none": [
+        ["--store-url", "postgresql://localhost/x", "send", "--delay-key", "k", "--delay-key-mode", "debounce"]
+    ],
     "--routing-key: expected at most 255 bytes": [["send", "--routing-key", "k" * 256]],
     "--message-id: expected at most 255 bytes, found 256": [["send", "--message-id", "é" * 128]],
     "--delay-key: expected at most 255 bytes, found 300": [
@@ -339,7 +342,7 @@ def test_a_delay_in_the_users_header_is_read_as_the_daemon_reads_it(
 LINES = {
     b"[]": "Input should be an object",
     b"{": "Invalid JSON: EOF while parsing an object",
-    b'{"delya": "1s"}': "expected a field of exchange, routing_key, key, key_mode, key_ceiling, delay, due,",
+    b'{"delya": "1s"}': 'message_id, found "delya"; did you mean "delay"?',
     b'{"delay": "soon"}': "delay: expected a duration",
     b'{"delay": 10}': "delay: expected a duration in whole numbers",
     b'{"due": 10}': "due: expected an instant",

@@ -44,7 +44,7 @@ def settings(**tables: Any) -> Settings:
 class StubDaemon:
     """The parts of a daemon that a reload uses; ``failures`` by name make a part fail."""
 
-    configured = usable = True
+    configured = usable = reached = True
 
     def __init__(self, now: Settings, **failures: Exception) -> None:
         self.settings = now
@@ -174,6 +174,18 @@ def test_added_routes_do_not_change_the_old_ones() -> None:
     assert {name: route.default_delay_ms for name, route in live.policy().routes.items()} == {b"a": 1000, b"b": 0}
     live.adopt(old)
     assert set(live.policy().routes) == {b"a"}
+
+
+def test_native_mode_says_whether_its_store_is_unreachable_or_not_configured() -> None:
+    daemon = StubDaemon(now := settings(mode="native", store=STORE))
+    live = LiveSettings(now, cascade_of(now), ScriptedPublisher(), cast(PostgresBacklog, daemon))
+    assert live.policy().has_store
+    daemon.usable = daemon.reached = False
+    assert (live.policy().has_store, live.policy().no_store) == (False, "the store, which is unreachable")
+    live = LiveSettings(
+        now := settings(mode="native"), cascade_of(now), ScriptedPublisher(), cast(PostgresBacklog, daemon)
+    )
+    assert (live.policy().has_store, live.policy().no_store) == (False, "a store, but none is configured")
 
 
 @pytest.mark.parametrize("reason", ["it is too old", ""])

@@ -105,7 +105,7 @@ def test_a_retry_without_an_exchange_goes_to_the_intake_queue() -> None:
 @pytest.mark.parametrize(
     ("stands", "why"),
     [
-        (standing(*says("private")), "no route comes from its exchange 'private'"),
+        (standing(*says("private")), "with this key; add a [[route]] for it, or drop the message"),
         (standing(*says("delayer.delay-level-03")), "no route comes from"),
         (standing(*says("", "delays.due")), "no route comes from"),
         (standing((b"x-death", array(died("delays", "private")))), "no route comes from"),

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
+from delayer.config.model import Settings
 from delayer.config.texts import is_loopback
 from delayer.config.tokens import Role
 from delayer.http.access import COOKIE, LASTS, LONGEST, Sessions, Tokens, cookie_name, from_our_page, host_is_ours
 from tests.support.logged import capture_logs
 from tests.support.web import tokens_file
+from tests.unit.http.inside import Inside, served
 
 TOKEN = "open-sesame-open-sesame"
 
@@ -206,3 +208,13 @@ def test_a_role_allows_no_more_than_it_says(role: str, allowed: set[str]) -> Non
     asked = request(None, f"Bearer {TOKEN}")
     assert {needed for needed in Role if place.sessions.allows(asked, needed)} == allowed
     assert (place.open(TOKEN, "ada") is not None) == ("read" in allowed), "the page is for reading"
+
+
+async def test_a_daemon_without_a_file_of_tokens_says_so() -> None:
+    inside = Inside()
+    inside.settings = Settings.model_validate({"mode": "native", "http": {"listen": "127.0.0.1:0"}})
+    async with served(inside) as web:
+        for more, found in (({}, "none"), ({"Authorization": "Bearer x"}, "one")):
+            answer = await web.get("/api/held", **more)
+            assert answer.json["detail"].endswith(f"found {found}; no [http] tokens_file is configured."), answer.text
+            assert answer.json["next"].startswith("name a file in [http] tokens_file")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -147,11 +148,17 @@ WRONG: dict[str, tuple[int, str]] = {
         'Body: unknown field "dely"; did you mean "delay"? Expected one of exchange, routing_key, delay',
     ),
     '{"delay": "soon"}': (422, 'delay: expected a duration in whole numbers such as "250ms"'),
-    '{"delay": -1}': (422, "delay: expected a delay in milliseconds"),
-    '{"delay": true}': (422, "delay: expected a delay in milliseconds"),
+    '{"delay": "-1s"}': (422, 'delay: expected a duration in whole numbers, not negative, such as "250ms"'),
+    '{"delay": -1}': (422, "delay: expected a delay in whole milliseconds, not negative, or a duration"),
+    '{"delay": 30.5}': (422, "delay: expected a delay in whole milliseconds, not negative, or a duration"),
+    '{"delay": true}': (422, "delay: expected a delay in whole milliseconds"),
+    '{"key": "k", "key_mode": "debounce", "delay": 1}': (
+        422,
+        "Body: key_ceiling: expected a duration, because key_mode is debounce, found none.",
+    ),
     '{"due": "tomorrow"}': (422, "due: expected an instant with its offset"),
     '{"due": "0001-01-01T00:00:00Z"}': (422, "due: expected an instant"),
-    '{"due": 1700000000}': (422, "due: expected what the daemon does not refuse, found a reason to refuse it: "),
+    '{"due": 1700000000}': (422, "due: the daemon would refuse it: "),
     '{"delay": 1, "due": 1}': (422, "delay, due: expected one of delay, due, found delay and due"),
     '{"delay": 1, "due": 1, "body": "a", "body_b64": ""}': (422, "found delay and due; and 1 more."),
     '{"body": "a", "body_json": null}': (422, "found body and body_json"),
@@ -169,22 +176,26 @@ WRONG: dict[str, tuple[int, str]] = {
         422,
         "headers: expected the delay once, as a field or in a header, found it also in x-delay",
     ),
-    '{"headers": {"x-dealy": 1}}': (422, "headers: expected what the daemon does not refuse, found a reason"),
-    '{"headers": {"x-delay": "soon"}}': (422, "headers: expected what the daemon does not refuse"),
+    '{"headers": {"x-dealy": 1}}': (422, "Body: headers: the daemon would refuse it: "),
+    '{"headers": {"x-delay": "soon"}}': (422, "headers: the daemon would refuse it: x-delay"),
     '{"body": {}}': (422, "body: expected a string, found an object"),
     '{"routing_key": "%s"}' % ("ü" * 128): (422, "routing_key: expected at most 255 bytes, found 256"),
     '{"exchange": "delayer.out"}': (422, "exchange: expected one that a route comes from"),
-    '{"exchange": "strict.in"}': (422, "delay: expected what the daemon does not refuse"),
-    '{"key": "k", "delay": 1}': (422, "key: expected what the daemon does not refuse"),
+    '{"exchange": "strict.in"}': (422, "delay: the daemon would refuse it: "),
+    '{"key": "k", "delay": 1}': (
+        422,
+        "Body: key: the daemon would refuse it: x-delay-key: keys and cancels need a store, but none is configured.",
+    ),
     '{"priority": 256}': (422, "priority: expected less than or equal to 255, found 256"),
     '{"priority": "a"}': (422, 'priority: expected a whole number, found "a"'),
-    '{"expiration": "1s"}': (422, "to refuse it: expiration: expected 0 to 315360000000 milliseconds"),
-    '{"expiration": "1s", "headers": {"x-delay-cancel": "k"}}': (422, "to refuse it: expiration: expected"),
-    '{"headers": {"CC": "a"}}': (
+    '{"expiration": 1000}': (422, 'expiration: expected milliseconds in a string, such as "1000", found 1000'),
+    '{"expiration": "1s"}': (422, "the daemon would refuse it: expiration: expected 0 to 315360000000 milliseconds"),
+    '{"expiration": "1s", "headers": {"x-delay-cancel": "k"}}': (
         422,
-        "Body: headers: expected what the daemon does not refuse, found a reason to refuse",
+        "the daemon would refuse it: expiration: expected",
     ),
-    '{"reply_to": "amq.rabbitmq.reply-to"}': (422, "to refuse it: reply_to: expected a queue"),
+    '{"headers": {"CC": "a"}}': (422, "Body: headers: the daemon would refuse it: "),
+    '{"reply_to": "amq.rabbitmq.reply-to"}': (422, "the daemon would refuse it: reply_to: expected a queue"),
     '{"user_id": "guest"}': (422, 'unknown field "user_id". Expected one of'),
     json.dumps({f"{n}": 0 for n in range(101)}): (422, "the whole body: expected at most 100 names, found 101"),
     json.dumps({"headers": {f"{n}": 0 for n in range(101)}}): (422, "headers: expected at most 100 names, found 101"),
@@ -281,6 +292,7 @@ async def test_lines_are_all_checked_before_one_is_sent() -> None:
         assert (answer.status, inside.sent) == (422, [])
         places = [one["where"] for one in answer.json["errors"]]
         assert places == ["line 3 delay", "line 4", "line 5 dealy", "line 5 x"]
+        assert answer.json["errors"][1]["found"].startswith("a mistake at column 1: ")
         for lines in ([], ["{}"] * (api_messages.MOST_LINES + 1)):
             assert (await send_lines(web, *lines)).status == 422
         answer = await send_lines(web, {"body": "a"}, "", {"body": "b"})
@@ -563,6 +575,15 @@ async def test_the_document_is_valid_and_has_every_path() -> None:
         document = (await web.get("/api/openapi.json")).json
     validate(document)
     assert document["openapi"].startswith("3.1")
+    texts = re.findall(r'"description": "(.*?)"[,}]', json.dumps(document))
+    assert len(texts) > 100 and not [one for one in texts if "\\n" in one or one != one.strip()]
+    bodies = {
+        path: one["post"]["requestBody"]["description"]
+        for path, one in document["paths"].items()
+        if "requestBody" in one.get("post", {})
+    }
+    assert bodies["/api/messages"] == "At most 4194304 bytes."
+    assert bodies["/api/schedules"] == "At most 262144 bytes."
     for path, name in (("/api/messages", "NewMessage"), ("/api/schedules", "NewSchedule")):
         body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert body == {"$ref": f"#/components/schemas/{name}"}

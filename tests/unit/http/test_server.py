@@ -36,6 +36,7 @@ from tests.unit.http.states import overview
         ("/parts/overview", 200, "<dt>Out/s</dt>"),
         ("/api/live", 200, '"blocked":false'),
         ("/api/backlog", 404, "No store is configured"),
+        ("/api/backlog", 404, "set [store] url in the configuration; without it, /api/strays lists"),
         ("/waiting", 404, "No store is configured"),
         ("/find?id=zz", 303, ""),
         ("/api/messages", 401, "needs a token. Expected a token of the role read"),
