@@ -24,6 +24,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from delayer.config.tokens import parse_tokens
 from delayer.store import requests
 from tests.acceptance.own_vhost import OwnVhost
 from tests.support.daemon import DaemonProcess
@@ -40,6 +41,8 @@ SHOP = "another-token-for-this-test"
 ALLOWED = {"Authorization": f"Bearer {TOKEN}"}
 HOUR = 3_600_000
 ROOT = Path(__file__).parents[2]
+README_BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+[OF_README] = [one for one in README_BLOCKS if "DELAYER_HTTP__TOKENS_FILE" in one]
 
 
 class Shop:
@@ -307,7 +310,6 @@ async def test_the_examples_of_the_documentation(place: OwnVhost, store: str, tm
     place.things.bind("delayer.out", "inbox")
     routes = json.dumps([{"from": "delayer.in", "to": "delayer.out"}])
     async with shop(place, "store", store, ROUTE=routes) as this:
-        (tmp_path / "http-token").write_text(TOKEN)
 
         def run(block: str) -> str:
             script = block.replace("127.0.0.1:9419", this.web.address)
@@ -317,6 +319,15 @@ async def test_the_examples_of_the_documentation(place: OwnVhost, store: str, tm
             assert done.returncode == 0, (block, done.stdout, done.stderr)
             return done.stdout
 
+        [token, header] = re.findall(r"^\(umask 077; .*$", page, re.MULTILINE)
+        for making, name in ((OF_README.splitlines()[0], "shop"), (token, "me")):
+            await asyncio.to_thread(run, making)
+            found = parse_tokens((tmp_path / "http-tokens").read_text())
+            assert ([one.name for one in found.tokens], found.mistakes) == ([name], ())
+        (tmp_path / "http-token").write_text(TOKEN)
+        (tmp_path / "http-tokens").write_text(f"shop publish {TOKEN}\n")
+        await asyncio.to_thread(run, header)
+        assert '"message_id"' in await asyncio.to_thread(run, OF_README.partition(" starts\n")[2])
         for block in blocks:
             if "PATCH" in block and "key=" in block:
                 rows = lambda: this.ask("GET", "/api/messages?key=order-4711")  # noqa: E731
