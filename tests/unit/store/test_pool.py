@@ -60,7 +60,9 @@ async def test_a_transaction_that_is_not_answered_is_cut_off(
 
 async def test_a_full_queue_of_notifications_is_no_rejection_and_is_freed_if_it_can_be() -> None:
     """Postgres does not look by itself whether the session that held it up has ended."""
-    full = Silent("COMMIT", asyncpg.ProgramLimitExceededError("full"))
+    error = asyncpg.ProgramLimitExceededError("full")
+    error.server_source_function = pool.NOTIFYING
+    full = Silent("COMMIT", error)
     with pytest.raises(NotificationsFull):
         await pool.commit(cast(asyncpg.Connection, full))
     assert full.said == ["COMMIT", "SELECT pg_notification_queue_usage()"]
