@@ -17,7 +17,6 @@ if connection is None:
 
 context.configure(connection=connection, version_table=VERSION_TABLE, transaction_per_migration=False)
 with context.begin_transaction():
-    # The first for the upgrade that creates the table, the second to name who holds it (foreign_locks.py).
-    for locked in ("hashtext('delayer schema upgrade')", "to_regclass('delayer_schema_version')::oid::int"):
-        connection.execute(text(f"SELECT pg_advisory_xact_lock({locked}, 0)"))
+    table = "coalesce(to_regclass('delayer_schema_version')::oid::int, hashtext('delayer schema upgrade'))"
+    connection.execute(text(f"SELECT pg_advisory_xact_lock({table}, 0)"))
     context.run_migrations()

@@ -94,12 +94,7 @@ def list_(context: click.Context, *, limit: int, after: str, state: str | None, 
 
     page, held = ask_store(url_of_schedules(context), "list schedules", look)
     if as_json:
-        print_json(
-            {
-                "schedules": [for_programs.schedule(one, held, whole=False) for one in page.schedules],
-                "after": page.after,
-            }
-        )
+        print_json({"schedules": [for_programs.schedule(one, held) for one in page.schedules], "after": page.after})
         return
     if not page.schedules:
         click.echo("No schedules match." if state or after else "There are no schedules.")

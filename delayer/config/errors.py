@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from delayer.core.readable import TOO_LONG
 from delayer.core.secret import concealed
@@ -37,6 +38,10 @@ class Expected(ValueError):
     """Raised by the model's validators; the text completes the sentence "expected …"."""
 
 
+LOOKED_AT: Final = 1 << 16
+"""Characters of a value in which passwords are masked: more than the 80 that are shown, and than any password has."""
+
+
 def format_found(value: object, *, is_url: bool = False) -> str:
     """Show a found value as TOML or JSON would: shortened, printable, passwords masked. In place of a URL, other text
     is hidden, because it may be a bare password."""
@@ -49,7 +54,7 @@ def format_found(value: object, *, is_url: bool = False) -> str:
     if isinstance(value, str):
         if is_url and "://" not in value:
             return "a text that is no URL (not shown)" if value else '""'
-        value = concealed(value)
+        value = concealed(value[:LOOKED_AT])
     try:
         text = json.dumps(value)  # It escapes every character that could forge a line.
     except TypeError:

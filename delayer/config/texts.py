@@ -68,7 +68,7 @@ def target_text(at_ms: int | None, by_ms: int) -> str:
 
 Scalar = str | int | float | bool
 LONGEST_NAME: Final = 128
-"""Maximum bytes of a header's name. AMQP 0-9-1 does not allow longer names, and pamqp truncates them."""
+"""Maximum bytes of a header's name. AMQP 0-9-1 does not allow longer names."""
 _TYPES: Final[Mapping[str, Callable[[str], Scalar]]] = {
     "str": str, "int": int, "float": float, "bool": {"true": True, "false": False}.__getitem__,
 }  # fmt: skip

@@ -30,9 +30,9 @@ from delayer.store.held_messages import HeldEntry, HeldState
 from delayer.store.waiting import Entry
 
 
-def entry(entry: Entry, *, held: bool = False, whole: bool = False) -> EntryJson:
-    """Convert an entry of a list, or with ``whole`` a single one, with all headers. The store no longer has the time at
-    which a held message was parked."""
+def entry(entry: Entry, *, held: bool = False, whole: bool = True) -> EntryJson:
+    """Convert an entry. ``whole``: with all headers, and not as in a list over HTTP. The store no longer has the time
+    at which a held message was parked."""
     said = reading.decode_properties(entry.properties, whole=whole)
     return {
         "id": str(entry.place.token),
@@ -59,8 +59,8 @@ def headers(said: DecodedProperties) -> list[HeaderJson]:
     return [cast(HeaderJson, one._asdict()) for one in said.headers]
 
 
-def held(one: HeldEntry) -> HeldEntryJson:
-    return {**entry(one.entry, held=True), "held": state(one.held)}
+def held(one: HeldEntry, *, whole: bool = True) -> HeldEntryJson:
+    return {**entry(one.entry, held=True, whole=whole), "held": state(one.held)}
 
 
 def state(held: HeldState) -> HeldStateJson:
@@ -78,7 +78,7 @@ def message(found: FullMessage) -> MessageJson:
     """Convert a message, with the beginning of its body."""
     held, body = found.held, found.entry.body
     return {
-        **entry(found.entry, held=held is not None, whole=True),
+        **entry(found.entry, held=held is not None),
         "where": found.where.value,
         "sound": found.entry.sound,
         "owner": found.owner,
@@ -92,7 +92,7 @@ def message(found: FullMessage) -> MessageJson:
 
 def schedule(record: ScheduleRecord, held: Mapping[str, int] | None = None, *, whole: bool = True) -> ScheduleJson:
     """Convert a schedule, with the beginning of its body. ``held``: how many messages of each schedule are held.
-    ``whole``: with all headers, and not as in a list."""
+    ``whole``: with all headers, and not as in a list over HTTP."""
     one, rhythm = record.schedule, record.schedule.rhythm
     said = reading.decode_properties(one.properties, whole=whole)
     return {

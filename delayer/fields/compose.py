@@ -84,7 +84,8 @@ def compose(
             headers.setdefault("x-delay-routing-key", key)
         key = settings.intake.queue
     message_id = draft.message_id or str(uuid.uuid4())
-    for name, value in (("routing_key", key), ("message_id", message_id), ("key", draft.key or "")):
+    named = {"routing_key": key, "message_id": message_id, "key": draft.key or "", "key_mode": draft.key_mode or ""}
+    for name, value in named.items():
         _check_short(name, value)
     timestamp = _ask(headers, route, draft, now_ms=now_ms)
     more = {name: one for name, one in (properties or {}).items() if one != ""}

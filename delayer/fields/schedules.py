@@ -93,9 +93,13 @@ def _property(name: str, value: object) -> str | int:
         if (number := _whole(value)) > SHORT_STRING:
             raise Expected("a priority of 0 to 255")
         return number
-    if not isinstance(value, str) or len(raw(_text(value))) > SHORT_STRING:
-        raise Expected(f"{name} as a text of at most {SHORT_STRING} bytes")
-    return value
+    try:  # An argument may have bytes that are not UTF-8.
+        fits = isinstance(value, str) and len(_text(value).encode()) <= SHORT_STRING
+    except UnicodeEncodeError:
+        fits = False
+    if not fits:
+        raise Expected(f"{name} as UTF-8 text of at most {SHORT_STRING} bytes")
+    return str(value)
 
 
 FIELDS: Final[Mapping[str, Callable[[object], Any]]] = {

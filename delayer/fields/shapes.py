@@ -67,9 +67,9 @@ class EntryJson(TypedDict):
     body_bytes: int
     properties: dict[str, Any]
     headers: Sequence[HeaderJson]
-    """In a list, those of the first 100 that take at most 8 KiB together."""
+    """In a list over HTTP, those of the first 100 that take at most 8 KiB together."""
     header_bytes_left_out: int
-    """How many bytes of the headers the list leaves out."""
+    """How many bytes of the headers a list over HTTP leaves out."""
     broken: str | None
     """What is unreadable in its properties."""
 
@@ -141,9 +141,9 @@ class SetAsideEntryJson(TypedDict):
     isolated: NotRequired[bool]
     properties: dict[str, Any]
     headers: Sequence[HeaderJson]
-    """In a list, those of the first 100 that take at most 8 KiB together."""
+    """In a list over HTTP, those of the first 100 that take at most 8 KiB together."""
     header_bytes_left_out: int
-    """How many bytes of the headers the list leaves out."""
+    """How many bytes of the headers a list over HTTP leaves out."""
     reason: str
     body_bytes: int
     body: str
@@ -215,9 +215,9 @@ class ScheduleJson(TypedDict):
     to_key: str
     properties: dict[str, Any]
     headers: Sequence[HeaderJson]
-    """In a list, those of the first 100 that take at most 8 KiB together."""
+    """In a list over HTTP, those of the first 100 that take at most 8 KiB together."""
     header_bytes_left_out: int
-    """How many bytes of the headers the list leaves out."""
+    """How many bytes of the headers a list over HTTP leaves out."""
     body: str
     body_bytes: int
 

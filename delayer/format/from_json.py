@@ -11,7 +11,6 @@ from delayer.amqp.properties import MAX_DEPTH, Properties, changed, encode_heade
 from delayer.amqp.values import SHORT_STRING
 
 _INT64: Final = 1 << 63
-_NO_HEADERS: Final = encode_headers()
 
 
 def encode_properties(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> bytes:
@@ -21,9 +20,8 @@ def encode_properties(headers: Mapping[str, Any], properties: Mapping[str, Any])
     >>> encode_properties({"x-delay-key": "k"}, {"message_id": "m", "priority": 3}).hex(" ", 4)
     '38800000 00120b78 2d64656c 61792d6b 65795300 0000016b 0203016d'
     """
-    table = encode_entries(headers)
-    base = encode_headers(table) if table else _NO_HEADERS
-    return changed(Properties.parse(base), {name: encode_property(name, value) for name, value in properties.items()})
+    base = Properties.parse(encode_headers(encode_entries(headers)))
+    return changed(base, {name: encode_property(name, value) for name, value in properties.items()})
 
 
 def encode_property(name: str, value: Any) -> bytes:

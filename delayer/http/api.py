@@ -111,7 +111,8 @@ class WholeApi:
         async with self.looks, read_connection(self.pages.answers.url, "list held messages") as connection:
             page = await held_messages.find(connection, form.wanted, ROWS, after)
         onward = "" if page.after is None else f"/api/held?{render.query(form.given, after=str(Token(page.after)))}"
-        return {"messages": list(map(as_json.held, page.messages)), "bounded": page.bounded, "next": onward}
+        messages = [as_json.held(one, whole=False) for one in page.messages]
+        return {"messages": messages, "bounded": page.bounded, "next": onward}
 
     async def list_refused(self, _call: Call) -> SetAsideJson:
         """List the first 50 refused messages."""

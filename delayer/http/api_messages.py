@@ -267,7 +267,7 @@ class MessagesApi:
         async with self.looks, read_connection(self.pages.answers.url, "list") as connection:
             found = await waiting.find(connection, form.wanted, ROWS, after)
         onward = "" if found.after is None else f"{PATH}?{render.query(form.given, after=place_text(found.after))}"
-        messages = [as_json.entry(one) for one in found.messages]
+        messages = [as_json.entry(one, whole=False) for one in found.messages]
         return {"messages": messages, "bounded": found.bounded, "broken": len(found.broken), "next": onward}
 
     async def show_message(self, call: Call) -> MessageJson:

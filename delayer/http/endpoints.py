@@ -37,8 +37,6 @@ TABLES: Final = ("headers", "properties")
 MOST_MARKS: Final = 20_000
 """The characters ``[``, ``{``, ``,`` and ``:`` of an object, outside its strings. Each may begin a value, which blocks
 the event loop for up to four microseconds."""
-MOST_MARKS_OF_LINES: Final = 5 * MOST_MARKS
-"""The same of all lines of a body."""
 MOST_BODIES: Final = 8
 """Bodies of more than SMALL bytes that are in memory at once."""
 OF_ONE: Final = MOST_BODIES // 2
@@ -180,15 +178,13 @@ class Api:
                     await turns.enter_async_context(self._large_of[client.token if client else ""])
                     await turns.enter_async_context(self._large)
             except TimeoutError:
-                busy = f"Other large bodies came in for {forms.BODY_SECONDS:g} s."
+                busy = f"Other large bodies have been coming in for {forms.BODY_SECONDS:g} s."
                 raise HttpProblem(503, busy, headers={"Connection": "close"}) from None
             return await self._with_body(endpoint, kind, Call(request, client, query))
 
     async def _with_body(self, endpoint: Endpoint, kind: str, call: Call) -> Response:
         text = await forms.read_body(call.request)
         assert endpoint.body is not None
-        if kind == LINES:
-            _check_marks(text, MOST_MARKS_OF_LINES)
         body = text if kind == LINES else read_json(endpoint.body, text)
         call = Call(call.request, call.client, call.query, body)
         # A change continues even if its client closes the connection.
@@ -232,7 +228,7 @@ def _check_marks(text: bytes, most: int, where: str = "") -> None:
         "expected": f"at most {most} of the characters [ {{ , : outside strings",
         "found": "more",
     }
-    step = "send large JSON as text in `body`, or in `body_b64`, with a content_type; or fewer lines in one request"
+    step = "send large JSON as text in `body`, or in `body_b64`, with a content_type"
     raise HttpProblem(422, f"Body: {in_words([wrong])}.", errors=[wrong], next_step=step)
 
 

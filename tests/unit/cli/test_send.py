@@ -26,6 +26,12 @@ def test_a_number_that_the_broker_rejects_is_refused(value: str) -> None:
         composed(f'{{"headers": {{"a": {value}}}}}')
 
 
+@pytest.mark.parametrize("name", ["routing_key", "message_id", "key", "key_mode"])
+def test_an_argument_that_is_not_utf_8_is_refused(name: str) -> None:
+    with pytest.raises(Misused, match="expected UTF-8, found something else"):
+        Composer(Settings.model_validate({"route": [{"from": "in"}]})).compose(Draft(**{name: "\udcff"}), 0)
+
+
 @pytest.mark.parametrize("value", [sys.float_info.max, -sys.float_info.max, 5e-324, -(1 << 63), (1 << 63) - 1, True])
 def test_the_ends_of_each_type_are_sent(value: float) -> None:
     _, one = composed(json.dumps({"headers": {"a": value}}))

@@ -51,6 +51,13 @@ def plain(**fields: object) -> Schedule:
     return new_schedule("x", {name: FIELDS[name](value) for name, value in given.items()})
 
 
+@pytest.mark.parametrize("name", ["type", "content_type", "app_id", "correlation_id"])
+def test_a_property_that_is_not_utf_8_is_refused(name: str) -> None:
+    """An argument may have any bytes."""
+    with pytest.raises(Expected, match="as UTF-8 text of at most 255 bytes"):
+        plain(properties={name: "\udcff"})
+
+
 def test_a_file_has_every_field() -> None:
     berlin, tick = read_schedules(FILE)
     assert berlin.rhythm == Cron("30 2 * * *", "Europe/Berlin", 1_798_761_600_000)
