@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from http.client import HTTPException
@@ -14,32 +13,18 @@ from typing import Any, Final
 
 from delayer.amqp.values import Outgoing
 from tests.support.ledger import PAUSE, Ledger
-from tests.support.letters import Form, long, text
-from tests.support.sql_ledger import SqlLetters
+from tests.support.letters import Form
+from tests.support.sql_ledger import SqlLetters, encoded
 from tests.support.web import Answer, Web, tokens_file
 
 TOKEN: Final = "a-token-of-the-ledger"
 SHAPES: Final[Sequence[dict[str, Any]]] = (
-    {}, {"trace": "größe", "app": "orders"}, {"small": 5, "large": -(2**60), "yes": True}, {"half": 0.5, "b": 300},
+    {}, {"trace": "größe", "app": "orders"}, {"small": 5, "large": -(2**60), "yes": True}, {"double": 0.1, "b": 300},
 )  # fmt: skip
 
 
-def encoded(value: Any) -> bytes:
-    """Type and value as AMQP has them: the smallest type of an integer."""
-    match value:
-        case bool():
-            return b"t\x01" if value else b"t\x00"
-        case int():
-            if -(1 << 15) <= value < 1 << 15:
-                return struct.pack(">cb", b"b", value) if -128 <= value < 128 else struct.pack(">ch", b"s", value)
-            return long(value)
-        case float():
-            return struct.pack(">cf", b"f", value)
-    return text(value.encode())
-
-
 class HttpLetters(SqlLetters):
-    """Letters with the headers that JSON can express, sorted by name."""
+    """Letters with the headers that HTTP takes, in their order."""
 
     def form(self, _number: int, _absolute: bool | None) -> Form:
         return Form.HTTP
@@ -48,7 +33,7 @@ class HttpLetters(SqlLetters):
         return SHAPES[number % len(SHAPES)]
 
     def entries(self, headers: dict[str, Any]) -> list[tuple[bytes, bytes]]:
-        return [(name.encode(), encoded(headers[name])) for name in sorted(headers)]
+        return [(name.encode(), encoded(headers[name])) for name in headers]
 
 
 class HttpLedger(Ledger):
