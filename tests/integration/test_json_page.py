@@ -120,5 +120,5 @@ def test_real_outputs_are_as_the_page_says(delayer: Run, vhost: str, database: s
 def test_messages_that_are_set_aside(name: str) -> None:
     from tests.unit.http.inside import REFUSED, STRAY
 
-    one = {"refused": REFUSED, "strays": STRAY}[name].as_dict()
+    one = {"refused": REFUSED, "strays": STRAY}[name].as_dict(whole=True)
     check(f"{name} list", json.dumps({"depth": 1, "delayed": 0, "hidden": "", "messages": [one]}))
