@@ -39,7 +39,8 @@ class Expected(ValueError):
 
 
 LOOKED_AT: Final = 1 << 16
-"""Characters of a value in which passwords are masked: more than the 80 that are shown, and than any password has."""
+"""Characters of a value in which passwords are masked: more than the 80 that are shown, and than any password has. A
+lower limit could cut a long one before the "@" that shows it as a password; both read it in one pass."""
 
 
 def format_found(value: object, *, is_url: bool = False) -> str:

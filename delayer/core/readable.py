@@ -23,7 +23,8 @@ COUNTS_AGE: Final = 12.0
 # A password extends to the last "@" before a blank. People forget to escape "/" or "@" in a password, and the output
 # must not show half of it. The price: of two URLs without a blank between them, everything up to the second "@" is
 # hidden. One "/" is enough, because a URL used as a file path has lost the other.
-_IN_AUTHORITY = re.compile(r"(:/+[^\s:@/?#]*):[^\s]*@")
+_RUN = re.compile(r"\S+")
+_AUTHORITY = re.compile(r":/+[^\s:@/?#]*:")
 _UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
 _UNPRINTABLE_BUT_LINES = re.compile(r"[^\x20-\x7e\n\t]")
 
@@ -33,11 +34,18 @@ def _escape(match: re.Match[str]) -> str:
     return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
+def _without_password(run: re.Match[str]) -> str:
+    """Split at the last "@" first: one expression for both would read the rest of the text again for every colon."""
+    before, at, rest = run[0].rpartition("@")
+    found = _AUTHORITY.search(before)
+    return run[0] if found is None else before[: found.end()] + HIDDEN + at + rest
+
+
 def mask(text: str) -> str:
     """Replace every password by ``***``, in URLs and in ``password=…``. Use it for output of other programs, whose URLs
     contain no blanks; use :func:`concealed` for an operator's input."""
-    if ":/" in text:
-        text = _IN_AUTHORITY.sub(rf"\1:{HIDDEN}@", text)
+    if ":/" in text and "@" in text:
+        text = _RUN.sub(_without_password, text)
     if "=" in text:
         text = AS_PARAMETER.sub(rf"\1{HIDDEN}", text)
     return text

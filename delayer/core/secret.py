@@ -11,7 +11,6 @@ HIDDEN: Final = "***"
 AS_PARAMETER: Final = re.compile(
     r"""(?i)\b((?:\w*password|passwd|passphrase|pwd|secret|token)\s*=\s*)((?:'[^']*'|"[^"]*")\S*|\S+)"""
 )
-_LOGIN = re.compile(":.*@", re.DOTALL)
 _HOST = r"(\[[0-9A-Fa-f:.]*\]|[\w.-]*)"
 # No part can come from an unescaped password, because such a password has one of the characters that divide a URL.
 # Without an @, only digits follow the first colon, as all behind it could be a password.
@@ -37,7 +36,7 @@ def concealed(given: str) -> str:
     >>> concealed("postgresql://me:p@ss,word@a,b"), concealed("amqp://me@a,amqp://me:pw"), concealed("x://me:1,p:w@a,b")
     ('***', '***', '***')
     """
-    if ":/" not in given and not _LOGIN.search(given):
+    if ":/" not in given and not 0 <= given.find(":") < given.rfind("@"):
         parameter = AS_PARAMETER.search(given)
         return given if parameter is None else given[: parameter.end(1)] + HIDDEN
     url = _URL.fullmatch(given)
