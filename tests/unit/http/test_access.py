@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from http import cookies
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,19 @@ async def test_no_session_lasts_forever(place: Place) -> None:
         place.now += LASTS
     place.now += 1
     assert place.who(request(name)) is None
+
+
+async def test_only_our_cookie_is_read_and_nothing_is_unquoted(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11.9 unquotes a cookie in a time that grows with the square of its length (CVE-2024-7592)."""
+    unquoted: list[str] = []
+    monkeypatch.setattr(cookies, "_unquote", lambda text: unquoted.append(text) or text)
+    name = place.open(TOKEN, "ada")
+    foreign = '"' + "\\\\" * 30_000 + '"'
+    for said in (name, f"x; other={foreign}; {COOKIE} = {name} ;", f'old; {COOKIE}={name}; {COOKIE}_1="a=b"'):
+        assert place.who(request(said)) == "ada (token ops, page, ::1)", said[:20]
+    for said in (foreign, f'"{name}"', f"{name}; {COOKIE}=", name + " " * 100 + "x"):
+        assert place.who(request(said)) is None, said[:20]
+    assert not unquoted
 
 
 @pytest.mark.parametrize(
