@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from delayer.amqp.properties import Properties, decoded
+from delayer.amqp.properties import decoded, parsed
 from delayer.amqp.values import Confirmed, Outgoing, Pace
 from delayer.broker.publisher import AmqpPublisher
 from delayer.core.delay_headers import DELAY
@@ -30,6 +30,8 @@ from delayer.format.envelope import ENVELOPE
 from delayer.format.headers import REFUSED
 
 PARENT: Final = b"traceparent"
+PARENT_BYTES: Final = 55
+"""Of version 00. OpenTelemetry logs each longer one than 512 characters."""
 
 
 class Spans:
@@ -54,7 +56,7 @@ class Spans:
 
     def record(self, message: Outgoing, headers: dict[bytes, Any], began_ms: float, ended_ms: float) -> None:
         """Record the two spans of a message that was published from ``began_ms`` to ``ended_ms`` (epoch)."""
-        parent = self._propagator.extract({PARENT.decode(): as_text(as_bytes(headers[PARENT]) or b"")})
+        parent = self._propagator.extract({PARENT.decode(): as_text(headers[PARENT])})
         links = [trace.Link(trace.get_current_span(parent).get_span_context())]
         attributes = {
             "messaging.system": "rabbitmq",
@@ -62,7 +64,8 @@ class Spans:
             "messaging.rabbitmq.destination.routing_key": as_text(message.routing_key),
             "delayer.id": as_text(message.token),
         }
-        arrived, began, ended = (round(at_ms * 1000) * 1000 for at_ms in (_arrived_ms(headers), began_ms, ended_ms))
+        instants = (min(_arrived_ms(headers), began_ms), began_ms, ended_ms)
+        arrived, began, ended = (round(at_ms * 1000) * 1000 for at_ms in instants)
         wait = self._tracer.start_span("delayer wait", None, trace.SpanKind.INTERNAL, attributes, links, arrived)
         kind, within = trace.SpanKind.PRODUCER, trace.set_span_in_context(wait)
         self._tracer.start_span(f"send {exchange}", within, kind, attributes, links, began).end(ended)
@@ -81,23 +84,27 @@ class TracedPublisher(AmqpPublisher):
         for index, (message, outcome) in enumerate(zip(batch, outcomes, strict=True)):
             headers = _of_released(message.properties) if isinstance(outcome, Confirmed) else None
             if headers is not None:
-                began_ms = written_ms.get(index, max(called_ms, headers[LAST_DUE]))
+                began_ms = written_ms.get(index, min(max(called_ms, headers[LAST_DUE]), now_ms))
                 self.spans.record(message, headers, began_ms, now_ms)
         return outcomes
 
 
 def _of_released(properties: bytes) -> dict[bytes, Any] | None:
-    """Return the headers that describe a released message's delay; None if it is not one, or has no parent."""
+    """Return the headers that describe a released message's delay, the parent as bytes; None if it is not one, or has
+    no parent."""
     if PARENT not in properties or ID not in properties:
         return None
-    found = decoded(Properties.parse(properties), (PARENT, LAST_DUE, DELAY, RECEIVED_AT, ENVELOPE, REFUSED))
-    return None if found.keys() & {ENVELOPE, REFUSED} or not found.keys() >= {PARENT, LAST_DUE} else found
+    found = decoded(parsed(properties), (PARENT, LAST_DUE, DELAY, RECEIVED_AT, ENVELOPE, REFUSED))
+    parent = as_bytes(found.get(PARENT)) or b""
+    if found.keys() & {ENVELOPE, REFUSED} or type(found.get(LAST_DUE)) is not int or len(parent) != PARENT_BYTES:
+        return None
+    return found | {PARENT: parent}
 
 
 def _arrived_ms(headers: dict[bytes, Any]) -> float:
     """Return when the delay began, by its length or by the broker's note. If neither is known, return when it was
-    due."""
+    due. Publishers set both headers to anything, and a span outside the epoch would cost its whole batch."""
     due_ms, delay, noted = headers[LAST_DUE], headers.get(DELAY), headers.get(RECEIVED_AT)
     if isinstance(delay, int | float) and delay < 0:
-        return float(due_ms + delay)
-    return float(min(noted, due_ms)) if isinstance(noted, int) else float(due_ms)
+        return float(max(0, due_ms + max(delay, -due_ms)))
+    return float(max(0, min(noted, due_ms))) if isinstance(noted, int) else float(max(0, due_ms))
