@@ -46,14 +46,14 @@ def build_reply(properties: Properties, key: bytes, token: bytes, *, cancelled: 
 
 async def send_replies(publisher: Publisher, answers: Sequence[Outgoing]) -> None:
     """Publish replies. Logs unconfirmed replies, and does not retry them."""
-    failed, reason = len(answers), "the broker accepts no publishes"
+    failed, reason = list(answers), "the broker accepts no publishes"
     if publisher.ready:
         try:
             outcomes = await publisher.publish(answers)
         except BrokerLost as lost:
             reason = str(lost)
         else:
-            reasons = [outcome.text for outcome in outcomes if not isinstance(outcome, Confirmed)]
-            failed, reason = len(reasons), reasons[0] if reasons else ""
-    if failed:
-        log.info("reply not confirmed", replies=failed, reason=reason)
+            holds = {at: outcome for at, outcome in enumerate(outcomes) if not isinstance(outcome, Confirmed)}
+            failed, reason = [answers[at] for at in holds], next((hold.text for hold in holds.values()), "")
+    if failed:  # With an id, because the log bounds only lines about messages.
+        log.info("reply not confirmed", id=as_text(failed[0].token), replies=len(failed), reason=reason)
