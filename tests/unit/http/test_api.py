@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import pytest
 from openapi_spec_validator import validate
@@ -280,6 +281,28 @@ async def test_a_refusal_names_the_field_that_asks_for_the_delay(new: dict[str, 
         answer = await send(web, new)
     [wrong] = answer.json["errors"]
     assert (wrong["where"], "the delay is too long" in wrong["found"]) == (where, True), answer.text
+
+
+class Body(bytes):
+    """Notes into how many lines it was split."""
+
+    def split(self, *arguments: Any) -> list[bytes]:  # type: ignore[override]
+        found = super().split(*arguments)
+        assert len(found) <= 2 * api_messages.MOST_LINES + 1
+        return found
+
+
+async def test_too_many_lines_are_refused_before_they_are_split() -> None:
+    api = api_messages.MessagesApi(cast(Any, None), asyncio.Semaphore(), asyncio.Semaphore())
+    for line in (b"1\n", b"\n", b" \r\n"):
+        call = endpoints.Call(cast(Any, None), None, None, Body(line * 100_000))
+        with pytest.raises(problems.HttpProblem, match="found 100001"):
+            await api._compose(call, b"", partial(asyncio.sleep, 0))
+    inside = daemon()
+    async with served(inside) as web:
+        for ends in ("\n\n", "\r\n\r\n"):
+            answer = await web.ask("POST", "/api/messages", (f"{{}}{ends}" * api_messages.MOST_LINES).encode(), LINES)
+            assert (answer.status, answer.json["sent"]) == (202, api_messages.MOST_LINES)
 
 
 async def test_lines_are_all_checked_before_one_is_sent() -> None:
