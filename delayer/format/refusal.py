@@ -37,7 +37,7 @@ from delayer.format.headers import (
     USER_ID,
     header_text,
 )
-from delayer.format.release import Unpublishable, why_unpublishable
+from delayer.format.release import why_unpublishable
 
 _LONGEST_ID: Final = 64
 """Bytes of an id that a retry keeps, because a publisher may have written it."""
@@ -218,7 +218,7 @@ def build_retry(delivery: Delivery, entries: EntryPoints, max_properties: int, e
 def _why_unsendable(properties: Properties) -> str:
     """Return why a message cannot leave with these properties, or ""."""
     if wrong := why_unpublishable(properties):
-        return str(Unpublishable(wrong))
+        return wrong
     if (delivery_time := properties.get(OPT_TIME)) is None:
         return ""
     try:

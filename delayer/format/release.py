@@ -31,11 +31,8 @@ from delayer.format.headers import ADDED_TO_REFUSED, COUNTED, DEATHS, REFUSED, R
 
 
 class Unpublishable(Exception):
-    """The broker would close the channel over these properties, although they are well-formed. The text has the whole
-    reason."""
-
-    def __init__(self, wrong: str) -> None:
-        super().__init__(f"the broker would close the channel: {wrong}")
+    """These properties are well-formed, but they do not fit a frame, or the broker would close the channel over them.
+    The text has the whole reason."""
 
 
 _HISTORY: Final = b"x-delayer-history"
@@ -99,10 +96,10 @@ _CUT: Final = _REMOVED | ADDED_TO_REFUSED | {DELAY}
 _DEATH: Final = b"-death-"
 
 
-def released_properties(properties: Properties, id: bytes, due_ms: int) -> bytes:
+def released_properties(properties: Properties, id: bytes, due_ms: int, max_properties: int) -> bytes:
     """Edit the properties of a message as it leaves for its destination. ``x-delay`` becomes negative, which is the
     delay plugin's mark for a delay that is over. Raises MalformedTable, and Unpublishable: decide() has not seen a
-    message that was imported or taken over."""
+    message that was imported or taken over, and the broker's limit may have changed since."""
     if wrong := why_unpublishable(properties):
         raise Unpublishable(wrong)
     append = b"".join((_ID_HEAD, _U32.pack(len(id)), id, _DUE_HEAD, _I64.pack(due_ms)))
@@ -116,19 +113,27 @@ def released_properties(properties: Properties, id: bytes, due_ms: int) -> bytes
     found = properties.entries(None if _DEATH in raw else wanted)
     refused = any(name == REFUSED for name, _, _ in found)
     cuts: list[Cut] = []
-    turned = b""
+    is_turned = False
     for name, type_at, stop in found:
-        if name == DELAY:
-            # If the header is repeated, the first one that is not a mark has delayed this message.
-            turned = turned or _turned(raw, type_at, stop)
-            if turned:
+        if name == DELAY and is_turned:
+            # The first delay that is not a mark has delayed this message. A later one would delay it again if it comes
+            # back, and a copy of the first could be longer, so that thousands of them would exceed the frame.
+            cuts.append((type_at - 1 - len(name), stop, b""))
+        elif name == DELAY:
+            if turned := _turned(raw, type_at, stop):
                 cuts.append((type_at, stop, turned))
+                is_turned = True
         elif name in ADDED_TO_REFUSED:
             if refused:
                 cuts.append((type_at - 1 - len(name), stop, b""))
         elif name in wanted or name.startswith(DEATHS):
             cuts.append((type_at - 1 - len(name), stop, b""))
-    return edited(properties, cuts, append)
+    released = edited(properties, cuts, append)
+    if len(released) > max_properties:
+        raise Unpublishable(
+            f"the properties are too long: expected at most {max_properties} bytes, found {len(released)}"
+        )
+    return released
 
 
 def why_unpublishable(properties: Properties) -> str:
@@ -137,7 +142,8 @@ def why_unpublishable(properties: Properties) -> str:
     if not (copied or "reply_to" in places or "expiration" in places):
         return ""
     copies = decoded(properties, COPY_HEADERS) if copied else {}
-    return closes_channel(properties.short("reply_to"), properties.short("expiration"), copies)
+    wrong = closes_channel(properties.short("reply_to"), properties.short("expiration"), copies)
+    return wrong and f"the broker would close the channel: {wrong}"
 
 
 def _turned(raw: bytes, type_at: int, stop: int) -> bytes:

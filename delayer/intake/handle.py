@@ -81,13 +81,8 @@ def classify(
     delivery: Delivery, policy: Policy, now_ms: int, max_properties: int, now_lower_ms: int | None = None
 ) -> Classified:
     """Read a message's request and plan it. Malformed properties lead to a refusal, never to an exception."""
-    raw = delivery.properties
-    if len(raw) + ROOM > max_properties:
-        return _unusable(
-            delivery,
-            f"the properties are too long to carry: expected at most {max_properties - ROOM} bytes, "
-            f"found {len(delivery.properties)}",
-        )
+    if too_long := _too_long(delivery.properties, max_properties):
+        return _unusable(delivery, too_long)
     route = policy.routes.get(delivery.exchange)
     try:
         properties = Properties.parse(delivery.properties)
@@ -97,6 +92,8 @@ def classify(
             edited, plan = note_failure(properties, plan.failed, max_properties), plan.plan
         elif route is not None and route.named and not isinstance(plan, Refuse):
             edited = splice(properties, remove=route.named)
+        if too_long := _too_long(edited, max_properties):  # A noted failure may make a nearly full frame longer.
+            return _unusable(delivery, too_long)
         if edited:
             delivery, properties = delivery._replace(properties=edited), Properties.parse(edited)
     except MalformedProperties as broken:
@@ -104,6 +101,13 @@ def classify(
     except MalformedTable as broken:
         return _unusable(delivery, f"malformed header table: {broken}")
     return delivery, properties, plan
+
+
+def _too_long(properties: bytes, max_properties: int) -> str:
+    longest = max_properties - ROOM
+    if len(properties) <= longest:
+        return ""
+    return f"the properties are too long to carry: expected at most {longest} bytes, found {len(properties)}"
 
 
 def read_request(delivery: Delivery, properties: Properties, consulted: frozenset[bytes] = CONSULTED) -> DelayRequest:
@@ -141,7 +145,11 @@ def batch_plan(batch: Sequence[Classified], names: Endpoints, new_id: Callable[[
                 work.publications.append(to_refused(delivery, plan.reason, names, new_id(), properties))
             case AtOnce() | Soon() if properties is not None:
                 token, (exchange, routing_key) = new_id(), plan.target
-                released = released_properties(properties, token, plan.due_ms)
+                try:
+                    released = released_properties(properties, token, plan.due_ms, names.max_properties)
+                except Unpublishable as wrong:
+                    work.publications.append(to_refused(delivery, str(wrong), names, token, properties))
+                    continue
                 outgoing = Outgoing(exchange, routing_key, released, delivery.body, token)
                 carried = parcel(delivery, plan.due_ms, plan.target)
                 at_once = isinstance(plan, AtOnce)
@@ -460,7 +468,7 @@ def _next_publication(delivery: Delivery, envelope: Envelope, now_ms: int, names
     It never goes straight into the due queue again, because a broker whose clock is ahead, or that no longer delays,
     would return it immediately, forever. Raises MalformedProperties, MalformedTable, Unpublishable."""
     id, parcel, held, _ = envelope
-    released = released_properties(Properties.parse(parcel.properties), id, parcel.due_ms)
+    released = released_properties(Properties.parse(parcel.properties), id, parcel.due_ms, names.max_properties)
     seconds = min(whole_seconds_until(envelope.next_ms, now_ms), MAX_SECONDS)
     if seconds:
         rest_ms = (envelope.next_ms - now_ms) % 1000

@@ -274,13 +274,11 @@ def prepare_outgoing(row: Due, max_properties: int) -> Outgoing | Hold:
     _, _, _, _, (exchange, routing_key), stored, body, _, token, *_ = row.parcel
     token = token or b"%d" % row.id
     try:
-        properties = released_properties(Properties.parse(stored), token, row.due_ms)
+        properties = released_properties(Properties.parse(stored), token, row.due_ms, max_properties)
     except Unpublishable as wrong:
         return unfit(str(wrong))
     except (MalformedProperties, MalformedTable) as broken:
         return unfit(f"malformed properties: {broken}")
-    if len(properties) > max_properties:
-        return unfit(f"the properties are too long: expected at most {max_properties} bytes, found {len(properties)}")
     if len(exchange) > SHORT_STRING or len(routing_key) > SHORT_STRING:
         longest = max(len(exchange), len(routing_key))
         return unfit(

@@ -263,6 +263,7 @@ MUTANTS: Sequence[Mutant] = (
             "_REMOVED: Final = REQUEST_HEADERS | COUNTED | {ID, LAST_DUE}",
         ),
         ("delay-keeps-its-sign", "cuts.append((type_at, stop, turned))", "pass"),
+        ("repeated-delays-stay", "if name == DELAY and is_turned:", "if False:"),
     ),
     *of(
         "delayer/http/access.py",

@@ -55,7 +55,7 @@ def test_a_due_time_by_sql_counts_on_every_route_and_again_after_a_retry() -> No
     assert isinstance(again, Outgoing)
     for one in (first, first._replace(properties=again.properties)):
         assert classify(one, policy, 10**11 - 5_000, 1 << 16)[2] == Park(10**11, Target(b"out", "kéy".encode()))
-    released = released_properties(Properties.parse(again.properties), b"1", 10**11)
+    released = released_properties(Properties.parse(again.properties), b"1", 10**11, 10_000)
     assert not {b"x-delayer-sql", b"x-deliver-at"} & {*Properties.parse(released).names()}
 
 

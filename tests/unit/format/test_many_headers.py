@@ -58,7 +58,7 @@ def _carried(raw: bytes) -> None:
 
 WORK: Final[dict[str, Callable[[bytes], object]]] = {
     "plan": lambda raw: classify(_delivery(raw), STORE, NOW, MAX),
-    "release": lambda raw: released_properties(Properties.parse(raw), b"id", NOW),
+    "release": lambda raw: released_properties(Properties.parse(raw), b"id", NOW, 1 << 30),
     "refuse": lambda raw: refused_properties(_delivery(raw), "why", b"id", MAX),
     "read a refusal": lambda raw: read_refusal(_delivery(raw), ENTRIES),
     "retry a refusal": lambda raw: build_retry(_delivery(raw), ENTRIES, MAX, RetryEdits()),

@@ -138,7 +138,9 @@ def test_a_due_message_is_published_as_released() -> None:
     [publication] = work(one).publications
     assert publication.delivery is one
     assert publication.outgoing[:2] == Target(b"orders.out", b"k")
-    assert publication.outgoing.properties == released_properties(Properties.parse(one.properties), b"id-0", NOW)
+    assert publication.outgoing.properties == released_properties(
+        Properties.parse(one.properties), b"id-0", NOW, NAMES.max_properties
+    )
     assert publication.outgoing.token == b"id-0"
     assert publication.outgoing.body == b"body"
     assert publication.parcel is not None

@@ -109,7 +109,7 @@ def trip(message: Message, now_ms: int, mode: Mode, due_ms: int = DUE) -> Messag
     assert isinstance(found, Park | EnterCascade), found
     assert found.due_ms == due_ms
     carried = Properties.parse(delivery.properties)
-    released = Props.decode(released_properties(carried, b"id", found.due_ms))
+    released = Props.decode(released_properties(carried, b"id", found.due_ms, 131_052))
     return Message(released.headers or (), found.target.routing_key, message.body, released.timestamp)
 
 
@@ -143,7 +143,7 @@ def test_a_delay_of_zero_counts_once(form: str, mode: Mode) -> None:
     forms = tuple(one for one in ALL if not one.startswith("json"))  # The message has no body.
     delivery, _, found = plan(ZEROS[form], NOW, mode=mode, forms=forms, default_delay_ms=PAUSE_MS)
     assert isinstance(found, AtOnce)
-    released = Props.decode(released_properties(Properties.parse(delivery.properties), b"id", found.due_ms))
+    released = Props.decode(released_properties(Properties.parse(delivery.properties), b"id", found.due_ms, 131_052))
     back = Message(released.headers or (), found.target.routing_key, b"")
     paused = plan(back, BACK, mode=mode, forms=forms, default_delay_ms=PAUSE_MS)[2]
     assert isinstance(paused, Park | EnterCascade)

@@ -37,7 +37,7 @@ def test_a_letter_is_recognized_after_our_edits(number: int) -> None:
     letters = Letters(3)
     letter = letters.letter(number, letters.form(number, None), DUE_MS, DELAY_MS)
     for id in (b"1", b"9" * 18, UUID):
-        properties = released_properties(Properties.parse(letter.properties), id, DUE_MS)
+        properties = released_properties(Properties.parse(letter.properties), id, DUE_MS, 131_052)
         assert letter.gained(letter.routing_key, properties, letter.body) == Gained(id, DUE_MS)
 
 
