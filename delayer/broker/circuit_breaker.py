@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Final, NamedTuple
 
 from delayer.amqp.errors import MalformedProperties, MalformedTable
@@ -30,7 +31,8 @@ class Destination(NamedTuple):
     """The key of a breaker: everything that decides which queues a publish reaches. A ``routing_key`` of None means all
     keys of a missing exchange.
 
-    ``copies``: the bytes of CC and BCC. If a copy's queue is silent, the same key may still answer without the copy.
+    ``copies``: a digest of CC and BCC, which may be long; empty without copies. If a copy's queue is silent, the same
+    key may still answer without the copy.
     """
 
     exchange: bytes
@@ -42,7 +44,8 @@ def destination_of(message: Outgoing) -> Destination:
     """Return the destination of a message. Parses its properties, so use it only for doubtful messages."""
     try:
         properties = Properties.parse(message.properties)
-        copies = b"\0".join(field.content for name in (b"CC", b"BCC") if (field := properties.get(name)) is not None)
+        found = [field.content for name in (b"CC", b"BCC") if (field := properties.get(name)) is not None]
+        copies = blake2b(b"\0".join(found), digest_size=16).digest() if found else b""
     except (MalformedProperties, MalformedTable):
         copies = b""
     return Destination(message.exchange, message.routing_key, copies)

@@ -375,13 +375,11 @@ def target_of(request: DelayRequest, route: Route, policy: Policy) -> Target:
             f"{by.decode()}: exchange {_name(exchange)} is forbidden on this route: "
             f"expected a match of allow_exchanges {list(route.allow_exchanges)}"
         )
-    if request.copies and exchange == b"":
-        for copy in sorted(request.copies):  # At the default exchange the keys of CC are queues too.
-            _checked(b"", copy, request.exchange, policy.own_queues, policy.own_exchanges)
-    return _checked(exchange, routing_key, request.exchange, policy.own_queues, policy.own_exchanges)
+    for copy in sorted(request.copies) if exchange == b"" else ():  # Keys at the default exchange are queues.
+        _checked(b"", copy, request.exchange, policy.own_queues, policy.own_exchanges)
+    return _checked_again(exchange, routing_key, request.exchange, policy.own_queues, policy.own_exchanges)
 
 
-@lru_cache(maxsize=4096)  # Most messages have the target of an earlier message.
 def _checked(
     exchange: bytes, routing_key: bytes, source: bytes, own_queues: frozenset[bytes], own_exchanges: frozenset[bytes]
 ) -> Target:
@@ -401,9 +399,11 @@ def _checked(
     raise Unacceptable(f"the destination (exchange {_name(exchange)}, key {_name(routing_key)}) leads {where}")
 
 
+_checked_again: Final = lru_cache(maxsize=4096)(_checked)  # Not for keys of CC, which may be long.
+
+
 def _allowed(exchange: bytes, patterns: tuple[str, ...]) -> bool:
-    name = exchange.decode("utf-8", "surrogateescape")
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+    return any(fnmatchcase(exchange.decode("utf-8", "surrogateescape"), pattern) for pattern in patterns)
 
 
 def key_of(source: bytes, value: object, policy: Policy) -> bytes:
