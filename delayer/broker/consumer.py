@@ -27,7 +27,8 @@ bounds only the count, and five thousand messages of 1 MB are 5 GB."""
 UNREAD_SECONDS: Final = 10.0
 """Seconds without reading after which a subscription closes, if it can begin again. RabbitMQ closes a connection that
 reads nothing for 30 seconds."""
-BATCH_BYTES: Final = 8 << 20
+BATCH_BYTES: Final = 1 << 20
+"""A batch ends with this many bytes. The process does nothing else while it reads the delays in their JSON bodies."""
 PROPERTIES_BYTES: Final = 512 << 10
 """A batch ends with this many bytes of properties. The process does nothing else while it decodes them, and 125 kB of
 small values may take 50 ms."""

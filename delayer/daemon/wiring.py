@@ -277,7 +277,6 @@ class Daemon:
                 intake_of(cascade.level(level)),
                 AmqpConsumer(
                     self.connections["takeover"],
-                    batch_bytes=1 << 20,
                     flow_control=flow_control,
                     adaptive_prefetch=AdaptivePrefetch(all_bytes // len(levels)),
                 ),

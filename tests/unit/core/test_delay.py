@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.amqp.values import Timestamp
+from delayer.broker.consumer import BATCH_BYTES
 from delayer.core.delay_headers import (
     UnreadableDelay,
     in_words,
@@ -24,7 +25,7 @@ from delayer.core.delay_headers import (
     read_instant_ms,
     whole_seconds_until,
 )
-from delayer.core.delay_sources import LONGEST_BODY, instant_in_json_ms, steps
+from delayer.core.delay_sources import LONGEST_BODY, PACKED, SHORT_BODY, instant_in_json_ms, steps
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MS = timedelta(milliseconds=1)
@@ -234,11 +235,22 @@ def test_an_instant_in_a_body(body: str, at: str, due_ms: int | None) -> None:
             "at most",
         ),
         (gzip.compress(b"[]" * (1 << 20), mtime=0), b"gzip", "at most"),
+        (b"[" + b"[]," * 9_000_000 + b"1]", None, f"expected a JSON body of at most {LONGEST_BODY} bytes, found 27000"),
     ],
 )
 def test_an_unreadable_body_is_an_error(body: bytes, encoding: bytes | None, found: str) -> None:
     with pytest.raises(UnreadableDelay, match=found):
         instant_in_json_ms(body, AT, encoding)
+
+
+def test_a_small_packed_body_is_never_read_as_a_large_one() -> None:
+    """A batch has up to 2,000 bodies of a hundred bytes, and all of them are read before anything else."""
+    body = gzip.compress(b"[" + b"[]," * 2_000 + b"1]", mtime=0)
+    assert len(body) < 110
+    with pytest.raises(UnreadableDelay, match="a whole body in gzip of at most"):
+        instant_in_json_ms(body, AT, b"gzip")
+    worst = BATCH_BYTES * PACKED + LONGEST_BODY + 2_000 * SHORT_BODY
+    assert worst < 24 << 20, "three seconds"
 
 
 def test_a_pointer_begins_with_a_slash() -> None:
