@@ -121,8 +121,8 @@ def source_of(form: str) -> Source:
     return _due(lambda request: instant_in_json_ms(request.body, pointer, request.properties.short("content_encoding")))
 
 
-LONGEST_BODY: Final = 1 << 20
-"""Limit of a JSON body, unpacked, in bytes. Python reads some 7 MB of hostile JSON in a
+LONGEST_BODY: Final = 8 << 20
+"""Limit of a JSON body, unpacked, in bytes. It may contain a whole mail. Python reads some 7 MB of hostile JSON in a
 second, in 25 times the memory."""
 PACKED: Final = 16
 """Limit of unpacked bytes per packed byte, in addition to SHORT_BODY. Gzip packs up to a thousandfold, and a batch of
