@@ -12,11 +12,19 @@ from delayer.core.filters import Filter
 from delayer.core.hold import Hold
 from delayer.format.rows import read_hold
 from delayer.store.rows import of_schedule
-from delayer.store.waiting import BEGINNING_OF_BODY, COLUMNS, NO_BODY, Entry, entry_of, matches
+from delayer.store.waiting import BEFORE, BEGINNING_OF_BODY, BYTES, COLUMNS, NO_BODY, Entry, entry_of, matches
 
 AT_ONCE: Final = 1000
 _STATE: Final = "kind, reason, may_be_delivered, isolated, attempts, held_at, retry_at"
-_NEXT: Final = f"SELECT {COLUMNS.format(body=NO_BODY)}, {_STATE} FROM held WHERE id > $1 ORDER BY id LIMIT $2"
+# $1: the id after which to begin. $2: rows; $3: bytes of properties, but at least one row.
+_NEXT: Final = f"""
+SELECT * FROM (
+    SELECT *, sum(octet_length(properties)) {BEFORE} AS before
+    FROM (SELECT {COLUMNS.format(body=NO_BODY)}, {_STATE} FROM held WHERE id > $1 ORDER BY id LIMIT $2) AS ordered
+) AS summed
+WHERE before IS NULL OR before < $3
+ORDER BY id
+"""
 _NAMED: Final = (
     f"SELECT {COLUMNS.format(body=BEGINNING_OF_BODY.format(2))}, {_STATE} FROM held WHERE id = ANY($1) ORDER BY id"
 )
@@ -64,11 +72,14 @@ def _held_of(row: asyncpg.Record) -> HeldEntry:
 
 
 async def find(connection: Connection, wanted: Filter, limit: int, after: int = 0, *, scan: int = 20_000) -> HeldPage:
-    """The next ``limit`` held messages of ``wanted`` by arrival; reads at most ``scan``. Raises the driver's errors."""
+    """The next ``limit`` held messages of ``wanted`` by arrival; reads at most ``scan``, and about BYTES of
+    properties. Raises the driver's errors."""
     found: list[HeldEntry] = []
-    read = 0
-    while read < scan:
-        rows = await connection.fetch(_NEXT, after, AT_ONCE)
+    read, room = 0, BYTES
+    while read < scan and room > 0:
+        rows = await connection.fetch(_NEXT, after, AT_ONCE, BYTES)
+        if not rows:
+            return HeldPage(found, None, bounded=False)
         for row in rows:
             after = row["id"]
             one = _held_of(row)
@@ -77,8 +88,7 @@ async def find(connection: Connection, wanted: Filter, limit: int, after: int = 
             if len(found) == limit:
                 return HeldPage(found, after, bounded=False)
         read += len(rows)
-        if len(rows) < AT_ONCE:
-            return HeldPage(found, None, bounded=False)
+        room -= sum(len(row["properties"]) for row in rows)
     return HeldPage(found, after, bounded=True)
 
 

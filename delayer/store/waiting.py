@@ -2,8 +2,8 @@
 
 A page is of one snapshot, and begins where the last one ended. The primary keys of the few partitions it touches find
 that place, so a page costs the same with ten million rows as with ten. Route, destination and headers have no index, so
-the page reads on to find them, up to a bound. A page that ends early says so, and the next page continues there.
-``find_by_id`` and ``find_by_name`` find single messages, by id and by the other names of a message.
+the page reads on to find them, up to a bound of rows and of bytes. A page that ends early says so, and the next page
+continues there. ``find_by_id`` and ``find_by_name`` find single messages, by id and by the other names of a message.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ AT_ONCE: Final = 16
 many."""
 SCAN: Final = 10_000
 """Maximum number of rows that one page reads, of all lanes together, to find those that match."""
+BYTES: Final = 8 << 20
+"""Maximum bytes of properties that one statement reads, besides one row per lane, because a row may have 128 KB of
+them. A page that has read as many ends."""
 SEGMENTS: Final = 4
 """A page unpacks every segment that spans its first place, and at most this many that begin after it. Each takes about
 50 ms."""
@@ -47,6 +50,8 @@ to_exchange, to_key, key, octet_length(body) AS size, properties, checksum, form
 """
 """The columns of ``message`` and ``held``. :func:`entry_of` and held_messages.py count them."""
 NO_BODY, BEGINNING_OF_BODY = "''::bytea", "substring(body FROM 1 FOR ${})"
+BEFORE: Final = "OVER (ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)"
+"""The rows before each row."""
 _AT_PLACES: Final = f"SELECT {COLUMNS.format(body=BEGINNING_OF_BODY.format(6))} {AT_PLACES}"
 _BODIES: Final = f"SELECT id, body {AT_PLACES}"
 _LANES: Final = (
@@ -54,20 +59,25 @@ _LANES: Final = (
     " HAVING sum(CASE WHEN kind IN ('parked', 'restored') THEN n ELSE -n END) > 0 ORDER BY lane"
 )
 # $1: lanes. $2, $3: bounds of due_at, to prune partitions while planning. $4 (microseconds), $5 (id): the place after
-# which to begin. $6: maximum rows per lane. The last row of each lane is always returned, with the number of rows read.
+# which to begin. $6: maximum rows per lane. $7: bytes of properties per lane, but at least one row. The last row of
+# each lane is always returned, with the number of rows read, and of those that were there.
 _NEXT: Final = f"""
 SELECT next.*
 FROM unnest($1::smallint[]) AS l (number)
 CROSS JOIN LATERAL (
     SELECT *, row_number() OVER () AS nth, count(*) OVER () AS read
     FROM (
-        SELECT {COLUMNS.format(body=NO_BODY)}, {{meant}} AS meant
-        FROM message
-        WHERE lane = l.number AND due_at >= $2 AND due_at < $3
-          AND (due_at, id) > ('epoch'::timestamptz + $4::bigint * interval '1 microsecond', $5::bigint)
-        ORDER BY due_at, id
-        LIMIT $6
-    ) AS ordered
+        SELECT *, count(*) OVER () AS there, sum(octet_length(properties)) FILTER (WHERE meant) {BEFORE} AS before
+        FROM (
+            SELECT {COLUMNS.format(body=NO_BODY)}, {{meant}} AS meant
+            FROM message
+            WHERE lane = l.number AND due_at >= $2 AND due_at < $3
+              AND (due_at, id) > ('epoch'::timestamptz + $4::bigint * interval '1 microsecond', $5::bigint)
+            ORDER BY due_at, id
+            LIMIT $6
+        ) AS ordered
+    ) AS summed
+    WHERE before IS NULL OR before < $7
 ) AS next
 WHERE meant OR nth = read
 """
@@ -182,19 +192,21 @@ async def _in_rows(
     first_ms, last_ms = _bounds(wanted)
     after = max(after, (first_ms * 1000 - 1, MAX_ID))
     low_ms = pool.BEGINNING_MS if after <= BEGINNING else after[0] // 1000
-    terms, given = _conditions(wanted, first=7)
+    terms, given = _conditions(wanted, first=8)
     statement = _NEXT.format(meant=terms)
     found: list[Entry] = []
-    width, each = DAY_MS, max(2 * limit // max(len(lanes), 1), AT_ONCE)
-    while lanes and low_ms < last_ms and len(found) <= limit and scan > 0:
+    width, each, room = DAY_MS, max(2 * limit // max(len(lanes), 1), AT_ONCE), BYTES
+    while lanes and low_ms < last_ms and len(found) <= limit and scan > 0 and room > 0:
         high_ms = min(max(low_ms, now_ms) + width, last_ms)
         if high_ms > now_ms + 1000 * DAY_MS:
             high_ms = last_ms  # After every day's partition.
         most = min(each, max(scan // len(lanes), 1) if wanted.narrow else limit + 1)
-        rows = await connection.fetch(statement, lanes, low_ms, high_ms, *after, most, *given)
+        rows = await connection.fetch(statement, lanes, low_ms, high_ms, *after, most, BYTES // len(lanes), *given)
+        room -= sum(len(row["properties"]) for row in rows)
         lasts = [row for row in rows if row["nth"] == row["read"]]
         # Every lane was read up to here; None: to the end of the window.
-        end = min(((row["due_us"], row["id"]) for row in lasts if row["read"] == most), default=None)
+        more = [row for row in lasts if row["read"] == most or row["read"] < row["there"]]
+        end = min(((row["due_us"], row["id"]) for row in more), default=None)
         messages = [entry_of(row) for row in rows if row["meant"]]
         found += [
             one for one in messages if (end is None or one.place[:2] <= end) and has_properties(one.properties, wanted)

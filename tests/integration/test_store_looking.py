@@ -13,7 +13,7 @@ import pytest
 from delayer.core.filters import Filter, Token
 from delayer.core.units import DAY_MS
 from delayer.format import reading
-from delayer.store import waiting
+from delayer.store import held_messages, waiting
 from delayer.store.admin import actions, audit_log, detail
 from delayer.store.admin.actions import NewDue
 from delayer.store.admin.detail import FoundIn
@@ -260,3 +260,43 @@ async def test_the_audit_trail_by_pages(database: str) -> None:
         ]
         assert Counter(one.who for one in latest) == {"a\N{REPLACEMENT CHARACTER}b": 2}
         assert max(len(one.asked) for one in latest) < 2_100
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+async def test_no_statement_of_a_list_reads_more_than_a_few_megabytes(
+    database: str, lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody who may publish can give messages 64 KB of headers, and anybody who may read can search for one."""
+    most, huge = 300, 60_000
+    monkeypatch.setattr(waiting, "BYTES", 1 << 20)
+    monkeypatch.setattr(held_messages, "BYTES", 1 << 20)
+    fetched: list[int] = []
+    fetch = asyncpg.Connection.fetch
+
+    async def measured(self: asyncpg.Connection, *args: Any, **more: Any) -> list[asyncpg.Record]:
+        rows = await fetch(self, *args, **more)
+        fetched.append(sum(len(value) for one in rows for value in one if isinstance(value, bytes)))
+        return rows
+
+    async with store(database, 2) as admin:
+        some = [row(number, START_MS + number // 9, lane=1 + number % lanes) for number in range(1, most + 1)]
+        for number in range(20, most):  # No mean size of the first rows foretells those of the rest.
+            headers = ((b"padding", text("x" * huge)),)
+            props = Props(headers=headers, message_id=b"wanted" if number > most - 30 else None)
+            some[number] = some[number]._replace(properties=props.encode())
+        await put(admin, some)
+        columns = ", ".join(Row._fields).replace("due_us", "due_at").replace("parked_us", "parked_at")
+        await admin.execute(
+            f"INSERT INTO held ({columns}, retry_at, attempts, kind, reason, may_be_delivered, isolated)"
+            f" SELECT {columns}, now(), 1, 'returned', 'why', false, false FROM message"
+        )
+        monkeypatch.setattr(asyncpg.Connection, "fetch", measured)
+        ids = [Filter(message_id=b"wanted"), Filter(message_id=b"missing")]
+        for wanted in (Filter(), *ids, Filter(route=b"delayer.in")):
+            meant = expected(some, wanted)
+            assert await paged(admin, wanted, 1000) == meant
+            assert await waiting.count(admin, wanted) == (len(meant), 0)
+            assert sorted([id_ async for page in held_messages.pages(admin, wanted) for id_ in page]) == sorted(meant)
+            one = await waiting.find(admin, wanted, 1000)
+            assert sum(len(entry.properties) for entry in one.messages) < 3 << 20
+    assert max(fetched) < (1 << 20) + lanes * 2 * huge
