@@ -332,3 +332,24 @@ async def test_rows_with_many_headers_are_read_a_few_at_a_time(database: str) ->
         # A read looks at many more rows than it returns, so it must not find out the length of their JSON.
         plan = await app.fetch(f"EXPLAIN (VERBOSE) {statements.READ_INBOX}", [0], [1 << 60], 2000, 8 << 20)
         assert not [line for (line,) in plan if "octet_length" in line or "headers)" in line]
+
+
+async def test_a_read_ends_at_its_limit_before_the_last_range(database: str) -> None:
+    async with opened(database) as store, sql(database) as other:
+        await send(other, 5_000)
+        ends = list(range(0, 5_001, 5))
+        given = ends[:-1], ends[1:], 40, 8 << 20
+        assert [row["id"] for row in await other.fetch(statements.READ_INBOX, *given)] == [
+            id_ for id_ in range(1, 51) if id_ % 5
+        ]
+        session = await store.locks.take_inbox(lambda: None)
+        assert session is not None
+        plan = await session.connection.fetchval(f"EXPLAIN (ANALYZE, FORMAT JSON) {statements.READ_INBOX}", *given)
+        assert scanned(json.loads(plan)[0]["Plan"]) < 50
+        await session.close()
+
+
+def scanned(plan: dict[str, Any]) -> int:
+    """How many ranges of the inbox a plan has read."""
+    loops = plan["Actual Loops"] if plan.get("Relation Name") == "delayer_inbox" else 0
+    return loops + sum(map(scanned, plan.get("Plans", [])))
