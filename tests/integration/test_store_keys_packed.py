@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 import asyncpg
 import pytest
 
+from delayer.core.errors import Rejected
 from delayer.core.filters import Filter
 from delayer.core.message import KeyGroup
 from delayer.core.operations import Cancel, fold
@@ -20,6 +21,7 @@ from delayer.store.admin import actions, draining, importing
 from delayer.store.admin.detail import FoundIn, find_message
 from delayer.store.errors import WORTH_REPEATING
 from delayer.store.lanes.lane import PostgresLane
+from delayer.store.rows import keys
 from delayer.store.rows.places import Place
 from delayer.store.segments import catalog, restore
 from tests.integration.segments_store import restore_all
@@ -115,6 +117,21 @@ async def test_a_group_cancel_finds_waiting_held_and_packed_messages(database: s
         await store.apply(lane, fold([Cancel(KeyGroup(b"saga:1:"))]), lane.number, None)
         assert (await bodies(admin)).keys() == {b"saga:2:a", b"saga:2:b"}
         assert (await conserved(admin))["cancelled"] == 4
+
+
+async def test_groups_of_too_many_keys_are_rejected(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One group is refused alone; the intake splits a batch whose groups are too large together."""
+    monkeypatch.setattr(keys, "MOST_FOUND", 3)
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        await park(store, lane, *(b"saga:%d:%d" % (saga, number) for saga in (1, 2, 3) for number in range(saga + 1)))
+        for sagas in ([3], [1, 2]):
+            groups = [Cancel(KeyGroup(b"saga:%d:" % saga)) for saga in sagas]
+            with pytest.raises(Rejected, match="expected at most 3 messages to cancel"):
+                await store.apply(lane, fold(groups), lane.number, None)
+        assert len(await bodies(admin)) == 9
+        for saga in (1, 2):
+            await store.apply(lane, fold([Cancel(KeyGroup(b"saga:%d:" % saga))]), lane.number, None)
+        assert len(await bodies(admin)) == 4
 
 
 async def test_commands_find_packed_messages_by_their_key(database: str) -> None:

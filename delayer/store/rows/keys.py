@@ -30,6 +30,7 @@ from zlib import crc32
 
 from asyncpg import Connection, Record
 
+from delayer.core.errors import Rejected
 from delayer.core.message import OCCURRENCES, KeyGroup, is_occurrence
 from delayer.store import pool
 from delayer.store.rows.counters import Changes
@@ -41,6 +42,9 @@ OF_SCHEDULE: Final = "(key >= '{}' AND key < '{}')".format(*(one.decode() for on
 """Whether a key is that of a schedule's occurrence."""
 LOCKS: Final = 64
 """The number of advisory locks for the keys of publishers. The next number is the lock for those of occurrences."""
+MOST_FOUND: Final = 10_000
+"""Maximum number of keys that the groups of one transaction contain. Each takes about 20 µs and 1 KB of memory, and a
+transaction that takes 30 s fails again and again."""
 _OF_SEGMENT: Final = "segment, position, parked_at, route, to_exchange, to_key, size"
 _OF_ROW: Final = f"({_OF_SEGMENT}) = ROW(NULL, NULL, NULL, NULL, NULL, NULL, NULL)"
 _WAITING: Final = (
@@ -67,6 +71,7 @@ _LEAVE: Final = f"UPDATE message_key SET {_OF_ROW} WHERE key = ANY($1) AND segme
 _LOCK_ROWS: Final = (
     f"SELECT m.id FROM message AS m JOIN {WANTED} ON {AT} ORDER BY m.lane, m.due_at, m.id FOR UPDATE OF m"
 )
+_OF_GROUP: Final = "SELECT key FROM message_key WHERE key >= $1 AND key < $2 LIMIT $3"
 _LOCK_HELD: Final = "SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE"
 DELETE_HELD: Final = (
     "DELETE FROM held WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE)"
@@ -116,12 +121,13 @@ async def lock_keys(connection: Connection, keys: Collection[bytes]) -> None:
 
 async def find_keys(connection: Connection, groups: Sequence[KeyGroup]) -> set[bytes]:
     """The keys in use that begin like one of ``groups``. Runs before step 1 and misses keys that another transaction is
-    parking, which cannot happen in one lane of one process."""
+    parking, which cannot happen in one lane of one process. Raises Rejected for more than MOST_FOUND keys."""
     found: set[bytes] = set()
     for group in groups:
         after = group[:-1] + bytes((group[-1] + 1,)) if group[-1] < 0xFF else group + b"\xff" * 255
-        rows = await connection.fetch("SELECT key FROM message_key WHERE key >= $1 AND key < $2", bytes(group), after)
-        found |= {row[0] for row in rows}
+        found |= {key for (key,) in await connection.fetch(_OF_GROUP, bytes(group), after, MOST_FOUND + 1)}
+        if len(found) > MOST_FOUND:
+            raise Rejected(f"expected at most {MOST_FOUND:,} messages to cancel, found more: use `delayer cancel`")
     return found
 
 
