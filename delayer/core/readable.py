@@ -55,12 +55,12 @@ def readable(value: str | bytes | bytearray | memoryview, *, keep_lines: bool = 
     """Make ``value`` one printable line: escape other bytes and characters, and mask passwords."""
     if isinstance(value, bytes | bytearray | memoryview):
         whole = bytes(value)
-        rest = len(whole) - MOST_BYTES
-        value = whole[:MOST_BYTES].decode("utf-8", "backslashreplace") + (f"… ({rest} more bytes)" * (rest > 0))
-    elif len(value) > MOST:
-        value = value[:MOST] + f"… ({len(value) - MOST} more characters)"
-    value = mask(value)
-    return (_UNPRINTABLE_BUT_LINES if keep_lines else _UNPRINTABLE).sub(_escape, value)
+        text, rest, unit = whole[:MOST_BYTES].decode("utf-8", "backslashreplace"), len(whole) - MOST_BYTES, "bytes"
+    else:
+        text, rest, unit = value[:MOST], len(value) - MOST, "characters"
+    at = "@" * (rest > 0)  # The "@" that ends a password may be among the rest.
+    shown = mask(text + at).removesuffix(at) + f"… ({rest} more {unit})" * (rest > 0)
+    return (_UNPRINTABLE_BUT_LINES if keep_lines else _UNPRINTABLE).sub(_escape, shown)
 
 
 def parser_error(error: ValueError) -> str:

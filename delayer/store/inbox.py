@@ -46,7 +46,7 @@ LOOK_SECONDS: Final = 60.0
 messages."""
 MOST_RANGES: Final = 1_000
 """With more, every read would be slow. Their number grows while any program keeps a transaction open."""
-BATCH_BYTES: Final = 8 << 20
+BATCH_BYTES: Final = 1 << 20
 """Limit of the weight of a read: of its bodies, in which a byte of headers counts as 16 (migrations/versions/0002)."""
 POSTPONE_SECONDS: Final = 10.0
 """How long the reader skips rows whose messages none of delayer's own queues took. Then a new subscription tries them

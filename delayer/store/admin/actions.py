@@ -263,6 +263,8 @@ async def _point(connection: Connection, keyed: Sequence[tuple[bytes, int, int]]
 
 T = TypeVar("T")
 PORTION: Final = 1000
+LOOKUP_PORTION: Final = 100
+"""Messages that are looked up together, because their properties (up to 128 kB each) are read too."""
 
 Do = Callable[[Connection, Collection[int], Dues, int], Awaitable[dict[int, FoundIn]]]
 """Cancel, move or retry messages by id."""
@@ -285,23 +287,28 @@ async def audit_entry(url: str, who: str, verb: str, asked: Mapping[str, Any]) -
 async def apply_to_ids(connection: Connection, do: Do, tokens: Sequence[Token], log_id: int) -> dict[int, FoundIn]:
     """Apply ``do`` to the messages of these names. Raises the driver's errors."""
     found: dict[int, FoundIn] = {}
-    for start in range(0, len(tokens), PORTION):
-        some = tokens[start : start + PORTION]
+    for some in portions(tokens, PORTION):
         dues = {token.id: token.due_ms for token in some if token.due_ms is not None}
         ids = [token.id for token in some]
         found |= await do(connection, ids, dues, log_id)
     return found
 
 
+def portions(tokens: Sequence[Token], size: int) -> Iterable[Sequence[Token]]:
+    return (tokens[start : start + size] for start in range(0, len(tokens), size))
+
+
 async def whereabouts(connection: Connection, tokens: Sequence[Token]) -> dict[int, FoundIn]:
     """Where :func:`apply_to_ids` would find the messages now. Raises the driver's errors."""
-    ids = [token.id for token in tokens]
-    found = dict.fromkeys(ids, FoundIn.NOWHERE)
-    there, broken = await waiting.find_by_id(connection, tokens)
-    for inside in broken.values():
-        found |= dict.fromkeys(inside, FoundIn.UNREADABLE)
-    found |= {one.place.id: FoundIn.WAITING if one.place.segment is None else FoundIn.SEGMENT for one in there}
-    return found | {one.entry.place.id: FoundIn.HELD for one in await held_messages.find_by_id(connection, ids)}
+    found = dict.fromkeys((token.id for token in tokens), FoundIn.NOWHERE)
+    for some in portions(tokens, LOOKUP_PORTION):
+        there, broken = await waiting.find_by_id(connection, some)
+        for inside in broken.values():
+            found |= dict.fromkeys(inside, FoundIn.UNREADABLE)
+        found |= {one.place.id: FoundIn.WAITING if one.place.segment is None else FoundIn.SEGMENT for one in there}
+        held = await held_messages.find_by_id(connection, [token.id for token in some])
+        found |= {one.entry.place.id: FoundIn.HELD for one in held}
+    return found
 
 
 async def waiting_pages(connection: Connection, wanted: Filter) -> AsyncIterator[Dues]:

@@ -96,7 +96,9 @@ class StoredChange:
         tokens = [token for token in (self.names or {}).values() if token is not None]
         if self.verb not in OF_HELD:
             return tokens
-        dues = held_messages.dues_of(await held_messages.find_by_id(connection, [token.id for token in tokens]))
+        dues = dict[int, int]()
+        for some in actions.portions(tokens, actions.LOOKUP_PORTION):
+            dues |= held_messages.dues_of(await held_messages.find_by_id(connection, [token.id for token in some]))
         return [Token(number, due_ms) for number, due_ms in dues.items()]
 
     @property

@@ -138,6 +138,8 @@ def test_no_secret_and_no_forged_line(form: Any, foreign: bool, stream: io.Strin
         ("\u202egnp.exe", "\\u202egnp.exe"), ("\x85\x9b", "\\x85\\x9b"), ("\ud800", "\\ud800"), (b"key", "key"),
         ("Grüße".encode(), "Grüße"), (b"\x00\xff", "\\x00\\xff"), (b"x" * 600, "x" * 512 + "… (88 more bytes)"),
         ("x" * 20_000, "x" * 16_384 + "… (3616 more characters)"),
+        (b"amqp://u:" + b"hunter2" * 100 + b"@host", "amqp://u:***… (202 more bytes)"),
+        ("x " * 8_000 + "amqp://u:" + "hunter2" * 100 + "@host", "x " * 8_000 + "amqp://u:***… (330 more characters)"),
     ],
 )  # fmt: skip
 def test_readable(value: str | bytes, expected: str) -> None:
