@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from delayer.fields import shapes
 from delayer.http import problems
-from tests.support import json_shapes
+from tests.support import json_shapes, json_shapes_backlog
 from tests.support.json_shapes import COMMANDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "json.md"
@@ -65,7 +65,7 @@ def _name(shape: Any) -> str:
 
 
 def _all() -> list[type]:
-    modules = (shapes, problems, json_shapes)
+    modules = (shapes, problems, json_shapes, json_shapes_backlog)
     every = [(one, module.__name__) for module in modules for one in vars(module).values()]
     found = {one for one, name in every if hasattr(one, "__required_keys__") and one.__module__ == name}
     return sorted(found, key=lambda one: one.__name__)
