@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
+from pathlib import Path
 from typing import Final
 
 import click
@@ -23,6 +25,7 @@ from delayer.cli.errors import SEEING, ExitCode, broker_advice
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import in_groups, note, print_json, print_table, quoted, some
 from delayer.config.model import Settings
+from delayer.config.sources import variables
 from delayer.config.texts import duration_text, is_loopback
 from delayer.config.topology import cascade_of, queues_at_work, takeovers_of, topology_of, uses_cascade, without_effect
 from delayer.core.cascade import MAX_SECONDS
@@ -61,9 +64,8 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     request = request_of(context)
     sealed: list[str] = []
     settings = request.settings(sealed if offline else None, tokens=True)
-    where = f"read from {request.file}" if request.file else "defaults, environment and flags; no file"
     report = CheckReport()
-    report.add("configuration", "ok", f"{where}; {settings.mode} mode, routes: {len(settings.routes)}")
+    report.add("configuration", "ok", _told(request.file, variables(os.environ), settings))
     if sealed:
         report.add("credentials", "note", f"not checked, because only the service may read them: {', '.join(sealed)}")
     _configuration(report, settings)
@@ -87,6 +89,12 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
 
 
 OTHER_CONSUMERS: Final = 'set "one" by the steps of "The other value of consumers" in docs/operations.md'
+
+
+def _told(file: Path | None, environment: Sequence[str], settings: Settings) -> str:
+    """Say where the settings are from, and name the routes."""
+    places = [f"read from {file}" if file else "no file", *environment]
+    return f"{', '.join(places)}; {settings.mode} mode; routes from {some([one.from_ for one in settings.routes])}"
 
 
 def _configuration(report: CheckReport, settings: Settings) -> None:

@@ -117,6 +117,7 @@ def list_(
         click.echo("No messages wait." if everything else f"No messages match{' so far' if found.bounded else ''}.")
         if not found.bounded and after is None and not wanted.everything:
             note_no_match("delayer held list")
+            note("A message that was just sent by SQL appears within a second.")
     say_native(settings)
     if found.broken:
         note(f"{len(found.broken)} segments cannot be read and may hold more messages: see docs/backlog.md.")

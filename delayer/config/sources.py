@@ -93,9 +93,10 @@ class SettingsSource(PydanticBaseSettingsSource):
 
     def read_text(self, key: Key, field: FieldInfo, text: str, place: str) -> None:
         """Set a key from a string. Lists of tables are JSON."""
-        value = _read_text(field, text)
-        if value is None:
-            self.problems.append(Problem(place, ".".join(key), "a JSON list", "something else"))
+        try:
+            value = _read_text(field, text)
+        except _NoList as wrong:
+            self.problems.append(Problem(place, ".".join(key), "a JSON list", str(wrong)))
             return
         table = self.values if len(key) == 1 else self.values.setdefault(key[0], {})
         table[key[-1]] = value
@@ -121,12 +122,17 @@ def read_file(path: Path | None) -> SettingsSource:
     return source
 
 
+def variables(environ: Mapping[str, str]) -> list[str]:
+    """The environment variables that set keys, or that seem to."""
+    ours = {name for name in environ if name.startswith(ENV_PREFIX) and not _KUBERNETES.fullmatch(name)}
+    return sorted(ours - NOT_KEYS)
+
+
 def read_environment(environ: Mapping[str, str]) -> SettingsSource:
     """Read the environment variables ``DELAYER_…``."""
     source, known = SettingsSource({}), known_keys()
     names = {env_name(key): key for key in known}
-    ours = {name for name in environ if name.startswith(ENV_PREFIX) and not _KUBERNETES.fullmatch(name)} - NOT_KEYS
-    for name in sorted(ours):
+    for name in variables(environ):
         place = f"environment variable {name}"
         if name.startswith("DELAYER_ROUTE_"):
             hint = "routes are set together: DELAYER_ROUTE='[{…}]'"
@@ -193,14 +199,24 @@ class MergedSettings:
         self.problems.append(Problem(self.origin(key), ".".join(key), expected, found, hint))
 
 
+class _NoList(Exception):
+    """The text is no JSON list; what it is instead. The message shows nothing of the text, which may have passwords."""
+
+
 def _read_text(field: FieldInfo, text: str) -> object:
-    """Parse the raw value, as the file would have it; None if the key needs a list and ``text`` is not a list."""
+    """Parse the raw value, as the file would have it. Raises _NoList if the key needs a list and ``text`` is none."""
     if get_origin(field.annotation) is tuple:
         try:
             value: object = json.loads(text)
-        except (ValueError, RecursionError):
-            return None
-        return value if isinstance(value, list) else None
+        except ValueError as error:
+            raise _NoList(f"no JSON: {parser_error(error)}") from None
+        except RecursionError:
+            raise _NoList("thousands of levels") from None
+        if isinstance(value, dict):
+            raise _NoList("an object: put it in [ ]")
+        if not isinstance(value, list):
+            raise _NoList("something else")
+        return value
     if field.annotation in (int, bool) and not any(isinstance(rule, BeforeValidator) for rule in field.metadata):
         try:
             return json.loads(text.strip().lower())

@@ -277,7 +277,7 @@ class SentJson(TypedDict):
     routing_key: str
     due_ms: int | None
     """When it is due; null for a cancel. A relative delay counts from when the broker has it, so the instant in the
-    store is some milliseconds later."""
+    store is a few milliseconds later."""
     due: str | None
     """The same as text."""
     cancels: str | None

@@ -197,7 +197,7 @@ WAYS: Mapping[str, Mapping[str, tuple[Way, str]]] = {
     },
     "environment": {
         "integer": (in_variable("DELAYER_INTAKE__PREFETCH", "§"), "prefetch: expected a whole number"),
-        "list": (in_variable("DELAYER_ROUTE", '[{"from": "a", "max_rate": §}]'), "route: expected a JSON list"),
+        "list": (in_variable("DELAYER_ROUTE", '[{"from": "a", "max_rate": §}]'), "a JSON list, found no JSON: Exceeds"),
         "URLs": (in_variable("DELAYER_BROKER__URL", '["amqp://h", §]'), "expected a list of URLs in JSON"),
         "watchdog": (watchdog, "None"),
         "watchdog as a float": (lambda number: watchdog(number[:400]), "None"),

@@ -24,7 +24,7 @@ LONGEST_LOCK_SECONDS = 0.05
 """How long it may wait while a drop scans the pages of an empty partition that has not been vacuumed."""
 TRIES = 5
 PAUSE_SECONDS = 0.25
-"""Pause between drops under load, and before a retry. A drop makes messages some milliseconds late; four a second
+"""Pause between drops under load, and before a retry. A drop makes messages a few milliseconds late; four a second
 affect less than one message in a hundred."""
 VACUUM_LOCK_MS = 5_000
 """Milliseconds that VACUUM waits for a running VACUUM, while traffic continues. Postgres ends its own autovacuum for a

@@ -45,6 +45,15 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+def test_the_check_names_the_variables_and_the_routes_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELAYER_STORE__URL", "postgresql:///delayer")
+    path = tmp_path / "delayer.toml"
+    path.write_text('[[route]]\nfrom = "delayer.celery"\n')
+    _, output = checked(path)
+    found = json.loads(output)["checks"][0]["found"]
+    assert found == f'read from {path}, DELAYER_STORE__URL; store mode; routes from "delayer.celery"'
+
+
 def checked(config: Path, *flags: str) -> tuple[int, str]:
     done = CliRunner().invoke(cli, ["--config", str(config), *flags, "check", "--offline", "--json"])
     return done.exit_code, done.output

@@ -284,6 +284,20 @@ def test_unknown_variable(name: str, hint: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('[{"exchange": "hunter2"', "no JSON: Expecting ',' delimiter: line 1 column 24 (char 23)"),
+        ('{"exchange": "hunter2"}', "an object: put it in [ ]"),
+        ('"hunter2"', "something else"),
+        ("[" * 100_000, "thousands of levels"),
+    ],
+)
+def test_text_that_is_no_list(text: str, found: str) -> None:
+    (problem,) = problems(NO_FILE, {"DELAYER_DESTINATION": text}, {})
+    assert (problem.expected, problem.found) == ("a JSON list", found)
+
+
+@pytest.mark.parametrize(
     ("flag", "key", "value"),
     [
         ("--mode", "mode", "x"),
