@@ -171,7 +171,7 @@ filter_options = joined(
     click.option("--message-id", callback=bytes_of, metavar="ID", help="Its message_id."),
     click.option(
         "--header", "headers", multiple=True, callback=read_as(_header), metavar="NAME=VALUE",
-        help="A header and its value, as text. May be repeated.",
+        help="A header and its value, as text; no array or table. May be repeated.",
     ),
 )  # fmt: skip
 """The options of a Filter, passed to the command under the names of its fields."""

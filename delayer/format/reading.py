@@ -115,9 +115,9 @@ def schedule_of(properties: bytes) -> str:
     if SCHEDULE not in properties:
         return ""
     with suppress(MalformedProperties, MalformedTable):
-        if (header := Properties.parse(properties).get(SCHEDULE)) is not None:
-            name = str(plain(header.value))
-            return name if is_name(name) else ""
+        header = Properties.parse(properties).get(SCHEDULE)
+        if header is not None and header.type == ord("S") and is_name(name := as_text(header.content)):
+            return name
     return ""
 
 
@@ -141,7 +141,8 @@ def message_id(raw: bytes) -> bytes | None:
 
 
 def has_properties(raw: bytes, wanted: Filter) -> bool:
-    """Whether a message's properties have the message_id and headers of ``wanted``: the first of each name, as text."""
+    """Whether a message's properties have the message_id and headers of ``wanted``: the first of each name, as text. An
+    array or a table is never equal to a text, and takes long to decode."""
     if wanted.message_id is None and not wanted.headers:
         return True
     if not all(name in raw for name, _ in wanted.headers) or (wanted.message_id or b"") not in raw:
@@ -149,7 +150,8 @@ def has_properties(raw: bytes, wanted: Filter) -> bool:
     try:
         found = Properties.parse(raw)
         return wanted.message_id in (None, found.short("message_id")) and all(
-            (field := found.get(name)) is not None and _as_text(field.value) == value for name, value in wanted.headers
+            (field := found.get(name)) is not None and field.type not in b"AF" and _as_text(field.value) == value
+            for name, value in wanted.headers
         )
     except (MalformedProperties, MalformedTable):
         return False

@@ -311,6 +311,8 @@ class RequestGuard(BaseHTTPMiddleware):
         # Browsers cache only styles and scripts, for five minutes.
         kept = answer.status_code == 200 and request.url.path.startswith("/static/")
         answer.headers.update({**HEADERS, "Cache-Control": "public, max-age=300" if kept else "no-store"})
+        if "transfer-encoding" in request.headers:
+            answer.headers["Connection"] = "close"  # Nobody reads the chunks.
         return answer
 
     def _refusal(self, request: Request) -> HttpProblem | None:

@@ -13,6 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, cast
 
+import h11
 import structlog
 import uvicorn
 from starlette.applications import Starlette
@@ -46,6 +47,8 @@ READ_SECONDS: Final = 30.0
 """Maximum time for a client to read what was written to it."""
 STOP_SECONDS: Final = 1
 """Seconds until a stop closes connections. After twice this time, requests that still run are cancelled."""
+MOST_LINES: Final = 100
+"""Maximum number of lines in the head of a request. More are a 400."""
 MOST_CONNECTIONS: Final = 2 * AT_ONCE
 """Maximum number of connections. One more closes the connection that has waited longest for its client."""
 OTHER_ADDRESS: Final = (
@@ -121,6 +124,24 @@ def application(answers: Answers) -> Starlette:
     )
 
 
+class FrugalConnection(h11.Connection):
+    """h11's parser, which reads neither a body in chunks nor a head of many lines here. It takes about 6 µs for each
+    chunk or line, however short, so megabytes of these would stop the event loop. The server refuses chunks anyway
+    (411), and closes the connection then."""
+
+    _chunked = False
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        if self._chunked:
+            return h11.PAUSED
+        if self.their_state is h11.IDLE and self.trailing_data[0].partition(b"\r\n\r\n")[0].count(b"\n") > MOST_LINES:
+            raise h11.RemoteProtocolError("too many lines", error_status_hint=431)
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunked = any(name == b"transfer-encoding" for name, _ in event.headers)
+        return event
+
+
 class ImpatientProtocol(H11Protocol):
     """uvicorn's protocol, with deadlines for clients that send the head of a request slowly or do not read the answer,
     and with a limit of connections. uvicorn itself has a deadline only for idle connections. While idle clients occupy
@@ -130,6 +151,10 @@ class ImpatientProtocol(H11Protocol):
     _waiting: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
     _stopping: asyncio.TimerHandle | None = None
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.conn = FrugalConnection(h11.SERVER)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         # Writing pauses, and the deadline begins, at the first byte that the client does not read. uvicorn's own limit

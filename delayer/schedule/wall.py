@@ -16,6 +16,8 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
 from delayer.core.delay_headers import quote_value
 from delayer.schedule.cron import is_fixed, next_wall
 
+LONGEST_ZONE: Final = 100
+"""The characters of an unknown name that are compared with all zones."""
 _SECOND: Final = timedelta(seconds=1)
 
 
@@ -50,10 +52,10 @@ def _names() -> set[str]:
 
 
 def _unknown(name: str) -> str:
-    known = {one.casefold(): one for one in sorted(_names())}
-    near = [known[one] for one in difflib.get_close_matches(name.casefold(), known, 1)]
+    known, given = {one.casefold(): one for one in sorted(_names())}, name[:LONGEST_ZONE].casefold()
+    near = [known[one] for one in difflib.get_close_matches(given, known, 1)]
     # People often know the city, and not its continent.
-    near = near or [one for one in known.values() if one.rpartition("/")[2].casefold() == name.casefold()]
+    near = near or [one for one in known.values() if one.rpartition("/")[2].casefold() == given]
     hint = f"; did you mean {near[0]}?" if near else ""
     return f"expected an IANA name such as Europe/Berlin or UTC, found {quote_value(name)}{hint}"
 

@@ -68,8 +68,7 @@ class SetAside:
         """List the messages that match among the first ``limit``, or among all. They stay in the queue."""
         async with self._pass(wanted, limit) as (reader, publisher, result):
             async for portion in reader:
-                for delivery in portion:
-                    one = self._read(delivery, publisher.max_properties)
+                for _, one in await self._read_all(portion, publisher.max_properties):
                     if result.count_match(wanted, one) and len(result.found) < MAX_LISTED:
                         result.found.append(one)
         return result
@@ -79,7 +78,7 @@ class SetAside:
         The audit log counts each message before it leaves the queue."""
         async with self._pass(wanted, limit) as (reader, publisher, result):
             async for portion in reader:
-                read = [(delivery, self._read(delivery, publisher.max_properties)) for delivery in portion]
+                read = await self._read_all(portion, publisher.max_properties)
                 matching = [(delivery, one) for delivery, one in read if result.count_match(wanted, one)]
                 whys = [""] * len(matching)
                 if verb == "retry":
@@ -101,9 +100,19 @@ class SetAside:
         await asyncio.sleep(REFUSE_SECONDS)
         return max((await self.find(limit=0)).depth + retried.changed - retried.depth, 0)
 
+    async def _read_all(self, portion: Sequence[Delivery], most: int) -> list[tuple[Delivery, SetAsideMessage]]:
+        read = list[tuple[Delivery, SetAsideMessage]]()
+        for delivery in portion:
+            read.append((delivery, self._read(delivery, most)))
+            await asyncio.sleep(0)  # Other tasks take turns, because 128 kB of headers take some 0.1 s.
+        return read
+
     async def _publish(self, publisher: AmqpPublisher, portion: Sequence[Delivery]) -> list[str]:
         """Publish messages again. Returns for each why it stays, or "" if its publish is confirmed."""
-        prepared = [self._build_retry(delivery, publisher.max_properties) for delivery in portion]
+        prepared = list[Outgoing | str]()
+        for delivery in portion:
+            prepared.append(self._build_retry(delivery, publisher.max_properties))
+            await asyncio.sleep(0)  # as in _read_all
         outcomes = iter(await publisher.publish([one for one in prepared if isinstance(one, Outgoing)]))
         # For each message the reason why it was not published, or else the outcome of its publish.
         whys = [one if isinstance(one, str) else next(outcomes) for one in prepared]

@@ -42,9 +42,9 @@ OF_SCHEDULE: Final = "(key >= '{}' AND key < '{}')".format(*(one.decode() for on
 """Whether a key is that of a schedule's occurrence."""
 LOCKS: Final = 64
 """The number of advisory locks for the keys of publishers. The next number is the lock for those of occurrences."""
-MOST_FOUND: Final = 10_000
-"""Maximum number of keys that the groups of one transaction contain. Each takes about 20 µs and 1 KB of memory, and a
-transaction that takes 30 s fails again and again."""
+MOST_FOUND: Final = 1_000
+"""Maximum number of keys that the groups of one transaction contain. Each takes about 20 µs and 1 KB of memory, and
+for N refused messages they are read 2N times."""
 _OF_SEGMENT: Final = "segment, position, parked_at, route, to_exchange, to_key, size"
 _OF_ROW: Final = f"({_OF_SEGMENT}) = ROW(NULL, NULL, NULL, NULL, NULL, NULL, NULL)"
 _WAITING: Final = (

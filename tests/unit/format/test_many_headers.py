@@ -14,11 +14,14 @@ import pytest
 from delayer.amqp.errors import MalformedProperties, MalformedTable
 from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string, sized
 from delayer.amqp.values import Delivery
+from delayer.core.filters import Filter
 from delayer.core.message import Parcel, Target
 from delayer.format.envelope import InvalidEnvelope, into_cascade, read_envelope
+from delayer.format.reading import has_properties, schedule_of
 from delayer.format.refusal import EntryPoints, RetryEdits, build_retry, read_refusal, refused_properties
 from delayer.format.release import Unpublishable, released_properties
 from delayer.intake.handle import classify
+from delayer.schedule.schedule import SCHEDULE
 from tests.support.fakes import NOW
 from tests.unit.intake.test_classify import NAMES, STORE
 
@@ -95,3 +98,17 @@ def test_work_grows_with_the_number_of_headers(work: str, repeated: str) -> None
     few, many = (encode_headers(REPEATED[repeated](n)) for n in (FEW, 4 * FEW))
     _steps(WORK[work], few)  # Caches are filled.
     assert _steps(WORK[work], many) <= 5 * _steps(WORK[work], few) + 200
+
+
+@pytest.mark.parametrize("kind", [b"A", b"F"])
+@pytest.mark.parametrize(
+    ("name", "look"), [(b"h", lambda raw: has_properties(raw, Filter(headers=((b"h", "x"),)))), (SCHEDULE, schedule_of)]
+)
+def test_a_look_at_many_messages_decodes_no_nested_value(
+    kind: bytes, name: bytes, look: Callable[[bytes], object]
+) -> None:
+    """A page looks at thousands of messages, and one such value takes up to 0.1 s."""
+    inside = VOID if kind == b"A" else entry(b"a", VOID)
+    few, many = (encode_headers(entry(name, sized(kind, inside * n))) for n in (1, 10_000))
+    assert not look(many)
+    assert _steps(look, many) == _steps(look, few)
