@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import chain
-from pathlib import Path
 from typing import Final
 
 import click
@@ -65,7 +64,11 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     sealed: list[str] = []
     settings = request.settings(sealed if offline else None, tokens=True)
     report = CheckReport()
-    report.add("configuration", "ok", _told(request.file, variables(os.environ), settings))
+    where = f"read from {request.file}" if request.file else "no file"
+    routes = some([route.from_ for route in settings.routes])
+    report.add("configuration", "ok", f"{where}; {settings.mode} mode; routes from {routes}")
+    if environment := variables(os.environ):
+        report.add("environment", "ok", f"sets {', '.join(environment)}")
     if sealed:
         report.add("credentials", "note", f"not checked, because only the service may read them: {', '.join(sealed)}")
     _configuration(report, settings)
@@ -89,12 +92,6 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
 
 
 OTHER_CONSUMERS: Final = 'set "one" by the steps of "The other value of consumers" in docs/operations.md'
-
-
-def _told(file: Path | None, environment: Sequence[str], settings: Settings) -> str:
-    """Say where the settings are from, and name the routes."""
-    places = [f"read from {file}" if file else "no file", *environment]
-    return f"{', '.join(places)}; {settings.mode} mode; routes from {some([one.from_ for one in settings.routes])}"
 
 
 def _configuration(report: CheckReport, settings: Settings) -> None:

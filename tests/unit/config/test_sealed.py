@@ -50,8 +50,10 @@ def test_the_check_names_the_variables_and_the_routes_in_use(tmp_path: Path, mon
     path = tmp_path / "delayer.toml"
     path.write_text('[[route]]\nfrom = "delayer.celery"\n')
     _, output = checked(path)
-    found = json.loads(output)["checks"][0]["found"]
-    assert found == f'read from {path}, DELAYER_STORE__URL; store mode; routes from "delayer.celery"'
+    assert [(row["what"], row["found"]) for row in json.loads(output)["checks"][:2]] == [
+        ("configuration", f'read from {path}; store mode; routes from "delayer.celery"'),
+        ("environment", "sets DELAYER_STORE__URL"),
+    ]
 
 
 def checked(config: Path, *flags: str) -> tuple[int, str]:
