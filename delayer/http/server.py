@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 import socket
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack, nullcontext
@@ -56,6 +57,7 @@ OTHER_ADDRESS: Final = (
 )
 NO_ADDRESS: Final = "check the name, the address and the port: this host cannot listen there"
 OPEN: Final = "not loopback: anyone who can reach this address can read messages without a token"
+_END_OF_HEAD: Final = re.compile(rb"\n\r?\n")
 HttpHandler = Callable[[Request], Awaitable[Response]]
 STATIC: Final = Path(__file__).parent / "static"
 
@@ -134,7 +136,7 @@ class FrugalConnection(h11.Connection):
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         if self._chunked:
             return h11.PAUSED
-        if self.their_state is h11.IDLE and self.trailing_data[0].partition(b"\r\n\r\n")[0].count(b"\n") > MOST_LINES:
+        if self.their_state is h11.IDLE and _END_OF_HEAD.split(self.trailing_data[0], 1)[0].count(b"\n") > MOST_LINES:
             raise h11.RemoteProtocolError("too many lines", error_status_hint=431)
         event = super().next_event()
         if isinstance(event, h11.Request):

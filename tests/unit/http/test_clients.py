@@ -103,14 +103,15 @@ def test_a_head_of_many_lines_is_no_request(before: bytes) -> None:
             connection.start_next_cycle()
 
 
-def test_a_body_may_have_many_lines() -> None:
+@pytest.mark.parametrize("end", [b"\r\n", b"\n"])
+def test_a_body_may_have_many_lines(end: bytes) -> None:
     connection, body = FrugalConnection(h11.SERVER), b"\n" * 10_000
-    connection.receive_data(
-        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10000\r\n" + b"a:\r\n" * 90 + b"\r\n" + body
-    )
+    lines = [b"POST / HTTP/1.1", b"Host: a", b"Content-Length: 10000", *[b"a:"] * 90, b""]
+    connection.receive_data(b"".join(line + end for line in lines) + body)
     assert isinstance(connection.next_event(), h11.Request)
     data = connection.next_event()
-    assert isinstance(data, h11.Data) and data.data == body
+    assert isinstance(data, h11.Data)
+    assert data.data == body
 
 
 async def test_a_client_that_names_no_host_signs_in_and_out() -> None:
