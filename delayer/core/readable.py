@@ -55,11 +55,13 @@ def readable(value: str | bytes | bytearray | memoryview, *, keep_lines: bool = 
     """Make ``value`` one printable line: escape other bytes and characters, and mask passwords."""
     if isinstance(value, bytes | bytearray | memoryview):
         whole = bytes(value)
-        text, rest, unit = whole[:MOST_BYTES].decode("utf-8", "backslashreplace"), len(whole) - MOST_BYTES, "bytes"
+        text, rest = whole[:MOST_BYTES].decode("utf-8", "backslashreplace"), whole[MOST_BYTES:].decode("latin-1")
+        unit = "bytes"
     else:
-        text, rest, unit = value[:MOST], len(value) - MOST, "characters"
-    at = "@" * (rest > 0)  # The "@" that ends a password may be among the rest.
-    shown = mask(text + at).removesuffix(at) + f"… ({rest} more {unit})" * (rest > 0)
+        text, rest, unit = value[:MOST], value[MOST:], "characters"
+    run = _RUN.match(rest)
+    at = "@" if run is not None and "@" in run[0] else ""  # It ends a password that the cut divides.
+    shown = mask(text + at).removesuffix(at) + (f"… ({len(rest)} more {unit})" if rest else "")
     return (_UNPRINTABLE_BUT_LINES if keep_lines else _UNPRINTABLE).sub(_escape, shown)
 
 

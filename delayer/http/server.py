@@ -49,7 +49,11 @@ READ_SECONDS: Final = 30.0
 STOP_SECONDS: Final = 1
 """Seconds until a stop closes connections. After twice this time, requests that still run are cancelled."""
 MOST_LINES: Final = 100
-"""Maximum number of lines in the head of a request. More are a 400."""
+"""About how many lines the head of a request may have. More are a 400."""
+MOST_UNREAD: Final = 1 << 20
+"""Maximum bytes of pipelined requests that wait for the answer to an earlier one. More close the connection."""
+_HEAD_BYTES: Final = 16 << 10
+"""The beginning of the unread bytes in which lines are counted."""
 MOST_CONNECTIONS: Final = 2 * AT_ONCE
 """Maximum number of connections. One more closes the connection that has waited longest for its client."""
 OTHER_ADDRESS: Final = (
@@ -133,11 +137,18 @@ class FrugalConnection(h11.Connection):
 
     _chunked = False
 
+    @property
+    def unread(self) -> bytearray:
+        """What h11 has not parsed. Its own ``trailing_data`` is a copy, and each of many requests would make one."""
+        return self._receive_buffer._data
+
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         if self._chunked:
             return h11.PAUSED
-        if self.their_state is h11.IDLE and _END_OF_HEAD.split(self.trailing_data[0], 1)[0].count(b"\n") > MOST_LINES:
-            raise h11.RemoteProtocolError("too many lines", error_status_hint=431)
+        if self.their_state is h11.IDLE:
+            beginning = bytes(self.unread[:_HEAD_BYTES])
+            if _END_OF_HEAD.split(beginning, 1)[0].count(b"\n") > MOST_LINES:
+                raise h11.RemoteProtocolError("too many lines", error_status_hint=431)
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._chunked = any(name == b"transfer-encoding" for name, _ in event.headers)
@@ -153,6 +164,7 @@ class ImpatientProtocol(H11Protocol):
     _waiting: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
     _stopping: asyncio.TimerHandle | None = None
+    conn: FrugalConnection
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -169,7 +181,10 @@ class ImpatientProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._watch()
+        if len(self.conn.unread) > MOST_UNREAD:
+            self.drop()
+        else:
+            self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

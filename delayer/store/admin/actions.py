@@ -300,15 +300,13 @@ def portions(tokens: Sequence[Token], size: int) -> Iterable[Sequence[Token]]:
 
 async def whereabouts(connection: Connection, tokens: Sequence[Token]) -> dict[int, FoundIn]:
     """Where :func:`apply_to_ids` would find the messages now. Raises the driver's errors."""
-    found = dict.fromkeys((token.id for token in tokens), FoundIn.NOWHERE)
-    for some in portions(tokens, LOOKUP_PORTION):
-        there, broken = await waiting.find_by_id(connection, some)
-        for inside in broken.values():
-            found |= dict.fromkeys(inside, FoundIn.UNREADABLE)
-        found |= {one.place.id: FoundIn.WAITING if one.place.segment is None else FoundIn.SEGMENT for one in there}
-        held = await held_messages.find_by_id(connection, [token.id for token in some])
-        found |= {one.entry.place.id: FoundIn.HELD for one in held}
-    return found
+    ids = [token.id for token in tokens]
+    found = dict.fromkeys(ids, FoundIn.NOWHERE)
+    there, broken = await waiting.find_by_id(connection, tokens)
+    for inside in broken.values():
+        found |= dict.fromkeys(inside, FoundIn.UNREADABLE)
+    found |= {one.place.id: FoundIn.WAITING if one.place.segment is None else FoundIn.SEGMENT for one in there}
+    return found | {one.entry.place.id: FoundIn.HELD for one in await held_messages.find_by_id(connection, ids)}
 
 
 async def waiting_pages(connection: Connection, wanted: Filter) -> AsyncIterator[Dues]:

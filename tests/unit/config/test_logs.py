@@ -138,6 +138,8 @@ def test_no_secret_and_no_forged_line(form: Any, foreign: bool, stream: io.Strin
         ("\u202egnp.exe", "\\u202egnp.exe"), ("\x85\x9b", "\\x85\\x9b"), ("\ud800", "\\ud800"), (b"key", "key"),
         ("Grüße".encode(), "Grüße"), (b"\x00\xff", "\\x00\\xff"), (b"x" * 600, "x" * 512 + "… (88 more bytes)"),
         ("x" * 20_000, "x" * 16_384 + "… (3616 more characters)"),
+        (b"http://host:80/" + b"x" * 600, "http://host:80/" + "x" * 497 + "… (103 more bytes)"),
+        (b"http://host:80/" + b"x" * 497 + b" @", "http://host:80/" + "x" * 497 + "… (2 more bytes)"),
         (b"amqp://u:" + b"hunter2" * 100 + b"@host", "amqp://u:***… (202 more bytes)"),
         ("x " * 8_000 + "amqp://u:" + "hunter2" * 100 + "@host", "x " * 8_000 + "amqp://u:***… (330 more characters)"),
     ],

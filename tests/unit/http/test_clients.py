@@ -73,7 +73,7 @@ def test_chunks_are_not_read() -> None:
     connection, chunks = FrugalConnection(h11.SERVER), b"1\r\na\r\n" * 100_000
     connection.receive_data(CHUNKED + chunks)
     assert isinstance(connection.next_event(), h11.Request)
-    assert (connection.next_event(), connection.trailing_data[0]) == (h11.PAUSED, chunks)
+    assert (connection.next_event(), connection.unread) == (h11.PAUSED, chunks)
 
 
 @pytest.mark.parametrize("path", ["/", "/metrics", "/health/live", "/api/messages"])
@@ -101,6 +101,23 @@ def test_a_head_of_many_lines_is_no_request(before: bytes) -> None:
             connection.send(h11.Response(status_code=200, headers=[("Content-Length", "0")]))
             connection.send(h11.EndOfMessage())
             connection.start_next_cycle()
+
+
+async def test_requests_that_nobody_reads_close_the_connection() -> None:
+    """A form is read, so the requests behind it are received too, long before they are answered."""
+    ask = (
+        b"POST /login HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-www-form-urlencoded\r\n"
+        b"Content-Length: 3\r\n\r\na=b"
+    )
+    async with served(Inside()) as web:
+        reader, writer = await opened(web, ask)
+        with suppress(ConnectionResetError, BrokenPipeError):
+            async with asyncio.timeout(30):
+                while not reader.at_eof():
+                    writer.write(ask * 1_000)
+                    await writer.drain()
+        writer.close()
+        assert (await web.get("/health/live")).status == 200
 
 
 @pytest.mark.parametrize("end", [b"\r\n", b"\n"])
