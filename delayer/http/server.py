@@ -52,8 +52,8 @@ MOST_LINES: Final = 100
 """About how many lines the head of a request may have. More are a 400."""
 MOST_UNREAD: Final = 1 << 20
 """Maximum bytes of pipelined requests that wait for the answer to an earlier one. More close the connection."""
-_HEAD_BYTES: Final = 16 << 10
-"""The beginning of the unread bytes in which lines are counted."""
+HEAD_BYTES: Final = 16 << 10
+"""Maximum bytes of the head of a request. h11 has this limit only for a head that comes in several pieces."""
 MOST_CONNECTIONS: Final = 2 * AT_ONCE
 """Maximum number of connections. One more closes the connection that has waited longest for its client."""
 OTHER_ADDRESS: Final = (
@@ -146,9 +146,9 @@ class FrugalConnection(h11.Connection):
         if self._chunked:
             return h11.PAUSED
         if self.their_state is h11.IDLE:
-            beginning = bytes(self.unread[:_HEAD_BYTES])
-            if _END_OF_HEAD.split(beginning, 1)[0].count(b"\n") > MOST_LINES:
-                raise h11.RemoteProtocolError("too many lines", error_status_hint=431)
+            head, *rest = _END_OF_HEAD.split(self.unread[:HEAD_BYTES], 1)
+            if head.count(b"\n") > MOST_LINES or (not rest and len(head) == HEAD_BYTES):
+                raise h11.RemoteProtocolError("a head that is too long", error_status_hint=431)
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._chunked = any(name == b"transfer-encoding" for name, _ in event.headers)

@@ -11,7 +11,7 @@ import pytest
 
 from delayer.http import server
 from delayer.http.access import AT_ONCE
-from delayer.http.server import MOST_LINES, FrugalConnection, ImpatientProtocol
+from delayer.http.server import HEAD_BYTES, MOST_LINES, FrugalConnection, ImpatientProtocol
 from delayer.set_aside.messages import Result
 from tests.support.fakes import until
 from tests.support.web import Web
@@ -90,10 +90,12 @@ async def test_a_request_in_chunks_is_answered_once(path: str, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("before", [b"", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"])
-def test_a_head_of_many_lines_is_no_request(before: bytes) -> None:
+@pytest.mark.parametrize("head", [b"a:\r\n" * MOST_LINES, b"a:" + b"b" * HEAD_BYTES + b"\r\n" + b"a:\r\n" * 10_000])
+@pytest.mark.parametrize("end", [b"", b"\r\n"])
+def test_a_long_head_is_no_request(before: bytes, head: bytes, end: bytes) -> None:
     """Also behind another request, and if it is not complete."""
     connection = FrugalConnection(h11.SERVER)
-    connection.receive_data(before + b"GET / HTTP/1.1\r\n" + b"a:\r\n" * MOST_LINES)
+    connection.receive_data(before + b"GET / HTTP/1.1\r\nHost: a\r\n" + head + end)
     with pytest.raises(h11.RemoteProtocolError):
         for _ in range(2):
             while connection.next_event() not in (h11.NEED_DATA, h11.PAUSED):
