@@ -221,6 +221,11 @@ class ImpatientProtocol(H11Protocol):
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
+    @property
+    def _pipelines(self) -> bool:
+        """Whether the client has sent more than the request that is being answered."""
+        return self.conn.their_state is h11.DONE and bool(self.conn.unread)
+
     def _watch(self) -> None:
         """Allow HEAD_SECONDS for the whole head of a request. It starts when the connection opens, and for a later
         request with its first byte."""
@@ -231,11 +236,12 @@ class ImpatientProtocol(H11Protocol):
             self._waiting = self.loop.call_later(HEAD_SECONDS, self.drop)
 
     def _make_room(self) -> None:
-        """Drop the connection that has waited longest for its client to send or to read, if there are too many."""
-        ours = cast(Iterable[ImpatientProtocol], self.connections)
-        waiting = [one for one in ours if one.flow.write_paused or not one._answering]
+        """If there are too many connections, drop the one that has waited longest for its client to send or to read, or
+        whose client has sent the next request before the answer. If there is no such one, drop this new one."""
         if len(self.connections) > MOST_CONNECTIONS:
-            min(waiting, key=attrgetter("_since")).drop()
+            others = cast(Iterable[ImpatientProtocol], self.connections - {self})
+            victims = (one for one in others if one.flow.write_paused or not one._answering or one._pipelines)
+            min(victims, key=attrgetter("_since"), default=self).drop()
 
 
 class HttpPart:

@@ -306,6 +306,34 @@ async def test_slow_clients_do_not_keep_others_out(connections: list[ImpatientPr
             writer.close()
 
 
+async def test_clients_that_do_not_wait_for_answers_do_not_keep_others_out(
+    monkeypatch: pytest.MonkeyPatch, connections: list[ImpatientProtocol]
+) -> None:
+    """Those that wait, without an answer yet, stay."""
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 8)
+    inside = Inside()
+    go = asyncio.Event()
+
+    async def look(_name: str, limit: int) -> Result:
+        await go.wait()
+        return Result(0)
+
+    inside.look_aside = look  # type: ignore[method-assign]
+    ask = b"GET /refused HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    async with served(inside) as web:
+        clients = [await opened(web, ask * (1 if number % 2 else 3)) for number in range(8)]
+        await until(lambda: len(connections) == 8 and all(one._answering for one in connections))
+        for number in range(3):
+            clients.append(await opened(web, ask))
+            await until(lambda: len(connections) == 9 + number)  # noqa: B023
+            there = [one in one.connections for one in connections]
+            assert there == [place % 2 == 1 or place > 2 * number for place in range(9 + number)]
+        assert (await web.get("/health/live")).status == 200
+        go.set()
+        for _, writer in clients:
+            writer.close()
+
+
 async def test_a_stop_does_not_wait_for_clients_that_do_not_read(connections: list[ImpatientProtocol]) -> None:
     """Each kind is cut off: idle, in a head, in a body, and in an answer."""
     async with served(Inside()) as web:
