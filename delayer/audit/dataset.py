@@ -87,8 +87,9 @@ class Partition(NamedTuple):
 
     @property
     def directory(self) -> str:
-        # Spark would turn each escape into one character, so characters beyond ASCII stay unescaped.
-        route = _ASCII.sub(lambda some: quote(some[0], safe=" !#$&'()+,;@[]^{}~"), self.route or NO_ROUTE)
+        # Spark would turn each escape into one character, so characters beyond ASCII stay unescaped. It takes []{} in
+        # the paths of a Delta table's files for a pattern.
+        route = _ASCII.sub(lambda some: quote(some[0], safe=" !#$&'()+,;@^~"), self.route or NO_ROUTE)
         if len(route.encode()) > 200:  # A name is at most 255 bytes.
             route = f"{quote(self.route[:20], safe='')}~{sha256(self.route.encode()).hexdigest()[:16]}"
         return f"due_day={self.values['due_day']}/route={route}"

@@ -6,7 +6,7 @@ destinations, but no bodies or headers. Only this user can read its directory, w
 
 from __future__ import annotations
 
-import tempfile
+import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from urllib.parse import urlsplit
 
 from delayer.audit import faults, tasks
 from delayer.audit import spark as sessions
@@ -201,19 +200,28 @@ def _url_of(path: str) -> str:
     return f"file://{Path(path).absolute()}"
 
 
+def _pattern_of(url: str) -> str:
+    """Return the pattern that matches only ``url``: Spark's readers take the path of a URL for a pattern, its writers
+    do not.
+
+    >>> print(_pattern_of("file:///tmp/a[1]{b}*?"), _pattern_of("hdfs://[::1]:9000/tmp"))
+    file:///tmp/a\\[1\\]\\{b\\}\\*\\? hdfs://[::1]:9000/tmp
+    """
+    # The host, which is not part of the path, or a sign of patterns.
+    return re.sub(r"\A[^/]*//[^/]*|([\\*?{}\[\]])", lambda found: f"\\{found[1]}" if found[1] else found[0], url)
+
+
 @contextmanager
 def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[str]:
     """Create a directory below ``work`` (a path, or a URL of shared storage) for this user only; remove it on exit.
     ``work`` None means the system's temporary directory. A URL needs ``spark``. On a Spark Connect server the directory
-    has the permissions that the server gives it."""
+    has the permissions that the server gives it. Raises JobMisused."""
     if spark is not None and tasks.is_remote(spark):
         with _workplace_of_server(str(work), spark) as url:
             yield url
         return
-    if work is None or not urlsplit(work).scheme:
-        if work is not None:
-            Path(work).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=_NAME, dir=work, ignore_cleanup_errors=True) as made:
+    if work is None or not sessions.is_url(work):
+        with sessions.make_directory(_NAME, work) as made:
             try:
                 yield _url_of(made)
             except (SystemExit, KeyboardInterrupt):
@@ -240,7 +248,7 @@ def _workplace_of_server(work: str, spark: SparkSession) -> Iterator[str]:
     from pyspark.errors import PySparkException  # noqa: PLC0415  (needs the extra)
 
     name = f"delayer_audit_{uuid.uuid4().hex}"
-    base = work.rstrip("/") if urlsplit(work).scheme else _url_of(work)
+    base = work.rstrip("/") if sessions.is_url(work) else _url_of(work)
     url = f"{base}/{_NAME}{name.rpartition('_')[2]}"
     quoted = url.replace("\\", "\\\\").replace("'", "\\'")
     spark.sql(f"CREATE DATABASE {name} LOCATION '{quoted}'")
@@ -272,7 +280,7 @@ def write_extract(spark: SparkSession, url: SecretUrl, place: str, watch: Watch,
             options = {"snapshot": held.id, "relation": name, "sample": str(share)}
             with watch(f"reading {name}"):
                 spark.read.format(source.NAME).options(**options).load().write.parquet(f"{place}/{name}")
-            files[name] = spark.read.schema(columns).parquet(f"{place}/{name}")
+            files[name] = spark.read.schema(columns).parquet(_pattern_of(f"{place}/{name}"))
     create_views(spark, files)
     store = held.store
     small = (store.now_ms, store.lanes, store.counters, store.behind_ms, store.schedules, store.unread)

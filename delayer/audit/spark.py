@@ -90,10 +90,30 @@ def check_reachable(what: str, hosts: Iterable[str], option: str) -> None:
     raise JobFailed(f"{what} is out of reach: {reason}. Next: check {option}, and that Spark runs there")
 
 
+def is_url(work: str) -> bool:
+    """Whether ``work`` is a URL of shared storage, and not a path on this machine."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", work) is not None
+
+
 def check_work(master: str | None, work: str | None) -> None:
-    """Raise JobMisused if driver and executors would write to different disks."""
+    """Raise JobMisused if driver and executors would write to different disks, or the driver cannot write to
+    ``work``."""
     if master is not None and not is_local(master) and work is None:
         raise JobMisused(f"--work is needed with the master {master}: a directory or URL that all machines share")
+    if work is not None and not is_url(work):
+        make_directory("delayer-spark-", work).cleanup()
+
+
+def make_directory(prefix: str, work: str | None) -> tempfile.TemporaryDirectory[str]:
+    """Create a directory for this user only below ``work``, a path; None means the system's directory for temporary
+    files. Creates ``work`` if its parent exists. Raises JobMisused."""
+    try:
+        if work is not None:
+            Path(work).mkdir(exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix=prefix, dir=work, ignore_cleanup_errors=True)
+    except OSError as error:
+        where = "the directory for temporary files" if work is None else f"--work {work}"
+        raise JobMisused(f"{where}: expected a directory, or a new one whose parent exists: {error.strerror}") from None
 
 
 def settings(
@@ -106,7 +126,7 @@ def settings(
         found |= _HERE
         logging = f"-Dlog4j2.configurationFile={_LOGGING.as_uri()}"
         found["spark.driver.extraJavaOptions"] = f"{_BRIEF} {logging}" if handing_out else logging
-        if work is not None and not urlsplit(work).scheme:
+        if work is not None and not is_url(work):
             found |= {"spark.local.dir": work, "spark.sql.warehouse.dir": str(Path(work) / "warehouse")}
     return found | dict(more)
 
@@ -167,9 +187,12 @@ def _scratch(master: str | None, work: str | None) -> Iterator[str | None]:
     if not is_local(master) or submitted():
         yield None
         return
-    parent = Path(tempfile.gettempdir() if work is None or urlsplit(work).scheme else work)
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="delayer-spark-", dir=parent, ignore_cleanup_errors=True) as made:
+    with make_directory("delayer-spark-", None if work is None or is_url(work) else work) as made:
+        if "," in made:
+            raise JobMisused(
+                f"{Path(made).parent}: expected a path without commas, because Spark splits it there. "
+                "Next: choose another --work, or another TMPDIR"
+            )
         yield made
 
 

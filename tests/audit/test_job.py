@@ -29,6 +29,8 @@ from tests.audit.test_reading import execute, fill, load, pack, take
 from tests.support.daemon import EXECUTABLE
 
 PASSWORD = "hunter2-in-the-url"
+ODD = r"work [1] of {'us'}*?\%20"
+"""A name of a directory, with signs of SQL, of URLs and of patterns."""
 FEW = ("--conf", "spark.sql.shuffle.partitions=4")
 """Spark's default is 200 for spark-submit, and ours is 32 here: most of the time of a job with 3,000 messages."""
 
@@ -56,7 +58,7 @@ def filled(database: str) -> str:
 
 def test_a_sound_store_has_no_violations(spark: SparkSession, filled: str, tmp_path: Path) -> None:
     pack(filled)
-    work = tmp_path / "work"
+    work = tmp_path / ODD
     told: list[tuple[str, int, int]] = []
     report = job.run(spark, options(filled, work=str(work)), lambda *words: told.append(words))
     assert violated(report) == {}
@@ -176,7 +178,7 @@ def delayer(*arguments: str, program: list[str] | None = None, **environ: str) -
 
 
 def test_the_command(filled: str, tmp_path: Path) -> None:
-    file, page, work = (tmp_path / name for name in ("url", "backlog.html", "work"))
+    file, page, work = (tmp_path / name for name in ("url", "backlog.html", ODD))
     file.write_text(secret(filled))
     given = ["--set", f"store.url_file={file}", "audit", "--deep", "--no-broker", "--work", str(work)]
     spark = ["--conf", "spark.driver.memory=768m", "--conf", "spark.log.level=INFO", *FEW]
@@ -193,7 +195,7 @@ def test_the_command_by_spark_submit_with_a_violation(filled: str, tmp_path: Pat
     starter = Path(sys.executable).parent / "spark-submit"
     program = [str(starter), "--master", "local[2]", "--driver-memory", "768m", *FEW, submit.__file__]
     environ = {"PYSPARK_PYTHON": sys.executable, "DELAYER_STORE__URL": secret(filled)}
-    work = tmp_path / "work of 'us'"
+    work = tmp_path / ODD
     done = delayer("audit", "--deep", "--json", "--no-broker", "--work", str(work), program=program, **environ)
     assert done.returncode == 1, done.stderr
     *_, last = done.stdout.splitlines()  # spark-submit sends stderr there too
@@ -209,6 +211,7 @@ def test_the_command_by_spark_submit_with_a_violation(filled: str, tmp_path: Pat
         (["--no-broker"], 3, "the store is out of reach"),
         (["--html", "/nowhere/page.html"], 2, "there is no directory"),
         (["--master", "spark://nowhere:7077"], 2, "--work is needed"),
+        (["--work", "/nowhere/work"], 2, "--work /nowhere/work: expected a directory"),
         (["--sample", "0"], 2, "--sample"),
         (["--conf", "nonsense"], 2, "expected KEY=VALUE"),
     ],

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from delayer.audit import connection, job, restore, spark
+from delayer.audit import connection, extract, job, restore, spark
 from delayer.audit.errors import JobFailed, JobImpossible, JobMisused
 from delayer.audit.tasks import failure
 from delayer.core.errors import StoreLost
@@ -82,6 +82,40 @@ def test_a_cluster_needs_a_place_that_its_machines_share() -> None:
     spark.check_work("yarn", "hdfs://cluster/tmp")
     with pytest.raises(JobMisused, match="--work"):
         spark.check_work("spark://host:7077", None)
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("file", "File exists"),
+        ("file/work", "Not a directory"),
+        ("none/work", "No such file or directory"),
+        ("/proc", "No such file or directory"),
+        ("n" * 300, "File name too long"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, place: str, why: str) -> None:
+    (tmp_path / "file").touch()
+    work = str(tmp_path / place)
+    for use in (
+        lambda: spark.check_work("spark://host:7077", work),
+        extract.workplace(work).__enter__,
+        spark._scratch("local[*]", work).__enter__,
+    ):
+        with pytest.raises(JobMisused, match=f"--work .*: expected a directory, or a new one .*: {why}"):
+            use()
+    assert [one.name for one in tmp_path.iterdir()] == ["file"], "a mistyped path leaves nothing"
+
+
+def test_a_new_place_is_made_and_left_empty(tmp_path: Path) -> None:
+    spark.check_work(None, str(tmp_path / "work"))
+    assert list(tmp_path.glob("**/*")) == [tmp_path / "work"]
+    spark.check_work("yarn", "hdfs://[")
+
+
+def test_a_comma_would_scatter_what_spark_spills(tmp_path: Path) -> None:
+    with pytest.raises(JobMisused, match="expected a path without commas"), spark._scratch("local", f"{tmp_path}/a,b"):
+        pytest.fail("Spark would make the directory a")
 
 
 def test_the_master_of_spark_submit_needs_a_shared_place_too(monkeypatch: pytest.MonkeyPatch) -> None:

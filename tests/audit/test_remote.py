@@ -17,7 +17,7 @@ from delayer.audit.errors import JobFailed, JobImpossible, JobMisused
 from delayer.core.secret import SecretUrl
 from tests.audit.compacting import FEW, command, everything, filled, lawful, run_delayer, until_quiet
 from tests.audit.connect import Server, server
-from tests.audit.test_job import PASSWORD, secret
+from tests.audit.test_job import ODD, PASSWORD, secret
 from tests.audit.test_reading import execute, fill, pack
 from tests.support.place import eventually
 from tests.support.postgres import Postgres
@@ -54,7 +54,7 @@ async def auditing(connect: Server, url: str, work: Path, *more: str) -> AsyncIt
 
 
 async def test_the_audit_has_the_same_figures_and_leaves_nothing(connect: Server, damaged: str, tmp_path: Path) -> None:
-    work, results = tmp_path / "work of 'us'", tmp_path / "results"
+    work, results = tmp_path / ODD, tmp_path / "results"
     work.mkdir()
     async with auditing(connect, secret(damaged), work, "--json", "--results", str(results)) as process:
         told, said = await process.communicate()

@@ -29,7 +29,7 @@ from tests.support.rows import Row, compact, everything, put, rows
 from tests.support.store import sql
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
-ROUTES = (b"mail.in", b"", b"odd/route =%&\xc3\xa4", b"no\xff-utf-8")
+ROUTES = (b"mail.in", b"", b"odd/route[1]{a}* =%&\xc3\xa4", b"no\xff-utf-8")
 
 
 @pytest.fixture

@@ -23,6 +23,8 @@ BY_CODE: Final = "a pattern of the code or of the operator"
 REVIEWED: Final = {
     ("audit.connection", "invalid sn"): "PostgreSQL's texts about a snapshot, which quote no message",
     ("audit.dataset", r"v(\d+)-(\d"): ONE_PLACE,
+    ("audit.extract", r"\A[^/]*//["): OF_OPERATOR,
+    ("audit.spark", "[A-Za-z][A"): OF_OPERATOR,
     ("audit.spark", r"local\[(\*"): OF_OPERATOR,
     ("audit.tasks", r"^((?:\w+\."): "it begins only at a line's beginning, and each part ends before the next",
     ("audit.tasks", "most recen"): "no repeat passes over the beginning of another match",
