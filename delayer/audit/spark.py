@@ -128,6 +128,8 @@ def settings(
         found["spark.driver.extraJavaOptions"] = f"{_BRIEF} {logging}" if handing_out else logging
         if work is not None and not is_url(work):
             found |= {"spark.local.dir": work, "spark.sql.warehouse.dir": str(Path(work) / "warehouse")}
+    elif master is not None:  # spark-submit has settings of its own.
+        found["spark.log.level"] = "ERROR"
     return found | dict(more)
 
 

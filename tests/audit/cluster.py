@@ -30,7 +30,6 @@ _SETTINGS: Final[Mapping[str, str]] = {
     "spark.executor.cores": "1",  # so that a worker of two cores has two executors
     "spark.executor.memory": "768m",
     "spark.ui.enabled": "false",
-    "spark.log.level": "ERROR",
 }
 _EXECUTOR: Final = "CoarseGrainedExecutorBackend"
 START_SECONDS: Final = 90.0

@@ -14,6 +14,7 @@ import pytest
 from delayer.cli import submit
 from tests.audit.cluster import Cluster
 from tests.audit.compacting import FEW, command, everything, filled, lawful, stopped, until_quiet
+from tests.audit.test_job import ODD
 from tests.audit.test_reading import execute, fill, pack
 from tests.support.daemon import EXECUTABLE
 from tests.support.place import eventually
@@ -55,8 +56,8 @@ async def begun(
     )  # fmt: skip
 
 
-async def exact(process: asyncio.subprocess.Process, work: Path) -> None:
-    """Check that the job succeeds, its figures match the store, and it leaves no files."""
+async def exact(process: asyncio.subprocess.Process, work: Path) -> str:
+    """Check that the job succeeds, its figures match the store, and it leaves no files. Return its stderr."""
     told, said = await process.communicate()
     assert process.returncode == 0, said.decode()
     *_, last = told.decode().splitlines()  # spark-submit sends stderr there too
@@ -69,6 +70,7 @@ async def exact(process: asyncio.subprocess.Process, work: Path) -> None:
     assert sum(bar["messages"] for bar in report["calendar"]["days"]) == COUNT
     assert sum(share["messages"] for share in report["calendar"]["destinations"]) == COUNT
     assert names(work) == []
+    return said.decode()
 
 
 def names(work: Path, pattern: str = "*") -> list[str]:
@@ -101,14 +103,15 @@ async def test_an_executor_is_killed_while_it_reads(
 
 async def test_an_executor_is_killed_while_it_judges(cluster: Cluster, backlog: str, tmp_path: Path) -> None:
     """Its shuffle output is lost, and Spark computes it again."""
-    process = await begun(cluster, backlog, tmp_path)
+    work = tmp_path / ODD
+    process = await begun(cluster, backlog, work)
 
     async def extracted() -> list[str]:
-        return names(tmp_path, "delayer-audit-*/message_key/_SUCCESS")
+        return names(work, "delayer-audit-*/message_key/_SUCCESS")
 
     await eventually(extracted, bool, timeout=180.0)
     cluster.kill_executor()
-    await exact(process, tmp_path)
+    assert "WARN WindowExec" not in await exact(process, work)
 
 
 @pytest.mark.parametrize("step", ["compact.written", "compact.committed"])

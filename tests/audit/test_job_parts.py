@@ -170,6 +170,8 @@ def test_only_on_this_machine_are_pages_off_and_the_logging_ours() -> None:
     here, there = spark.settings("local[*]", "/w", {}), spark.settings("yarn", "/w", {})
     assert (here["spark.ui.enabled"], here["spark.local.dir"]) == ("false", "/w")
     assert not {"spark.ui.enabled", "spark.local.dir", "spark.driver.extraJavaOptions"} & set(there)
+    assert (there["spark.log.level"], "spark.log.level" in spark.settings(None, None, {})) == ("ERROR", False)
+    assert spark.settings("yarn", "/w", {"spark.log.level": "WARN"})["spark.log.level"] == "WARN"
     assert spark.settings("local[*]", None, {"spark.ui.enabled": "true"})["spark.ui.enabled"] == "true"
 
 
