@@ -257,6 +257,11 @@ def check_java(environ: Mapping[str, str]) -> None:
     version = None
     home = environ.get("JAVA_HOME")  # If it is set, Spark's scripts look for java only there.
     java = shutil.which("java", path=str(Path(home, "bin")) if home else environ.get("PATH"))
+    if java is None and home:
+        raise JobImpossible(
+            f"JAVA_HOME={home} has no bin/java, and Spark looks nowhere else. Next: unset JAVA_HOME, or set it to a "
+            f"Java {JAVA_NEEDED} or later."
+        )
     if java is not None:
         told = subprocess.run([java, "-version"], capture_output=True, text=True, check=False, env=dict(environ))
         version = version_of(told.stderr + told.stdout)

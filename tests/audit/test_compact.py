@@ -172,4 +172,4 @@ async def test_java_is_missing(database: str, tmp_path: Path, monkeypatch: pytes
         monkeypatch.setenv("JAVA_HOME", str(tmp_path))
         code, told, wrong = await run_delayer(database, "compact")
         assert (code, told) == (3, "")
-        assert "Java is missing" in wrong
+        assert f"JAVA_HOME={tmp_path} has no bin/java" in wrong

@@ -53,6 +53,12 @@ def test_java_that_is_too_old_says_so(tmp_path: Path) -> None:
         spark.check_java({"JAVA_HOME": str(tmp_path), "PATH": "/bin:/usr/bin"})
 
 
+def test_a_java_home_without_java_is_named(tmp_path: Path) -> None:
+    found = java(tmp_path, 'openjdk version "17.0.1"')
+    with pytest.raises(JobImpossible, match=r"JAVA_HOME=/nope has no bin/java, .* Next: unset JAVA_HOME"):
+        spark.check_java({"JAVA_HOME": "/nope", "PATH": f"{found.parent}:/bin"})
+
+
 @pytest.mark.parametrize(
     ("master", "local"),
     [
