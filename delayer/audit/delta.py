@@ -75,7 +75,10 @@ def delta(path: Path, *, bodies: bool) -> Iterator[DeltaDataset]:
     """Open the table at ``path``, or a new one. Raises OSError, Unfit."""
     path.mkdir(mode=0o700, parents=False, exist_ok=True)
     if not DeltaTable.is_deltatable(str(path)) and any(path.iterdir()):
-        raise Unfit(f"{path}: expected a new directory or a Delta table of an earlier export")
+        raise Unfit(
+            f"{path}: expected a new directory or a Delta table of an earlier export. Next: name a new directory. If "
+            "the first export to this one did not end, delete it, and run the export again"
+        )
     try:
         yield DeltaDataset(path, bodies=bodies)
     except DeltaError as error:

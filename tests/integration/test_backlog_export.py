@@ -309,6 +309,15 @@ async def test_a_broken_segment_is_named_and_all_others_are_written(
     assert set(read(tmp_path / "backlog")) == set(there) - set(first["ids"])
 
 
+def test_what_a_killed_first_export_left_has_a_next_step(database: str, delayer: Run, tmp_path: Path) -> None:
+    """It may as well be a dataset of Parquet files, whose readers would find each message twice."""
+    left = tmp_path / "table" / "due_day=2027-01-31" / "route=mail.in"
+    left.mkdir(parents=True)
+    refused = delayer("backlog", "export", str(tmp_path / "table"), "--format", "delta", expect=ExitCode.USAGE)
+    assert "If the first export to this one did not end, delete it" in refused.stderr
+    assert left.exists()
+
+
 def test_one_export_at_a_time_writes_a_dataset(tmp_path: Path) -> None:
     killed, target, other = tmp_path / ".data.part" / "new", tmp_path / "data", tmp_path / "data.old"
     (killed / "due_day=2027-01-31").mkdir(parents=True)
