@@ -129,6 +129,11 @@ class Calendar:
     destinations: tuple[Share, ...] = ()
     destinations_more: int = 0
 
+    @property
+    def unread(self) -> int:
+        """The messages in unreadable segments."""
+        return sum(day.unread for day in self.days)
+
 
 PastRow = Mapping[str, Any]
 """A row of a query over the history, as in docs/backlog.md."""

@@ -14,7 +14,7 @@ from delayer.audit import coming, extract, past, rules, tasks
 from delayer.audit import spark as sessions
 from delayer.audit.coming import RELEASE_RATE
 from delayer.audit.findings import AuditReport
-from delayer.core.readable import Say
+from delayer.core.readable import Say, counted
 from delayer.core.secret import SecretUrl
 from delayer.store import schema
 from delayer.store.admin import setup
@@ -72,7 +72,9 @@ def run(spark: SparkSession, options: Options, say: Say) -> AuditReport:
         if threading.current_thread() is threading.main_thread():
             # With PySpark's Ctrl-C handler, asyncio could not cancel its task.
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        report = check_destinations(report, targets, options)
+        unread = report.calendar.unread
+        unseen = [f"those of {counted(unread, 'message')} in unreadable segments"] if unread else []
+        report = check_destinations(report, targets, options, unseen)
     return replace(report, seconds=round(time.monotonic() - began, 3))
 
 

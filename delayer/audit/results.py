@@ -91,7 +91,7 @@ def rows(report: AuditReport, run: str, store: str) -> Iterable[dict[str, Any]]:
             "severity": rule.severity,
             "count": rule.count,
             "skipped": rule.skipped or None,
-            "rows_read": totals.waiting + totals.held + (0 if report.quick else totals.packed),
+            "rows_read": totals.waiting + totals.held + (0 if report.quick else totals.packed - report.calendar.unread),
             "seconds": report.seconds,
             "version": __version__,
         }

@@ -30,6 +30,7 @@ from delayer.audit.findings import (
 )
 from delayer.broker.route_check import CheckedTarget, RouteVerdict, RouteVerdicts, Verdict
 from delayer.core.message import as_text
+from delayer.core.readable import counted
 from delayer.core.units import HOUR_MS, MINUTE_MS
 from delayer.store.admin.stats import LANE_KINDS, waiting_of
 
@@ -51,6 +52,8 @@ EXAMPLES: Final = 5
 CONSERVATION, SEGMENTS, INTEGRITY, OVERDUE = "conservation", "segments", "integrity", "overdue"
 LANES, REPEATS, KEYS, SCHEDULES, INBOX, PEAKS = "lanes", "repeats", "keys", "schedules", "inbox", "peaks"
 RULES: Final = (CONSERVATION, SEGMENTS, INTEGRITY, OVERDUE, LANES, REPEATS, KEYS, SCHEDULES, INBOX, PEAKS)
+BY_MESSAGE: Final = (INTEGRITY, OVERDUE, REPEATS, KEYS)
+"""The rules that need every message."""
 
 
 def judge(store: Extract, options: Options) -> AuditReport:
@@ -83,8 +86,14 @@ def judge(store: Extract, options: Options) -> AuditReport:
         PEAKS: peaks(coming),
         **{rule.name: own(store, rule) for rule in options.own_rules},
     }
-    why = "a sample was read, and this rule needs the whole store"
-    skipped = {} if whole else dict.fromkeys((CONSERVATION, REPEATS, KEYS), why)
+    skipped = {}
+    if coming.unread:
+        unread = f"{counted(coming.unread, 'message')} in unreadable segments"
+        skipped = dict.fromkeys((*BY_MESSAGE, *(rule.name for rule in options.own_rules)), unread)
+        skipped[PEAKS] = "within unreadable segments, whose messages count evenly for each of their hours"
+    if not whole:
+        why = "a sample was read, and this rule needs the whole store"
+        skipped |= dict.fromkeys((CONSERVATION, REPEATS, KEYS), why)
     sample = None if whole else store.sample
     return AuditReport(
         store.now_ms, 0.0, sample, totals, tuple(figures), coming, *ruled(found, skipped), behind_ms=store.behind_ms

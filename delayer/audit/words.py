@@ -90,7 +90,7 @@ def behind(report: AuditReport) -> str:
 
 def unread(report: AuditReport) -> str:
     """Note the messages in unreadable segments; empty if there are none."""
-    messages = sum(bar.unread for bar in report.calendar.days)
+    messages = report.calendar.unread
     told = f"{counted(messages, 'message')} in unreadable segments; their hours are estimates from the headers."
     return told if messages else ""
 

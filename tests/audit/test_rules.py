@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from delayer.audit import faults, rules
+from delayer.audit import faults, results, rules
 from delayer.audit.errors import JobMisused
 from delayer.audit.extract import show_empty
 from delayer.audit.findings import PACKED, LaneFigures
@@ -192,6 +192,17 @@ def test_a_sample_says_nothing_about_the_whole(spark: SparkSession) -> None:
     assert {run.rule for run in report.rules if run.skipped} == {"conservation", "repeats", "keys"}
     assert report.sample == 0.01
     assert (report.totals.waiting, report.totals.packed, report.totals.segments) == (3, 2, 2), "the unpacked messages"
+
+
+def test_rules_of_messages_report_unreadable_segments(spark: SparkSession) -> None:
+    lost = segment(2, [packed(number, 2) for number in range(20, 29)])
+    unread = {"segment": 2, "lane": 1, "kind": PACKED, "faults": [faults.CHANGED]}
+    report = judged(spark, [message(1), unread], [lost], own_rules=[FAR])
+    skipped = {run.rule: run.skipped for run in report.rules if run.skipped}
+    told = "9 messages in unreadable segments"
+    assert skipped.pop("peaks").startswith("within unreadable segments")
+    assert skipped == dict.fromkeys(("integrity", "overdue", "repeats", "keys", "far"), told)
+    assert {row["rows_read"] for row in results.rows(report, "run", "store")} == {1}
 
 
 FAR = AuditRuleTable(
