@@ -90,7 +90,16 @@ def job_session(
     else:
         opened = sessions.session(name, master=master, work=work, more=more, handing_out=handing_out)
     with opened as spark:
+        _silence_pyspark()
         yield spark
+
+
+def _silence_pyspark() -> None:
+    """Keep the plans of wrong queries off stderr, 10 kB each: PySpark logs errors that it also raises."""
+    from pyspark.logger import PySparkLogger  # noqa: PLC0415
+
+    for context in ("SQL", "DataFrame"):
+        PySparkLogger.getLogger(f"{context}QueryContextLogger").disabled = True
 
 
 class OperationWatcher:

@@ -120,6 +120,7 @@ async def test_errors_of_the_server_are_one_line(connect: Server, database: str,
             found, _, told = await run_delayer(database, *arguments)
         assert (found, reason in told) == (code, True), told
         assert "Traceback" not in told
+        assert "QueryContextLogger" not in told
         assert len(told.splitlines()) <= 2, told
 
 
