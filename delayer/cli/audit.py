@@ -11,6 +11,7 @@ from rich.console import Console
 
 from delayer.cli.errors import ExitCode, Misused
 from delayer.cli.options import (
+    LocalPath,
     Stoppable,
     as_json,
     check_package,
@@ -54,13 +55,14 @@ def _finite(_context: click.Context, _option: click.Parameter, value: float | No
 )
 @as_json
 @click.option(
-    "--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the report as a page."
+    "--html", type=LocalPath(path_type=Path, dir_okay=False), metavar="FILE", help="Write the report as a page."
 )
 @click.option(
     "--results",
-    type=click.Path(path_type=Path),
+    type=LocalPath(path_type=Path),
     metavar="DIR",
-    help="Append a row for each rule to the Parquet files in DIR (docs/tables.md). Needs the extra `segments`.",
+    help="Append a row for each rule to the Parquet files in DIR, on this machine (docs/tables.md). Needs the extra "
+    "`segments`.",
 )
 @click.option(
     "--release-rate",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from delayer.cli.errors import CommandFailed, Misused, OutOfReach
-from delayer.cli.options import Stoppable, as_json, check_package, request_of, store_url
+from delayer.cli.options import LocalPath, Stoppable, as_json, check_package, request_of, store_url
 from delayer.cli.output import print_json, progress
 from delayer.core.filters import Filter
 from delayer.core.readable import Say, counted
@@ -31,7 +31,7 @@ def backlog() -> None:
 
 
 @backlog.command("export", cls=Stoppable, short_help="Update a dataset with the waiting messages.")
-@click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("directory", type=LocalPath(path_type=Path), metavar="DIR")
 @click.option(
     "--format", "form", type=click.Choice(["parquet", "delta"]), default="parquet", show_default=True,
     help="Parquet files, or a Delta table, which needs the extra `delta`.",

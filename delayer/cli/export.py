@@ -13,7 +13,7 @@ import click
 
 from delayer.audit.files import replacing
 from delayer.cli.errors import CommandFailed, Misused, OutOfReach
-from delayer.cli.options import filter_of, filter_options, request_of, store_url
+from delayer.cli.options import LocalPath, filter_of, filter_options, request_of, store_url
 from delayer.cli.output import note
 from delayer.core.filters import Filter
 from delayer.core.readable import counted
@@ -30,7 +30,7 @@ _NOTHING_KEPT = "nothing of it is kept. Next: make room, or name another place, 
 
 
 @click.command("export", short_help="Write waiting and held messages to a file.")
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True), metavar="FILE")
+@click.argument("file", type=LocalPath(path_type=Path, dir_okay=False, allow_dash=True), metavar="FILE")
 @filter_options
 @click.option("--force", is_flag=True, help="Overwrite FILE if it exists.")
 @click.pass_context

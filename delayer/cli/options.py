@@ -57,6 +57,15 @@ class Stoppable(click.Command):
             signal.signal(signal.SIGTERM, before)
 
 
+class LocalPath(click.Path):
+    """A path on this machine, to write to. A URL would be taken for one, and lose a slash."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if "://" in os.fspath(value):
+            self.fail(f"expected a path on this machine, found a URL: {format_found(value, is_url=True)}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """The options before the verb. Settings are read only when a verb needs them, so that ``--help`` never fails."""

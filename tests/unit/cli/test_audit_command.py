@@ -23,6 +23,21 @@ def test_the_results_of_a_sample_are_refused(tmp_path: Path) -> None:
     assert (result.exit_code, "Next: omit --sample" in result.output) == (2, True), result.output
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("audit", "--results", "s3://b/a"),
+        ("audit", "--html", "s3://b/a"),
+        ("backlog", "export", "s3://b/a"),
+        ("export", "s3://b/a"),
+    ],
+)
+def test_a_url_as_a_place_on_this_machine_is_quoted_unchanged(arguments: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(cli, arguments, prog_name="delayer")
+    assert result.exit_code == 2, result.output
+    assert 'expected a path on this machine, found a URL: "s3://b/a"' in result.output
+
+
 @pytest.mark.parametrize("option", ["--sample", "--release-rate"])
 def test_an_option_without_a_number_is_refused(option: str) -> None:
     result = CliRunner().invoke(cli, ["audit", option, "nan"], prog_name="delayer")
