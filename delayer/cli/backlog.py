@@ -77,7 +77,7 @@ def export(context: click.Context, /, *, directory: Path, form: str, bodies: boo
     except OSError as error:
         raise Misused(f"{directory}: {error.strerror or error}") from error
     if as_json:
-        print_json(done)
+        print_json(done, one_line=True)
     else:
         moved = "{messages:,} messages wait; {came:,} came and {left:,} left since the last export.\n".format(**done)
         files = "{} written, {kept:,} kept, {removed:,} removed.".format(counted(done["written"], "partition"), **done)

@@ -23,8 +23,8 @@ SHOWN: Final = 5
 """Names of a list, and rows of a kind, that are printed one by one."""
 
 
-def print_json(value: object) -> None:
-    click.echo(escaped(json.dumps(value, indent=2, ensure_ascii=False, default=_plain)))
+def print_json(value: object, *, one_line: bool = False) -> None:
+    click.echo(escaped(json.dumps(value, indent=None if one_line else 2, ensure_ascii=False, default=_plain)))
 
 
 def _plain(value: object) -> object:

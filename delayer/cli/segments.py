@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def _tell(figures: dict[str, Any], text: str, *, as_json: bool) -> None:
     if as_json:
-        print_json(figures)
+        print_json(figures, one_line=True)
     else:
         click.echo(text)
 

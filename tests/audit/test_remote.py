@@ -79,6 +79,7 @@ async def test_compact_packs_all(connect: Server, database: str) -> None:
         async with command(secret(database), *arguments, fault="", **NO_JAVA) as process:
             told, said = await process.communicate()
         assert process.returncode == 0, said.decode()
+        assert told.count(b"\n") == 1, "on one line, as an audit's"
         assert await everything(database) == before
         assert FEW - 500 <= (await lawful(database))["compacted"] == json.loads(told)["messages"], "less a few rows"
     assert PASSWORD not in told.decode() + said.decode() + connect.log + connect.pages()

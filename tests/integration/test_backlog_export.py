@@ -127,7 +127,8 @@ async def test_readers_find_what_the_store_has(database: str, delayer: Run, tmp_
     async with sql(database) as admin:
         there = await fill(admin)
     where = tmp_path / "backlog"
-    told = json.loads(delayer("backlog", "export", str(where), "--json", *(["--bodies"] * bodies)).stdout)
+    [line] = delayer("backlog", "export", str(where), "--json", *(["--bodies"] * bodies)).stdout.splitlines()
+    told = json.loads(line)
     assert (told["messages"], told["came"], told["left"]) == (len(there), len(there), 0)
     wanted = {id_: expected(row, bodies=bodies) for id_, row in there.items()}
     assert_same(read(where), wanted)

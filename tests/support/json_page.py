@@ -18,8 +18,9 @@ INTRODUCTION = """# Shapes of JSON
 
 What `delayer … --json` and [the API](http.md#the-api) print. Fields that end in `_ms` are epoch milliseconds, or
 durations in milliseconds. A later version may add a field, but none goes or changes its meaning, so ignore fields that
-you do not know. Errors of commands are text on stderr, with an [exit code](../README.md#operate-it). Those of the API
-are a `ProblemShape`. Files of `delayer export` are lines of another kind ([importing.md](importing.md)).
+you do not know. `audit`, `backlog export`, `compact` and `restore` print one line. Errors of commands are text on
+stderr, with an [exit code](../README.md#operate-it). Those of the API are a `ProblemShape`. Files of `delayer export`
+are lines of another kind ([importing.md](importing.md)).
 
 Tests check real outputs by this page, and `python -m tests.support.json_page` writes it.
 

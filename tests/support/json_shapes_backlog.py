@@ -112,7 +112,7 @@ class AuditCalendar(TypedDict):
 
 @documented
 class AuditOutput(TypedDict):
-    """On one line. An audit writes it to --report too. `version` grows if a field changes its meaning."""
+    """`version` grows if a field changes its meaning."""
 
     version: int
     store_now_ms: int
