@@ -75,9 +75,9 @@ def _finite(_context: click.Context, _option: click.Parameter, value: float | No
 @click.option(
     "--work",
     metavar="DIR",
-    help="The directory for the extract and for Spark's shuffles: about 200 bytes a message. On a cluster it is a "
-    "directory, or a URL such as hdfs://…, that all machines share. [default: the system's directory for "
-    "temporary files]",
+    help="The directory for the extract and for Spark's shuffles: about 200 bytes a message. A cluster (spark://…, "
+    "sc://…) needs it for the extract: a directory, or a URL such as hdfs://…, that all machines share. Its shuffles "
+    "go to SPARK_LOCAL_DIRS of its workers. [default: on this machine, the system's directory for temporary files]",
 )
 @master_option
 @remote_option

@@ -2,7 +2,7 @@
 
     spark-submit --master yarn $(python -c 'import delayer.cli.submit as s; print(s.__file__)') audit --work hdfs://…
 
-spark-submit joins stdout and stderr. With --json the last line is the report of an audit.
+spark-submit prints on stdout what this writes to stderr, too. With --json the report is the line that begins with {.
 
 The Python of driver and executors (``PYSPARK_PYTHON``) needs delayer[spark] installed; docs/backlog.md says how.
 """

@@ -58,6 +58,7 @@ async def test_the_backlog_is_as_documented(
     delayer("backlog", "export", str(where))
     delayer("backlog", "export", str(bodies), "--bodies")
     delayer("backlog", "export", str(table), "--format", "delta", "--bodies")
+    assert all(field.nullable for field in ds.dataset(bodies).schema), "OPTIONAL"
     for found in (
         ds.dataset(where, partitioning=DAYS).to_table(),
         ds.dataset(bodies, partitioning=DAYS).to_table(),
