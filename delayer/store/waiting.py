@@ -58,6 +58,20 @@ _LANES: Final = (
     "SELECT lane FROM counter GROUP BY lane"
     " HAVING sum(CASE WHEN kind IN ('parked', 'restored') THEN n ELSE -n END) > 0 ORDER BY lane"
 )
+# The lanes of rows due from $1 until $2, also of rows that no counter counts. Each step looks once into the index of
+# each partition.
+_LANES_OF_ROWS: Final = """
+WITH RECURSIVE found AS (
+    (SELECT lane FROM message WHERE due_at >= $1 AND due_at < $2 ORDER BY lane LIMIT 1)
+    UNION ALL
+    SELECT (
+        SELECT m.lane FROM message AS m
+        WHERE m.lane > f.lane AND m.due_at >= $1 AND m.due_at < $2 ORDER BY m.lane LIMIT 1
+    )
+    FROM found AS f WHERE f.lane IS NOT NULL
+)
+SELECT lane FROM found WHERE lane IS NOT NULL
+"""
 # $1: lanes. $2, $3: bounds of due_at, to prune partitions while planning. $4 (microseconds), $5 (id): the place after
 # which to begin. $6: maximum rows per lane. $7: bytes of properties per lane, but at least one row. The last row of
 # each lane is always returned, with the number of rows read, and of those that were there.
@@ -143,14 +157,15 @@ async def find(
     *,
     scan: int = SCAN,
     bodies: bool = False,
+    lanes: Collection[int] = (),
 ) -> FoundPage:
     """The next ``limit`` messages of ``wanted`` after ``after``, on one snapshot. ``scan``: maximum rows to read.
-    ``bodies``: whether to read the bodies of messages in segments, which are unpacked anyway. Raises the driver's
-    errors."""
+    ``bodies``: whether to read the bodies of messages in segments, which are unpacked anyway. ``lanes``: where to look
+    for rows, in addition to the lanes that have messages by their counters. Raises the driver's errors."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         if wanted.key is not None:
             return await _find_keyed(connection, wanted, after)
-        rows, end_of_rows = await _in_rows(connection, wanted, limit=limit, after=after, scan=scan)
+        rows, end_of_rows = await _in_rows(connection, wanted, lanes, limit=limit, after=after, scan=scan)
         packed, end_of_segments, broken = await _in_segments(
             connection, wanted, limit=limit, after=after, end=end_of_rows, bodies=bodies
         )
@@ -166,10 +181,12 @@ async def find(
 async def pages(
     connection: Connection, wanted: Filter, limit: int, *, bodies: bool = False
 ) -> AsyncIterator[FoundPage]:
-    """All that :func:`find` finds, page by page, each in its own transaction. Raises the driver's errors."""
+    """All that :func:`find` finds, page by page, each in its own transaction. Also finds rows that no counter counts,
+    which are a fault of the store: they must not be lost on the way. Raises the driver's errors."""
+    lanes = [lane for (lane,) in await connection.fetch(_LANES_OF_ROWS, *_bounds(wanted))]
     after: Position | None = BEGINNING
     while after is not None:
-        found = await find(connection, wanted, limit, after, scan=10 * SCAN, bodies=bodies)
+        found = await find(connection, wanted, limit, after, scan=10 * SCAN, bodies=bodies, lanes=lanes)
         yield found
         after = found.after
 
@@ -182,12 +199,12 @@ async def with_bodies(connection: Connection, messages: Sequence[Entry]) -> list
 
 
 async def _in_rows(
-    connection: Connection, wanted: Filter, *, limit: int, after: Position, scan: int
+    connection: Connection, wanted: Filter, lanes: Collection[int], *, limit: int, after: Position, scan: int
 ) -> tuple[list[Entry], Position | None]:
     """The first matching rows after ``after``, more than ``limit`` if there are that many. Also the position up to
     which these are complete; None if it read to the end. Reads windows of one day ahead, then two, then four, because a
     statement over all partitions would open hundreds of them even if the first day already fills the page."""
-    lanes = [lane for (lane,) in await connection.fetch(_LANES)]
+    lanes = sorted({lane for (lane,) in await connection.fetch(_LANES)} | set(lanes))
     now_ms = await connection.fetchval("SELECT now()")
     first_ms, last_ms = _bounds(wanted)
     after = max(after, (first_ms * 1000 - 1, MAX_ID))

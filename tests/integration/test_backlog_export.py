@@ -319,6 +319,25 @@ def test_what_a_killed_first_export_left_has_a_next_step(database: str, delayer:
     assert left.exists()
 
 
+async def test_rows_that_no_counter_counts_are_exported_and_cancelled(
+    database: str, delayer: Run, tmp_path: Path
+) -> None:
+    """Their lane is in neither table, as after an UPDATE by hand. The audit reports that; nothing may lose them."""
+    where, file = tmp_path / "backlog", tmp_path / "backlog.jsonl"
+    async with sql(database) as admin:
+        there = await fill(admin, 500)
+        await admin.execute(
+            "UPDATE message SET lane = CASE WHEN id % 2 = 0 THEN 9 ELSE 30000 END"
+            " WHERE id IN (SELECT id FROM message ORDER BY due_at LIMIT 3)"
+        )
+        told = json.loads(delayer("backlog", "export", str(where), "--json").stdout)
+        assert told["messages"] == len(there)
+        assert set(read(where)) == set(there)
+        assert f"Written: {len(there)} messages" in delayer("export", str(file)).stderr
+        delayer("cancel", "--all", "--yes")
+        assert await admin.fetchval("SELECT count(*) FROM message") == 0
+
+
 def test_one_export_at_a_time_writes_a_dataset(tmp_path: Path) -> None:
     killed, target, other = tmp_path / ".data.part" / "new", tmp_path / "data", tmp_path / "data.old"
     (killed / "due_day=2027-01-31").mkdir(parents=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from asyncpg import Connection
+from asyncpg import Connection, Record
 
 from delayer.core.filters import Token
 from delayer.store import statements
@@ -41,6 +41,9 @@ late_limit does not hold the message. A message already due keeps its instant.
 
 The rows are deleted and inserted again, with their id and instant of parking. An UPDATE into another partition makes
 waiting transactions fail; after a DELETE they find no row."""
+_FIND_ROWS_DUE: Final = (
+    "SELECT lane, due_at, id FROM message WHERE id = ANY($1::bigint[]) AND due_at >= $2 AND due_at < $3"
+)
 
 Dues = Mapping[int, int]
 """Known due times (epoch ms) by id. If the due time of a message is known, only that time is searched."""
@@ -85,14 +88,22 @@ class Places(NamedTuple):
 
 async def find_rows(connection: Connection, ids: Sequence[int], dues: Dues) -> Places:
     """The places of the rows among ``ids``. Raises the driver's errors."""
-    known = [number for number in ids if number in dues]
-    unknown = [number for number in ids if number not in dues]
-    found = await connection.fetch(statements.read("find_rows"), unknown) if unknown else []
-    if known:
-        at = [dues[number] for number in known]
+    found: list[Record] = []
+    if at := {number: dues[number] for number in ids if number in dues}:
         lanes = await connection.fetchval("SELECT array(SELECT number FROM lane)")
-        found += await connection.fetch(statements.read("find_rows_at"), known, at, min(at), max(at) + 1, lanes)
+        given = list(at), list(at.values()), *_bounds(at)
+        found = await connection.fetch(statements.read("find_rows_at"), *given, lanes)
+    # Gone, in a segment, or in a lane that the table of lanes lacks.
+    if left := at.keys() - {row["id"] for row in found}:
+        rows = await connection.fetch(_FIND_ROWS_DUE, list(left), *_bounds({number: at[number] for number in left}))
+        found += [row for row in rows if row["due_at"] == at[row["id"]]]
+    if unknown := [number for number in ids if number not in dues]:
+        found += await connection.fetch(statements.read("find_rows"), unknown)
     return Places.of(Place(due_ms * 1000, number, lane) for lane, due_ms, number in found)
+
+
+def _bounds(dues: Dues) -> tuple[int, int]:
+    return min(dues.values()), max(dues.values()) + 1
 
 
 async def new_ids(connection: Connection, count: int) -> list[int]:
