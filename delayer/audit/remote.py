@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from delayer.audit import spark as sessions
 from delayer.audit import tasks
-from delayer.audit.errors import JobMisused
+from delayer.audit.errors import JobFailed, JobMisused
 from delayer.core.readable import Say
 from delayer.core.secret import SecretUrl
 
@@ -25,6 +25,8 @@ _STATIC: Final = ("CANNOT_MODIFY_STATIC_CONFIG", "CANNOT_MODIFY_CONFIG")
 """Spark's conditions for a setting that a session may not change."""
 PORT: Final = 15002
 """Spark's default."""
+ANSWER_SECONDS: Final = 30.0
+"""How long a server may take to answer as gRPC does. Spark's client would try again for ten minutes."""
 
 
 def place_of(remote: SecretUrl) -> str:
@@ -51,6 +53,7 @@ def session(remote: SecretUrl, more: Mapping[str, str]) -> Iterator[SparkSession
 
     accepting = f"Spark Connect's server {place} accepts no session"
     try:
+        _check_answer(remote, place)
         spark: Any = Connected.builder.remote(remote.reveal()).create()
     except PySparkException as error:
         if str(error.getCondition()).startswith("INVALID_"):  # Its text may quote a parameter, such as a token.
@@ -72,6 +75,24 @@ def session(remote: SecretUrl, more: Mapping[str, str]) -> Iterator[SparkSession
             yield spark
     finally:
         spark.stop()
+
+
+def _check_answer(remote: SecretUrl, place: str) -> None:
+    """Raise JobFailed unless the server speaks gRPC. Called before there is a session, which PySpark would try to
+    release for ten minutes as Python exits."""
+    import grpc  # noqa: PLC0415 - needs the extra
+    from pyspark.sql.connect.client import DefaultChannelBuilder  # noqa: PLC0415
+
+    builder = DefaultChannelBuilder(remote.reveal())
+    _ = builder.session_id  # Raises if it is wrong; the session would, but later.
+    with builder.toChannel() as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=ANSWER_SECONDS)
+        except grpc.FutureTimeoutError:
+            raise JobFailed(
+                f"{place} answers, but not as Spark Connect. Next: check the port of --remote ({PORT} by default; 7077 "
+                "is the master's), and whether it takes TLS (use_ssl=true) with a certificate that this machine trusts"
+            ) from None
 
 
 @contextmanager

@@ -143,6 +143,33 @@ async def test_a_task_that_loses_the_store_names_it(
 # ---- without a server
 
 
+@asynccontextmanager
+async def silent() -> AsyncIterator[tuple[str, list[asyncio.StreamWriter]]]:
+    """The place of a server that accepts connections and never answers, as Spark's master does, and its clients."""
+    clients: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(lambda _, writer: clients.append(writer), "127.0.0.1", 0)
+    try:
+        yield "{}:{}".format(*server.sockets[0].getsockname()), clients
+    finally:
+        for client in clients:
+            client.transport.abort()
+        server.close()
+        await server.wait_closed()
+
+
+async def test_a_port_that_is_not_spark_connects_is_reported_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "ANSWER_SECONDS", 0.5)
+
+    def ask(place: str) -> None:
+        with remote.session(SecretUrl(f"sc://{place}/;token=hunter2"), {}):
+            pytest.fail("a session was made")
+
+    async with silent() as (place, _):
+        with pytest.raises(JobFailed, match=r"answers, but not as Spark Connect\. Next: check the port") as raised:
+            await asyncio.to_thread(ask, place)
+    assert "hunter2" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("url", "place"),
     [
