@@ -45,6 +45,8 @@ class Stoppable(click.Command):
             stopped.append(number)
             signal.raise_signal(signal.SIGINT)  # asyncio cancels its task. A driver's callback may lose an exception.
 
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # Inherited from a script that started us with `&`.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         before = signal.signal(signal.SIGTERM, leave)
         try:
             return super().invoke(ctx)

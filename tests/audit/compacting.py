@@ -7,7 +7,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -120,12 +120,12 @@ def failed_tasks(spark: SparkSession, name: str) -> int:
 
 @asynccontextmanager
 async def command(
-    database: str, *arguments: str, fault: str, **environ: str
+    database: str, *arguments: str, fault: str, program: Sequence[str] = (), **environ: str
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Start `delayer …` in its own process group, with that fault in its workers."""
+    """Start `delayer …` in its own process group, with that fault in its workers; by ``program``, if any."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("DELAYER_")}
     process = await asyncio.create_subprocess_exec(
-        str(Path(sys.executable).with_name("delayer")), *arguments,
+        *program, str(Path(sys.executable).with_name("delayer")), *arguments,
         env=ours | {"DELAYER_CONFIG": os.devnull, "DELAYER_STORE__URL": database, "DELAYER_FAULT": fault} | environ,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True,
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from tests.support.postgres import Postgres
 from tests.support.proxy import Proxy
 
 pytestmark = pytest.mark.deadline(400)
+BY_A_SCRIPT = ("/bin/sh", "-c", 'trap \'\' INT; exec "$0" "$@"')
+"""As a script starts ``delayer … &``: with SIGINT ignored."""
 NO_JAVA = {"JAVA_HOME": "/nowhere", "PATH": "/nowhere"}
 
 
@@ -47,9 +49,11 @@ def damaged(stored: str) -> str:
 
 
 @asynccontextmanager
-async def auditing(connect: Server, url: str, work: Path, *more: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def auditing(
+    connect: Server, url: str, work: Path, *more: str, program: Sequence[str] = ()
+) -> AsyncIterator[asyncio.subprocess.Process]:
     arguments = ("audit", "--deep", "--no-broker", "--remote", connect.url, "--work", str(work), *more)
-    async with command(url, *arguments, fault="", **NO_JAVA) as process:
+    async with command(url, *arguments, fault="", program=program, **NO_JAVA) as process:
         yield process
 
 
@@ -85,21 +89,21 @@ async def test_compact_packs_all(connect: Server, database: str) -> None:
     assert PASSWORD not in told.decode() + said.decode() + connect.log + connect.pages()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("number", "program"), [(signal.SIGTERM, ()), (signal.SIGINT, ()), (signal.SIGTERM, BY_A_SCRIPT)]
+)
 async def test_a_stop_ends_the_tasks_on_the_server(
-    connect: Server, postgres: Postgres, stored: str, tmp_path: Path, number: signal.Signals
+    connect: Server, postgres: Postgres, stored: str, tmp_path: Path, number: signal.Signals, program: Sequence[str]
 ) -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # children inherit an ignored signal
     async with Proxy(postgres.port) as proxy:
         proxy.slow(bytes_per_second=40_000)
         slow = stored.replace(f":{postgres.port}/", f":{proxy.port}/")
-        async with auditing(connect, slow, tmp_path) as process:
-            signal.signal(signal.SIGINT, before)
+        async with auditing(connect, slow, tmp_path, program=program) as process:
             await eventually(lambda: list(tmp_path.glob("delayer-audit-*/message*")), bool, timeout=120.0)
             process.send_signal(number)
-            _, said = await process.communicate()
+            told, said = await process.communicate()
         proxy.resume()
-        assert process.returncode == 128 + number, said.decode()
+        assert (process.returncode, told) == (128 + number, b""), said.decode()
         assert "Traceback" not in said.decode()
         await until_quiet(stored, "delayer audit")
     await eventually(lambda: list(tmp_path.iterdir()), lambda left: not left, timeout=30.0)
@@ -168,6 +172,25 @@ async def test_a_port_that_is_not_spark_connects_is_reported_in_time(monkeypatch
         with pytest.raises(JobFailed, match=r"answers, but not as Spark Connect\. Next: check the port") as raised:
             await asyncio.to_thread(ask, place)
     assert "hunter2" not in str(raised.value)
+
+
+@pytest.mark.parametrize("verb", ["audit", "compact"])
+@pytest.mark.parametrize(
+    ("number", "program"), [(signal.SIGTERM, ()), (signal.SIGINT, ()), (signal.SIGTERM, BY_A_SCRIPT)]
+)
+async def test_a_stop_ends_the_opening_of_a_session(
+    database: str, tmp_path: Path, verb: str, number: signal.Signals, program: Sequence[str]
+) -> None:
+    arguments: tuple[str, ...] = ("audit", "--deep", "--work", str(tmp_path)) if verb == "audit" else ("compact",)
+    async with filled(database, FEW), silent() as (place, clients):
+        arguments += ("--remote", f"sc://{place}")
+        async with command(database, *arguments, fault="", program=program, **NO_JAVA) as process:
+            await eventually(lambda: len(clients), lambda n: n > 1, timeout=60.0)  # After the look whether it listens.
+            process.send_signal(number)
+            async with asyncio.timeout(15.0):
+                _, said = await process.communicate()
+    assert process.returncode == 128 + number, said.decode()
+    assert "Traceback" not in said.decode()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -12,8 +13,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import asyncpg
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -22,6 +25,7 @@ from delayer.amqp.properties import Properties
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyFinding, TopologyMismatch
 from delayer.cli.errors import ExitCode, Misused, failure
 from delayer.cli.main import cli
+from delayer.cli.options import Stoppable
 from delayer.cli.send import PORTION, PORTION_BYTES, Composer, Draft, portions_of
 from delayer.config.errors import ConfigError, Expected, Problem
 from delayer.config.model import Settings
@@ -415,6 +419,33 @@ def test_an_interrupted_import_names_the_next_step(tmp_path: Path) -> None:
     assert done.exit_code == 130
     assert "the same command, which resumes where it stopped" in done.stderr
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("inherited", [signal.default_int_handler, signal.SIG_IGN])
+@pytest.mark.parametrize("waits", [False, True], ids=["plain", "asyncio"])
+def test_sigterm_stops_a_command_that_a_script_started(waits: bool, inherited: Any) -> None:
+    """A script's ``delayer … &`` inherits an ignored SIGINT, the signal by which such a command stops itself."""
+    ended: list[str] = []
+
+    async def wait() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        ended.append("as if there had been no signal")
+
+    @click.command(cls=Stoppable)
+    def work() -> None:
+        if waits:
+            asyncio.run(wait())
+            return
+        os.kill(os.getpid(), signal.SIGTERM)
+        ended.append("as if there had been no signal")
+
+    with ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, inherited))
+        done = CliRunner().invoke(work)
+    assert (done.exit_code, ended) == (143, [])
+    assert "ended by SIGTERM" in done.stderr
 
 
 SAID = "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {} (_ssl.c:1006)"
