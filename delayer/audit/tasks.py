@@ -30,13 +30,16 @@ if TYPE_CHECKING:
     from delayer.audit.remote import OperationWatcher
 
 _STORE_LOST: Final = re.compile(r"delayer\.core\.errors\.StoreLost: (.*)")
-_PYTHON: Final = re.compile(r"^((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Lost)\b.*)$", re.MULTILINE)
+# Not the class alone, with which Spark Connect's "JVM stacktrace:" begins: the message precedes it.
+_BARE_JAVA: Final = r"(?:\w+\.)+\w+$"
+_PYTHON: Final = re.compile(rf"^(?!{_BARE_JAVA})((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Lost)\b.*)$", re.MULTILINE)
 
 # Spark's message for an abandoned task; the reason follows, from the executor or from Java.
 _LOST_TASK: Final = re.compile(r"most recent failure: Lost task \S+ in stage \S+ \(TID \d+\) \([^)]*\):\s*(\S.*)")
+_WRONG_PYTHON: Final = re.compile(r"Cannot run program|ModuleNotFoundError|PYTHON_VERSION_MISMATCH")
 _NO_PYTHON: Final = (
-    ". Next: is there a Python with delayer[spark] at this path on every machine? "
-    "--conf spark.pyspark.python=… says where"
+    ". Next: does every machine have a Python of this version with delayer[spark]? --conf spark.pyspark.python=… says "
+    "where it is; with --remote, PYSPARK_PYTHON of the server"
 )
 _CALL: Final = "An error occurred while calling "
 """Prefix of the first line of every Py4J error, which carries no information."""
@@ -143,8 +146,9 @@ def failure(doing: str, text: str) -> StoreLost | JobFailed:
         reason = lost_task[1]
     else:
         reason = python[-1] if python else next(iter(lines), "no reason given")
-    advice = _NO_PYTHON if "Cannot run program" in reason else ""
-    return JobFailed(f"{doing}: {mask(reason)}{advice}")
+    if _WRONG_PYTHON.search(text):
+        reason = reason.rstrip(".") + _NO_PYTHON
+    return JobFailed(f"{doing}: {mask(reason)}")
 
 
 HUNG: Final = "60s"

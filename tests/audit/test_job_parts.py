@@ -256,14 +256,33 @@ LOST_TASK = (
 )
 
 
+NEXT_PYTHON = (
+    "Next: does every machine have a Python of this version with delayer[spark]? --conf spark.pyspark.python=… says "
+    "where it is; with --remote, PYSPARK_PYTHON of the server"
+)
+
+
 @pytest.mark.parametrize(
     ("reason", "expected"),
     [
         (
             'java.io.IOException: Cannot run program "/nowhere/python": error=2, No such file or directory',
             'packing: java.io.IOException: Cannot run program "/nowhere/python": error=2, No such file or directory. '
-            "Next: is there a Python with delayer[spark] at this path on every machine? "
-            "--conf spark.pyspark.python=… says where",
+            f"{NEXT_PYTHON}",
+        ),
+        (
+            "org.apache.spark.api.python.PythonException: Traceback (most recent call last):\n"
+            "  File x, line 1\nModuleNotFoundError: No module named 'pyarrow'\n",
+            f"packing: ModuleNotFoundError: No module named 'pyarrow'. {NEXT_PYTHON}",
+        ),
+        (
+            "org.apache.spark.api.python.PythonException: Traceback (most recent call last):\n"
+            "  File x, line 1\npyspark.errors.exceptions.base.PySparkRuntimeError: [PYTHON_VERSION_MISMATCH] Python in "
+            "worker has different version: 3.12 than that in driver: 3.11, PySpark cannot run with different minor "
+            "versions.\nPlease check environment variables PYSPARK_PYTHON and PYSPARK_DRIVER_PYTHON are correctly set.",
+            "packing: pyspark.errors.exceptions.base.PySparkRuntimeError: [PYTHON_VERSION_MISMATCH] Python in worker "
+            "has different version: 3.12 than that in driver: 3.11, PySpark cannot run with different minor versions. "
+            f"{NEXT_PYTHON}",
         ),
         (
             "ExecutorLostFailure (executor 1 exited caused by one of the running tasks) Reason: OOM",
@@ -278,3 +297,29 @@ LOST_TASK = (
 )
 def test_the_reason_of_a_failed_task_is_reported(reason: str, expected: str) -> None:
     assert str(failure("packing", LOST_TASK.format(reason))) == expected
+
+
+@pytest.mark.parametrize(
+    ("told", "java", "expected"),
+    [
+        (
+            "[TABLE_OR_VIEW_NOT_FOUND] The table or view `x` cannot be found. SQLSTATE: 42P01; line 1 pos 14;\n'P",
+            "sql.AnalysisException",
+            "judging: [TABLE_OR_VIEW_NOT_FOUND] The table or view `x` cannot be found. SQLSTATE: 42P01; line 1 pos 14;",
+        ),
+        (
+            "(org.apache.spark.SparkException) Job 3 cancelled",
+            "SparkException",
+            "judging: (org.apache.spark.SparkException) Job 3 cancelled",
+        ),
+        (
+            "Job aborted\nTraceback (most recent call last):\n  File x, line 1\nAssertionError\n",
+            "api.python.PythonException",
+            "judging: AssertionError",
+        ),
+    ],
+)
+def test_the_stack_of_a_server_does_not_hide_its_message(told: str, java: str, expected: str) -> None:
+    """As Spark Connect's client prints an error of Spark 4.3."""
+    text = f"{told}\n\nJVM stacktrace:\norg.apache.spark.{java}\n\tat org.apache.spark.x(X.scala:1)\n"
+    assert str(failure("judging", text)) == expected

@@ -26,7 +26,7 @@ REVIEWED: Final = {
     ("audit.extract", r"\A[^/]*//["): OF_OPERATOR,
     ("audit.spark", "[A-Za-z][A"): OF_OPERATOR,
     ("audit.spark", r"local\[(\*"): OF_OPERATOR,
-    ("audit.tasks", r"^((?:\w+\."): "it begins only at a line's beginning, and each part ends before the next",
+    ("audit.tasks", r"^(?!(?:\w+"): "it begins only at a line's beginning, and each part ends before the next",
     ("audit.tasks", "most recen"): "no repeat passes over the beginning of another match",
     ("broker.verify", None): "a policy of the broker's administrator, and a name of at most 255 bytes",
     ("config.sources", "DELAYER_(S"): ONE_PLACE,
