@@ -249,6 +249,7 @@ def estimated(messages: int, stored_bytes: int, packed_bytes: int, keyed: int = 
 
 def run(spark: SparkSession, url: str, planned: CompactionPlan, rows: int, say: Say) -> CompactionResult:
     """Execute the plan. ``say`` gets the step and its progress. Raises JobFailed, StoreLost."""
+    tasks.check_executor(spark, say)
     began = time.monotonic()
     # Windows repeated, at most, if a worker dies. A task costs about 50 ms of overhead, a window half a second.
     portions = [planned.windows[start : start + 4] for start in range(0, len(planned.windows), 4)]

@@ -60,6 +60,7 @@ def run(spark: SparkSession, options: Options, say: Say) -> AuditReport:
     if options.own_rules:
         extract.show_empty(spark)
         rules.check_own(spark, options.own_rules)
+    tasks.check_executor(spark, say)
     with extract.workplace(options.work, spark) as place:
         store = extract.write_extract(spark, options.store, place, watching, sample=options.sample)
         with watching("judging"):

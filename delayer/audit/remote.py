@@ -145,14 +145,15 @@ class OperationWatcher:
                 yield
         except BaseException:
             # Running tasks hold connections, and would write to a workplace that is being removed.
-            cancelling = threading.Thread(target=self._cancel, daemon=True)
+            cancelling = threading.Thread(target=self.cancel, args=(name,), daemon=True)
             cancelling.start()
             cancelling.join(5.0)
             raise
         finally:
             self._spark.removeProgressHandler(look)
 
-    def _cancel(self) -> None:
+    def cancel(self, _name: str) -> None:
+        """End the block of this name: its query fails."""
         from pyspark.errors import PySparkException  # noqa: PLC0415
 
         with suppress(PySparkException):  # The server may be gone.

@@ -20,7 +20,7 @@ from asyncpg import Connection
 
 from delayer.audit.errors import JobFailed
 from delayer.core.errors import StoreLost
-from delayer.core.readable import Say, mask
+from delayer.core.readable import Say, counted, mask
 from delayer.store.admin import traffic
 from delayer.store.admin.traffic import Traffic
 
@@ -67,7 +67,7 @@ class StageWatcher:
         except BaseException:
             # An interrupted job's tasks hold connections, so cancel them. Our connection to the JVM answers only when
             # the job is done; this thread has its own.
-            cancelling = threading.Thread(target=self._cancel, args=(name,), daemon=True)
+            cancelling = threading.Thread(target=self.cancel, args=(name,), daemon=True)
             cancelling.start()
             cancelling.join(5.0)
             raise
@@ -75,7 +75,8 @@ class StageWatcher:
             over.set()
             looking.join()
 
-    def _cancel(self, name: str) -> None:
+    def cancel(self, name: str) -> None:
+        """End the block of this name: its job fails."""
         from py4j.protocol import Py4JError  # noqa: PLC0415
 
         with suppress(Py4JError, OSError):  # The JVM may have exited first.
@@ -202,6 +203,39 @@ def run(
             frame = spark.range(0, len(some), 1, len(some)).mapInArrow(_portions(some, work), "result binary")
             found += [pickle.loads(row.result) for row in frame.collect()]
     return found
+
+
+EXECUTOR_SECONDS: Final = 120.0
+"""How long a job waits for its first executor."""
+
+
+def check_executor(spark: SparkSession, say: Say) -> None:
+    """Run a task that does nothing. A job calls this before it takes a snapshot, because Spark waits forever for an
+    executor, and an old snapshot holds up VACUUM. Raises JobFailed, also if no executor takes the task in time."""
+    name = "waiting for an executor"
+    late = threading.Event()
+    cancel = watcher(spark, say).cancel
+
+    def give_up() -> None:
+        late.set()
+        cancel(name)
+
+    limit = threading.Timer(EXECUTOR_SECONDS, give_up)
+    limit.daemon = True
+    limit.start()
+    try:
+        run(spark, name, [[0]], list, say)
+    except JobFailed:
+        if not late.is_set():
+            raise
+        memory, cores = spark.conf.get("spark.executor.memory", "1g"), spark.conf.get("spark.executor.cores", "1")
+        raise JobFailed(
+            f"no worker offered an executor of {memory} and {counted(int(cores or 1), 'core')} within "
+            f"{EXECUTOR_SECONDS:.0f} s. Next: compare spark.executor.memory and spark.executor.cores (--conf, or with "
+            "--remote settings of the server) with what Spark's page says is free on the workers"
+        ) from None
+    finally:
+        limit.cancel()
 
 
 def _portions(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ import pytest
 from click.testing import CliRunner
 from pyspark.sql import SparkSession
 
-from delayer.audit import job, rules, source, tasks
+from delayer.audit import compact, extract, job, rules, source, tasks
+from delayer.audit.errors import JobFailed
 from delayer.audit.findings import AuditReport
 from delayer.audit.tasks import StageWatcher
 from delayer.cli import submit
@@ -89,6 +92,39 @@ def test_many_tasks_are_several_queries_with_results_in_order(
     assert found == list(range(0, 28, 2))
     assert {name for name, _, _ in told} == {"doubling"}
     assert tasks.run(spark, "nothing", [], lambda some: some, lambda *_: None) == []
+
+
+@contextmanager
+def busy(spark: SparkSession, cores: int = 2) -> Iterator[None]:
+    """Another job has all cores."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as thread:
+        server.settimeout(60.0)
+        place = server.getsockname()
+
+        def wait(batches: Iterable[Any]) -> Iterator[Any]:
+            with socket.create_connection(place) as until_closed:
+                until_closed.recv(1)
+            yield from batches
+
+        other = thread.submit(spark.range(0, cores, 1, cores).mapInArrow(wait, "id long").collect)
+        with ExitStack() as stack:
+            for _ in range(cores):
+                stack.enter_context(server.accept()[0])
+            yield
+        assert len(other.result()) == cores
+
+
+def test_a_job_without_an_executor_ends_before_it_takes_a_snapshot(
+    spark: SparkSession, filled: str, work: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "EXECUTOR_SECONDS", 0.5)
+    monkeypatch.setattr(extract, "hold_snapshot", lambda _: pytest.fail("it took a snapshot"))
+    planned = compact.CompactionPlan(0, 0, (), 0)
+    with busy(spark):
+        with pytest.raises(JobFailed, match=r"no worker offered an executor of 1g and 1 core within 0 s\. Next: "):
+            audit(spark, filled, work=work)
+        with pytest.raises(JobFailed, match="no worker offered an executor"):
+            compact.run(spark, filled, planned, 250, lambda *_: None)
 
 
 # ---- secrets
