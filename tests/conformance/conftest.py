@@ -9,10 +9,13 @@ import pytest
 
 from tests.conformance.broker_world import MemoryPlace, Place
 from tests.conformance.stores import MemoryStores, PostgresStores, Stores
+from tests.simulation.store.process import ClockedPostgres
+from tests.simulation.store.threaded import ThreadedStore
 from tests.support.brokers import REAL, SIMULATED, simulated
 
 MEMORY = "memory"
 BROKERS = {"real": REAL, SIMULATED: SIMULATED}
+STORES = {"real": "database", SIMULATED: "simulated_store", MEMORY: ""}
 
 
 @contextmanager
@@ -42,10 +45,24 @@ def either(request: pytest.FixtureRequest) -> Iterator[Place | MemoryPlace]:
         yield found
 
 
-@pytest.fixture(params=[REAL, MEMORY])
+@pytest.fixture(scope="session")
+def clocked() -> Iterator[ClockedPostgres]:
+    """The Postgres behind all simulated stores."""
+    with ClockedPostgres() as postgres:
+        yield postgres
+
+
+@pytest.fixture
+def simulated_store(clocked: ClockedPostgres) -> Iterator[str]:
+    """The URL of an empty simulated store."""
+    with ThreadedStore(clocked) as store:
+        yield store.url
+
+
+@pytest.fixture(params=STORES)
 def stores(request: pytest.FixtureRequest) -> Callable[[int], Stores]:
     """Creates a store with this many lanes."""
     if request.param == MEMORY:
         return MemoryStores
-    database = request.getfixturevalue("database")
-    return lambda lanes: PostgresStores(database, lanes)
+    url = request.getfixturevalue(STORES[request.param])
+    return lambda lanes: PostgresStores(url, lanes)
