@@ -12,13 +12,16 @@ from typing import Final
 import detangle
 import structlog
 
-from tests.simulation import clock, pauses
+from tests.simulation import clock, links, pauses
 from tests.simulation.store.server import HOSTS, Role
 from tests.simulation.world import BROKER, DESTINATION, Node, World
 from tests.support.verdict import Window
 
 AFTERMATH: Final = 60.0
 """After that many seconds everything works again; only messages that met a fault may come twice."""
+
+RATES: Final = (0, 1_000)
+PARKED_BEYOND_MS: Final = (0, 5_000)
 
 log = structlog.get_logger(__name__)
 Fault = Callable[[World, Node], Awaitable[None]]
@@ -201,6 +204,10 @@ async def mode_switched(_: World, node: Node) -> None:
 
 
 async def reloaded(_: World, node: Node) -> None:
+    """With another rate of the route, and another delay from which on messages are parked. Both stay."""
+    routes = tuple(route.model_copy(update={"max_rate": detangle.choice(RATES)}) for route in node.settings.routes)
+    store = node.settings.store.model_copy(update={"park_beyond_ms": detangle.choice(PARKED_BEYOND_MS)})
+    node.settings = node.settings.model_copy(update={"routes": routes, "store": store})
     await node.reload(node.settings)
 
 
@@ -209,6 +216,47 @@ async def clock_stepped(_: World, node: Node) -> None:
     clock.ahead[node.host] = detangle.choice([-3_600.0, -5.0, 5.0, 3_600.0])
     await asyncio.sleep(detangle.uniform(1.0, 60.0))
     del clock.ahead[node.host]
+
+
+async def store_one_way(_: World, node: Node) -> None:
+    """What one daemon says to the store is lost, or what the store says to it."""
+    await _one_way(node.host, *HOSTS)
+
+
+async def broker_one_way(_: World, node: Node) -> None:
+    """What one daemon says to the broker is lost, or what the broker says to it."""
+    await _one_way(node.host, BROKER)
+
+
+async def _one_way(one: str, *others: str) -> None:
+    ways = [(one, other) for other in others]
+    if detangle.flip(0.5):
+        ways = [(other, one) for other in others]
+    for way in ways:
+        links.lose(*way)
+    await asyncio.sleep(detangle.uniform(0.1, 40.0))
+    for way in ways:
+        links.restore(*way)
+
+
+async def slow(_: World, __: Node) -> None:
+    """All connections are slow."""
+    loop = detangle.current_loop()
+    before = links.take(loop, detangle.choice(links.SLOW))
+    await asyncio.sleep(detangle.uniform(1.0, 40.0))
+    links.take(loop, before)
+
+
+def killed_during(*faults: Fault) -> Fault:
+    """A daemon dies during another fault, of broker or store. It may start again before that is over."""
+
+    async def killed(world: World, node: Node) -> None:
+        other = asyncio.create_task(detangle.choice(faults)(world, node))
+        await asyncio.sleep(detangle.uniform(0.0, 10.0))
+        await daemon_killed(world, node)
+        await other
+
+    return killed
 
 
 async def _apart(one: str, *others: str) -> None:
@@ -221,12 +269,16 @@ async def _apart(one: str, *others: str) -> None:
 
 OF_BROKER: Final[Mapping[str, Fault]] = {
     "kill": broker_killed, "stop": broker_stopped, "cut": cut, "alarm": alarm, "minority": minority,
-    "daemon": daemon_killed,
+    "daemon": daemon_killed, "daemon stopped": daemon_stopped, "daemon paused": daemon_paused, "reloaded": reloaded,
+    "broker apart": broker_apart, "broker one way": broker_one_way, "slow": slow,
+    "daemon during": killed_during(broker_killed, broker_stopped, broker_apart),
 }  # fmt: skip
 OF_STORE: Final[Mapping[str, Fault]] = {
-    **OF_BROKER, "daemon stopped": daemon_stopped, "daemon paused": daemon_paused, "store killed": store_killed,
-    "store stopped": store_stopped, "store cut": store_cut,
+    **OF_BROKER, "store killed": store_killed, "store stopped": store_stopped, "store cut": store_cut,
     "store fails over": store_fails_over, "store frozen": store_frozen, "store apart": store_apart,
-    "broker apart": broker_apart, "destination away": destination_away, "mode switched": mode_switched,
-    "reloaded": reloaded, "clock stepped": clock_stepped,
+    "store one way": store_one_way, "destination away": destination_away, "mode switched": mode_switched,
+    "clock stepped": clock_stepped, "daemon during": killed_during(
+        broker_killed, broker_stopped, broker_apart, store_killed, store_stopped, store_fails_over, store_frozen,
+        store_apart,
+    ),
 }  # fmt: skip

@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-import detangle
-
 from delayer.broker.isolation import MAX_EXCHANGES
 from delayer.broker.publisher import MAX_BATCH
 from delayer.config.model import Settings
@@ -103,8 +101,7 @@ def _roots(node: Node) -> Iterator[object]:
     if node._running.done():
         return
     yield node.daemon
-    tasks = detangle.current_loop().task_info.values()
-    ours = [info.task for info in tasks if info.host == node.host and not info.task.done()]
+    ours = node.tasks()
     assert len(ours) <= FEW, f"{node.host} has {len(ours)} tasks: {sorted(task.get_name() for task in ours)}"
     yield from ours
 

@@ -1,4 +1,4 @@
-"""Native mode: messages of a second to minutes or hours, while the broker restarts and connections are cut."""
+"""Native mode: messages of a second to minutes or hours, while daemons and the broker fail."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ DAEMONS: Final = 2
 """One of them consumes the intake queue, and the other stands by."""
 MANY_SECONDS: Final = 600
 """In so many seconds happen as many faults as in a short run."""
+ALWAYS: Final = ("cut", "cut", "cut", "alarm", "minority", "daemon")
+OTHERS: Final = (
+    "daemon stopped",
+    "daemon paused",
+    "reloaded",
+    "broker apart",
+    "broker one way",
+    "slow",
+    "daemon during",
+)
 SHORTEST_MS, LONGEST_MS = 1_000, 300_000
 
 
@@ -31,10 +41,7 @@ async def native(plan: Plan, seconds: float, rate: float) -> Outcome:
         loop, traffic = asyncio.get_running_loop(), Traffic.over(seconds, rate, longest_ms=LONGEST_MS)
         ends = loop.time() + seconds
         trouble = Trouble(world, nodes, plan)
-        kinds = [*(["cut"] * 3), "alarm", "minority", "daemon", detangle.choice(["kill", "stop"])]
-        kinds *= max(1, round(seconds / MANY_SECONDS))
-        detangle.shuffle(kinds)
-        faults = asyncio.create_task(trouble.run(OF_BROKER, kinds, seconds))
+        faults = asyncio.create_task(trouble.run(OF_BROKER, kinds_of(plan, seconds), seconds))
         for number in count():
             if (now := loop.time()) >= ends:
                 break
@@ -54,3 +61,13 @@ async def native(plan: Plan, seconds: float, rate: float) -> Outcome:
         verdict = world.ledger.verdict(world.standing())
         verdict.assert_kept(repeats=True)
         return Outcome(str(verdict), trouble.counts, world.ledger.account.sent)
+
+
+def kinds_of(plan: Plan, seconds: float) -> list[str]:
+    """Draw the faults of a run."""
+    kinds: list[str] = []
+    for _ in range(max(1, round(seconds / MANY_SECONDS))):
+        few = [*ALWAYS, detangle.choice(["kill", "stop"]), *(detangle.choice(list(OTHERS)) for _ in range(2))]
+        kinds += [detangle.choice(list(plan.kinds)) for _ in few] if plan.kinds else few
+    detangle.shuffle(kinds)
+    return kinds

@@ -19,7 +19,7 @@ import structlog
 from detangle import Decision, NetConfig, RandomWalk, SimConfig, SimLoop, execute
 from detangle._context import current_host
 
-from tests.simulation import clock, pauses
+from tests.simulation import clock, links, pauses
 from tests.simulation.faults import Plan
 
 FORGET_SECONDS: Final = 60.0
@@ -130,6 +130,7 @@ def simulate(case: Case, scenario: Scenario, *, log: bool = False) -> Result:
             loop.call_at_exact(FORGET_SECONDS, forget, loop, decisions)
             stack.enter_context(clock.virtual(loop, case.seed))
             pauses.install(loop)
+            links.install(loop)
             loop.set_task_factory(numbered)
 
         gc.collect()

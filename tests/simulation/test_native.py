@@ -20,7 +20,7 @@ def test_the_promises_hold() -> None:
     code, results = simulate("--mode", "native", "--seed", "1", "--runs", "3")
     assert [one["failure"] for one in results] == [""] * 3
     assert code == 0
-    assert all(sum(one["faults"].values()) == 7 for one in results)
+    assert all(sum(one["faults"].values()) == 9 for one in results)
 
 
 def test_a_seed_gives_the_same_run_in_every_process() -> None:

@@ -12,7 +12,7 @@ from typing import Final
 
 from delayer.store.lanes.cursor import NEVER_MS
 from delayer.store.lanes.lane import PostgresLane
-from delayer.store.pool import COMMAND_SECONDS
+from delayer.store.pool import BEGINNING_MS, COMMAND_SECONDS
 from tests.simulation import memory
 from tests.simulation.faults import Trouble
 from tests.simulation.pauses import is_paused
@@ -166,7 +166,7 @@ def _by_kind(answer: Sequence[tuple[str | None, ...]]) -> dict[Kind, list[tuple[
 
 def _look_at(lanes: Iterable[PostgresLane]) -> str:
     """Ask also for rows at a lane's place or before it that it has not claimed: it would not claim them next."""
-    lanes = [lane for lane in lanes if lane.cursor.place[0] < NEVER_MS]
+    lanes = [lane for lane in lanes if BEGINNING_MS < lane.cursor.place[0] < NEVER_MS]
     claims = [claimer.opened for lane in lanes for claimer in lane.claimers if claimer.opened is not None]
     taken = [due.id for claim in claims for due in (*claim.rows, *claim.expired)]
     taken += [id_ for lane in lanes for id_ in lane.skipped.ids]

@@ -29,6 +29,8 @@ PORT: Final = 5672
 DESTINATION: Final = "delayer.out"
 """The exchange that the ledger consumes from."""
 URL: Final = f"amqp://guest:guest@{BROKER}:{PORT}/"
+TURNS: Final = 100
+"""Of the loop, until every task of a process that was killed has ended."""
 COMMITS: Final = (0.0005, 0.001, 0.004, 0.03)
 
 
@@ -94,8 +96,18 @@ class Node:
             if any(side.host == self.host for side in connection.sides()):
                 connection.reset(ConnectionResetError(104, f"the process on {self.host} died"))
         network.crash(self.host)
-        await asyncio.wait([self._running])
+        for _ in range(TURNS):  # A task may wait again as it ends, for a socket of which it will never hear.
+            if not (left := self.tasks()):
+                break
+            for task in left:
+                task.cancel()
+            await asyncio.sleep(0)
+        assert not left, f"{self.host} was killed, and still does {left}"
         network.restart(self.host)
+
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        tasks = detangle.current_loop().task_info.values()
+        return [info.task for info in tasks if info.host == self.host and not info.task.done()]
 
 
 class World:
