@@ -12,6 +12,7 @@ from tests.simulation import memory
 from tests.simulation.faults import OF_BROKER, Plan, Trouble
 from tests.simulation.run import Outcome
 from tests.simulation.traffic import Traffic
+from tests.simulation.whereabouts import EACH_SECONDS, Whereabouts
 from tests.simulation.world import World
 
 DAEMONS: Final = 2
@@ -42,6 +43,7 @@ async def native(plan: Plan, seconds: float, rate: float) -> Outcome:
         ends = loop.time() + seconds
         trouble = Trouble(world, nodes, plan)
         faults = asyncio.create_task(trouble.run(OF_BROKER, kinds_of(plan, seconds), seconds))
+        whereabouts = Whereabouts(world, has_store=False)
         for number in count():
             if (now := loop.time()) >= ends:
                 break
@@ -50,6 +52,8 @@ async def native(plan: Plan, seconds: float, rate: float) -> Outcome:
                 node.check()
                 if number % memory.EACH_SECONDS == 0:
                     memory.check(node)
+            if number % EACH_SECONDS == 0:
+                whereabouts.check()
             await asyncio.sleep(max(0.0, 1.0 - (loop.time() - now)))
         await faults
         await world.ledger.all_back(timeout=traffic.longest_ms / 1000 + 60)

@@ -157,6 +157,8 @@ def a_leak() -> None:
 
 LOST: Final = "until"
 """The ledger waits in vain."""
+NOWHERE: Final = "check: not gone"
+"""A message that is neither in the broker nor in the store, before it arrived."""
 CHANGED: Final = "until: not verdict.changed"
 EARLY: Final = "assert_kept: not self.early"
 OVERDUE: Final = "_check: not late"
@@ -178,9 +180,9 @@ class Bug:
 PLANTED: Final = {
     bug.plant.__name__: bug
     for bug in (
-        Bug(without_confirms, [LOST], "native"),
+        Bug(without_confirms, [NOWHERE], "native"),
         Bug(a_clock_ahead, [EARLY], "native"),
-        Bug(acknowledged_before_the_commit, [LOST]),
+        Bug(acknowledged_before_the_commit, [NOWHERE]),
         Bug(a_cursor_ahead, [OVERDUE, OVERLOOKED]),
         Bug(two_owners, ["_check_lasting: looks < most"]),
         Bug(a_leak, ["check_rest: asyncio.get_running_loop().time() < ends", "check: not large"]),
@@ -193,7 +195,7 @@ PLANTED: Final = {
         Bug(a_wrong_counter, ["_check: not counters"], "keys"),
         Bug(segments_that_wait_too_long, [OVERDUE], "operator"),
         Bug(keys_that_stay_behind, ["_check: not keys"], "segments"),
-        Bug(a_drain_that_leaves_one_out, [LOST], "drain"),
+        Bug(a_drain_that_leaves_one_out, [NOWHERE], "drain"),
         Bug(an_import_that_leaves_one_out, ["judge: not lost"], "import"),
         Bug(an_import_that_repeats_one, ["stored: not verdict.unexcused"], "import"),
         Bug(a_drop_of_too_many, ["judge: not lost"], "refused"),

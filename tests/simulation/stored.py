@@ -19,6 +19,7 @@ from tests.simulation.store.process import ClockedPostgres
 from tests.simulation.store.server import URL
 from tests.simulation.traffic import Traffic
 from tests.simulation.watch import Watch
+from tests.simulation.whereabouts import Whereabouts
 from tests.simulation.world import Node, World
 from tests.support.ledger import Ledger
 from tests.support.sql_ledger import SqlLedger
@@ -178,7 +179,8 @@ async def stored(feature: Feature, postgres: ClockedPostgres, plan: Plan, second
         if feature.begin:
             await feature.begin(world.ledger)
         trouble = Trouble(world, nodes, plan)
-        watch = Watch(world.store, nodes, trouble)
+        whereabouts = Whereabouts(world, has_store=True) if feature.all_come else None
+        watch = Watch(world.store, nodes, trouble, whereabouts)
         faults = trouble.run(OF_STORE, kinds_of(plan, seconds), seconds)
         traffic = Traffic.over(seconds, rate, longest_ms=LONGEST_MS)
         work = asyncio.create_task(_work(feature, world, nodes, faults, watch, seconds, traffic))

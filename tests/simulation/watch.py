@@ -1,5 +1,5 @@
 """Invariants of store mode, asked once a second: counters equal rows, every lane has one owner at most, nobody
-overlooks a due row, and the daemons' memory is bounded."""
+overlooks a due row, the daemons' memory is bounded, and no message is gone."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.simulation.pauses import is_paused
 from tests.simulation.scheduled import INCONSISTENT
 from tests.simulation.store.process import Locked
 from tests.simulation.store.server import SimulatedStore
+from tests.simulation.whereabouts import EACH_SECONDS, Whereabouts
 from tests.simulation.world import Node
 
 
@@ -93,8 +94,11 @@ _STANDING: Final = (
 
 
 class Watch:
-    def __init__(self, store: SimulatedStore, nodes: Sequence[Node], trouble: Trouble) -> None:
+    def __init__(
+        self, store: SimulatedStore, nodes: Sequence[Node], trouble: Trouble, whereabouts: Whereabouts | None
+    ) -> None:
         self._store = store
+        self._whereabouts = whereabouts
         self._nodes = nodes
         self._trouble = trouble
         self._looks: dict[object, int] = {}
@@ -110,6 +114,8 @@ class Watch:
             if number % memory.EACH_SECONDS == 0:
                 for node in self._nodes:
                     memory.check(node)
+            if number % EACH_SECONDS == 0 and self._whereabouts:
+                self._whereabouts.check()
 
     def look(self) -> None:
         """Raises AssertionError."""
