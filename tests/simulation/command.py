@@ -149,7 +149,7 @@ def revision() -> str:
 
 def words_of(case: Case) -> str:
     """The arguments that repeat a case."""
-    words = [f"--mode {case.mode} --seed {case.seed} --seconds {case.seconds:g} --rate {case.rate:g}"]
+    words = [f"--mode '{case.mode}' --seed {case.seed} --seconds {case.seconds:g} --rate {case.rate:g}"]
     words += [f"--faults '{kind}'" for kind in case.kinds]
     if case.keep is not None:
         words.append(f"--keep '{','.join(map(str, case.keep))}'")

@@ -12,7 +12,7 @@ import detangle
 
 from tests.faults.features import cancels, keys, modes
 from tests.faults.features.striking import excused
-from tests.simulation import drained, imported, memory, operated, packed, refused, scheduled
+from tests.simulation import drained, imported, inbox, memory, operated, packed, refused, scheduled
 from tests.simulation.faults import OF_STORE, Plan, Trouble
 from tests.simulation.run import Outcome
 from tests.simulation.store.process import ClockedPostgres
@@ -154,6 +154,7 @@ FEATURES: Final = {
     "drain": Feature(Ledger, _publish, _judge_plain, all_come=True, beside=_drain),
     "import": Feature(imported.Exported, _publish, imported.judge, beside=_move_through_files),
     "sql": Feature(SqlLedger, _publish, _judge_plain, all_come=True),
+    "sql cancels": Feature(inbox.SqlCancelling, inbox.send, inbox.judge),
     "schedules": Feature(
         scheduled.Scheduling,
         scheduled.send,

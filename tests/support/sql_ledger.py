@@ -20,6 +20,13 @@ _SEND: Final = (
     "SELECT delayer_send($1, $2::bytea, due => $3, exchange => $4, headers => $5, message_id => $6, content_type => $7,"
     " priority => $8, correlation_id => $9, app_id => $10)"
 )
+LOST: Final = (
+    asyncpg.PostgresError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,  # for a connection that broke between two statements
+    OSError,
+    TimeoutError,
+)
 SHAPES: Final[Sequence[dict[str, Any]]] = (
     {}, {"trace": "größe", "app": "orders"}, {"i": 5, "large": -(2**60), "yes": True}, {"double": 0.1, "void": None},
     {"table": {"inner": 7}, "list": ["x", 1]},
@@ -77,6 +84,7 @@ class SqlLedger(Ledger):
     """``store``: the URL of the store. A message whose commit is in doubt is sent again."""
 
     store = ""
+    statement = _SEND
     _letters: SqlLetters
 
     def __init__(self, url: str, chance: Any, **names: Any) -> None:
@@ -99,17 +107,17 @@ class SqlLedger(Ledger):
         while True:
             self.note_attempt(batch)
             committing = False
+            rows = [self._arguments(one) for one in batch]
             try:
                 connection = await asyncpg.connect(self.store, timeout=10)
                 try:
                     async with connection.transaction():
-                        await connection.executemany(_SEND, [self._arguments(one) for one in batch], timeout=60)
+                        await connection.executemany(self.statement, rows, timeout=60)
                         committing = True
                     return
                 finally:
                     connection.terminate()
-            except (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError, TimeoutError):
-                # asyncpg raises InternalClientError for a connection that broke between two statements.
+            except LOST:
                 if committing:
                     self.account.published_twice.update(int(one.token) for one in batch)
             await asyncio.sleep(PAUSE)
