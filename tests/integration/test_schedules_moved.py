@@ -116,12 +116,12 @@ async def test_an_occurrence_from_elsewhere_is_computed_again(
         right = await record(admin)
     delayer("export", str(file))
     line, end = file.read_bytes().splitlines()
-    early = json.loads(line) | {"waiting_ms": (right.waiting_ms or 0) - HOUR_MS}
-    file.write_bytes(json.dumps(early).encode() + b"\n" + end + b"\n")
+    late = json.loads(line) | {"waiting_ms": (right.waiting_ms or 0) + HOUR_MS}
+    file.write_bytes(json.dumps(late).encode() + b"\n" + end + b"\n")
     async with other_store(postgres) as other, opened(other) as store, sql(other) as admin:
         await store.maintain()
         delayer("import", "jsonl", "run", str(file), "--unverified", "--yes", DELAYER_STORE__URL=other)
-        assert (await check_waiting(admin)).waiting_ms == early["waiting_ms"]
+        assert (await check_waiting(admin)).waiting_ms == late["waiting_ms"]
         await store.maintain()
         assert (await check_waiting(admin)).waiting_ms == right.waiting_ms
 

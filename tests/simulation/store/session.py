@@ -56,11 +56,14 @@ class Session(asyncio.Protocol):
         self._local_timeouts: dict[bytes, int] = {}
         self._timers: list[asyncio.TimerHandle] = []
         self._is_left = self._is_standby = False
+        self.connected = False
+        """It never is if the server stops listening while it accepts this connection."""
 
     # The client's side.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: asyncio.Transport = transport  # type: ignore[assignment]
+        self.connected = True
         self._server.sessions.append(self)
 
     def connection_lost(self, _: BaseException | None) -> None:

@@ -42,7 +42,8 @@ class _RealTime(SimulatedStore):
         made = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*made)  # The loop accepts each connection in a task.
         for session in self._made:
-            session.cut()
+            if session.connected:
+                session.cut()
         for _ in range(2):  # They end in the next turn of the loop.
             await asyncio.sleep(0)
 
