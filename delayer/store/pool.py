@@ -187,13 +187,14 @@ async def open_pool(
 @asynccontextmanager
 async def borrow(pool: asyncpg.Pool) -> AsyncIterator[Connection]:
     """A connection of the pool, cut if the caller is cancelled or a statement times out. Else the pool would wait for
-    the server to confirm the cancellation, which let a hanging server block a daemon's stop. Raises the driver's
-    errors."""
+    the server to confirm the cancellation, which let a hanging server block a daemon's stop. It is also cut if its
+    transaction is still open. Raises the driver's errors."""
     async with pool.acquire() as connection:
         try:
             yield connection
-        except GIVEN_UP:
-            end(connection)
+        except BaseException as error:
+            if isinstance(error, GIVEN_UP) or connection.is_in_transaction():  # Its rollback failed, too.
+                end(connection)
             raise
 
 

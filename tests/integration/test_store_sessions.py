@@ -158,6 +158,18 @@ async def test_a_commit_that_the_server_turns_into_a_rollback_fails(database: st
         assert not connection.is_in_transaction()
 
 
+async def test_a_connection_whose_transaction_stays_open_leaves_the_pool(database: str) -> None:
+    """The server had ended its session, so not even its rollback was sent."""
+    async with opened(database, parkers=1) as store:
+        with pytest.raises(asyncpg.InterfaceError, match="its rollback"):
+            async with pool.borrow(store.pool) as connection:
+                first = connection.get_server_pid()
+                await connection.execute("BEGIN")
+                raise asyncpg.InterfaceError("its rollback failed")
+        async with pool.borrow(store.pool) as connection:
+            assert connection.get_server_pid() != first
+
+
 async def test_an_inner_transaction_is_undone_alone(database: str) -> None:
     async with sql(database) as connection:
         async with pool.transaction(connection):

@@ -190,7 +190,7 @@ PLANTED: Final = {
         Bug(a_breaker_that_stays_open, [LOST], faults=["destination away"]),
         Bug(a_standby_that_nobody_asks, [OVERDUE, LOST], faults=["store fails over"]),
         Bug(a_reload_without_routes, [LOST], faults=["reloaded"]),
-        Bug(a_cut_envelope, [CHANGED], "native"),
+        Bug(a_cut_envelope, [CHANGED, NOWHERE], "native"),
         Bug(an_overtaken_cancel, ["assert_kept: not self.overtaken", "assert_kept: not self.lost"], "keys"),
         Bug(a_wrong_counter, ["_check: not counters"], "keys"),
         Bug(segments_that_wait_too_long, [OVERDUE], "operator"),

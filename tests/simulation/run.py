@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any, Final, NamedTuple
 
+import asyncpg
 import structlog
 from detangle import Decision, NetConfig, RandomWalk, SimConfig, SimLoop, execute
 from detangle._context import current_host
@@ -112,6 +113,15 @@ def forget(loop: SimLoop, decisions: Decisions) -> None:
     loop.call_at_exact(loop.time() + FORGET_SECONDS, forget, loop, decisions)
 
 
+def hear(loop: SimLoop, context: dict[str, Any]) -> None:
+    """Every error that reaches the loop fails the run, except one: asyncpg abandons a future if the server has just
+    ended the session in which it begins a COPY. The COPY's caller gets an error, too."""
+    if not isinstance(context.get("exception"), asyncpg.ConnectionDoesNotExistError):
+        loop.unhandled.append(context)
+        if loop.tracer is not None:
+            loop.tracer.on_unhandled(context)
+
+
 def simulate(case: Case, scenario: Scenario, *, log: bool = False) -> Result:
     """Run a simulation in this process, which should not run another one."""
     events = hashlib.sha256()
@@ -132,6 +142,7 @@ def simulate(case: Case, scenario: Scenario, *, log: bool = False) -> Result:
             pauses.install(loop)
             links.install(loop)
             loop.set_task_factory(numbered)
+            loop.set_exception_handler(hear)
 
         gc.collect()
         gc.freeze()  # as the daemon does; it collects after each failure
