@@ -95,6 +95,7 @@ async def test_key_modes(mode: str, faults: int | None, servers: Servers, tmp_pa
     async with opened(*servers, tmp_path, modes.Modal, mode=mode, seed=SEED + 70, daemons=1) as fleet:
         peaceful = await peace.modes_in_peace(fleet, seconds=4.0)
         peaceful.assert_kept()
+        assert peaceful.dropped
         ledger = fleet.ledger
         assert isinstance(ledger, modes.Modal)
         chosen = handful(SEED + 70, daemons=1, store=mode == STORE)[:faults]
@@ -104,6 +105,7 @@ async def test_key_modes(mode: str, faults: int | None, servers: Servers, tmp_pa
         judgement = modes.judged(ledger, set(await numbers_in(fleet, "delays.refused")))
         print(f"{mode}: {struck} faults, {ledger.account.sent} sent, {judgement.dropped} dropped", counters)
         judgement.assert_kept()
+        assert judgement.dropped > peaceful.dropped
         kept(ledger.verdict())
         assert counters["released"] <= await fleet.rows_back() <= counters["released"] + counters["cancelled"]
 

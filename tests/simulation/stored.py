@@ -32,6 +32,8 @@ REPLACED_MS: Final = 3_000
 LONGEST_MS: Final = 180_000
 RECENT_SECONDS: Final = 20
 """Cancels are for messages of about so many last seconds."""
+FEW_LETTERS: Final = 1_000
+"""A run with fewer may drop none."""
 REST: Final = 300.0
 """Everything that is owed comes so many seconds after the last fault and its due instant."""
 
@@ -133,8 +135,9 @@ def _judge_keys(ledger: TimedKeys) -> None:
 
 
 def _judge_modes(ledger: modes.Modal) -> None:
-    """A fault may take longer than a letter may wait."""
+    """A fault may take longer than a letter may wait. A quiet run drops nothing."""
     found = modes.judged(ledger)
+    assert found.dropped or ledger.account.sent < FEW_LETTERS, "nothing was dropped"
     late = [number for number in found.late if not excused(ledger.account, number, time.time() * 1000)]
     replace(found, late=late).assert_kept()
 
