@@ -14,7 +14,6 @@ CHECKS = sorted({check for bug in PLANTED.values() for check in bug.checks})
 SOURCES = [path.read_text() for path in Path(__file__).parents[1].rglob("*.py")]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(bug: str) -> None:
     code, results = simulate("--seed", "1", "--runs", "8", "--first", "--plant", bug)
