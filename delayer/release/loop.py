@@ -37,7 +37,7 @@ SLICE_SECONDS: Final = 1.0
 """Longest single sleep. After each, the loop checks for a stop and feeds the watchdog."""
 
 CLAIM_MESSAGES: Final = 1000
-CLAIM_BYTES: Final = 256 << 10
+CLAIM_BYTES: Final = 512 << 10
 """Limits of one claim. The broker must confirm all of it well within the publisher's deadline, and the store must send
 it within 4 s, even over a slow line, before the server ends an idle transaction. A claim takes at least one message of
 any size, but one claim of the process at a time takes a message that exceeds CLAIM_BYTES by a megabyte."""
