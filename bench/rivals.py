@@ -11,7 +11,9 @@ import asyncio
 import gc
 import heapq
 import json
+import math
 import random
+import re
 import sys
 import time
 from typing import Any
@@ -32,6 +34,7 @@ CLAIMED = 1000
 GATHER_SECONDS = 0.005
 TURN_SECONDS = 0.002
 TICK = 0.01
+DELAY = re.compile(rb"\x07x-delay[lL](.{8})", re.DOTALL)
 
 
 class Course:
@@ -72,11 +75,14 @@ async def in_memory(order: dict[str, Any]) -> dict[str, Any]:
             await asyncio.sleep(GATHER_SECONDS)
             batch = arrived[:]
             arrived.clear()
-            now_ms = time.time_ns() // 1_000_000
+            now_ms, clock = time.time() * 1000, time.monotonic()
             for one in batch:
                 found = NUMBERED.search(one.properties)
-                due_ms, n = (int.from_bytes(raw, "big") for raw in found.groups()) if found else (now_ms, 0)
-                content = properties(number(DUE_HEADER, due_ms) + number(NUMBER_HEADER, n))
+                asked_ms, n = (int.from_bytes(raw, "big") for raw in found.groups()) if found else (int(now_ms), 0)
+                delay = DELAY.search(one.properties)
+                read_ms = now_ms - (clock - one.read_at) * 1000
+                due_ms = asked_ms if delay is None else math.ceil(read_ms + int.from_bytes(delay[1], "big"))
+                content = properties(number(DUE_HEADER, asked_ms) + number(NUMBER_HEADER, n))
                 out = Outgoing(OUT.encode(), one.routing_key, content, one.body, b"%d" % one.tag)
                 heapq.heappush(waiting, (due_ms, one.tag, out))
             if batch:

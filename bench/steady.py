@@ -59,13 +59,15 @@ async def once(
     return steady
 
 
-async def in_memory(place: Place, rate: int, seconds: int, delays_ms: tuple[int, int, int]) -> Steady:
+async def in_memory(
+    place: Place, rate: int, seconds: int, delays_ms: tuple[int, int, int], *, header: str = DAEMON_HEADER
+) -> Steady:
     """The same load on a minimal relay: our AMQP client, and a heap instead of a store."""
     place.fresh_inbox()
     lasts = 2 * delays_ms[1] / 1000 + seconds + 5
     order = {"url": place.broker_url, "queue": "delays", "prefetch": 5000, "seconds": lasts}
     with Helper("in_memory", order, "bench.rivals") as relay:
-        return await under_load(place, relay.pid, rate, seconds, delays_ms)
+        return await under_load(place, relay.pid, rate, seconds, delays_ms, header=header)
 
 
 async def under_load(
@@ -151,10 +153,11 @@ async def run(bench: Bench) -> None:
 
 async def _relative(bench: Bench, servers: Servers, what: str) -> None:
     rate, seconds = bench.options.rates[0], bench.options.steady_seconds
-    bench.say(f"{rate:,} messages a second for {seconds} s, {what}")
-    turn = await once(await servers.place(), rate, seconds, _delays(bench), header=RELATIVE_HEADER)
-    for name, share in LATENESS:
-        bench.add(f"{what}, lateness {name}", turn.seen["late"][share], "ms", rate=rate, backlog=0)
+    for name, relay in ((f"{what} without a store", in_memory), (what, once)):
+        bench.say(f"{rate:,} messages a second for {seconds} s, {name}")
+        turn = await relay(await servers.place(), rate, seconds, _delays(bench), header=RELATIVE_HEADER)
+        for share, quantile in LATENESS:
+            bench.add(f"{name}, lateness {share}", turn.seen["late"][quantile], "ms", rate=rate, backlog=0)
 
 
 def _delays(bench: Bench) -> tuple[int, int, int]:
