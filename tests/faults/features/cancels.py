@@ -110,7 +110,8 @@ class Judgement:
     """``lost``: owed, never cancelled, and did not arrive. ``denied``: reported as gone, but did not arrive, without a
     fault. ``delivered``: reported as cancelled, but arrived, without a fault. With one: ``out`` already, and not
     committed; or ``read`` again, because the broker did not get the acknowledgement after the park. ``silent``:
-    requested, but never answered, without a fault."""
+    requested, but never answered, without a fault. ``unsure``: arrived, and a fault cost the answer to its cancel,
+    which may have found its row."""
 
     cancelled: int
     lost: Sequence[int]
@@ -119,6 +120,7 @@ class Judgement:
     silent: Sequence[int]
     out: Sequence[int]
     read: Sequence[int]
+    unsure: Sequence[int] = ()
 
     def assert_kept(self) -> None:
         assert not self.lost, f"{len(self.lost)} lost, such as {self.lost[:5]}"
@@ -137,7 +139,7 @@ def judged(
     account: Account, asked: Collection[int], told: Mapping[int, Sequence[Told]], refused: Collection[int] = ()
 ) -> Judgement:
     """``refused`` are owed no more: native mode has no keys while the store is away."""
-    lost, denied, delivered, silent, out, read = [], [], [], [], [], []
+    lost, denied, delivered, silent, out, read, unsure = [], [], [], [], [], [], []
     cancelled = 0
     for number in range(account.sent):
         answers = told.get(number, ())
@@ -150,7 +152,8 @@ def judged(
                 again = account.readings is not None and account.readings.read(number) > 1
                 (delivered if not excused(account, number, last_ms) else read if again else out).append(number)
         elif arrivals or number in refused or "unknown" in words:
-            continue
+            if arrivals and (number in asked or words) and "gone" not in words:
+                unsure.append(number)
         elif words:
             # A fault may cost the answer to the first reading of a cancel, which took the message out.
             if not excused(account, number, last_ms):
@@ -159,4 +162,4 @@ def judged(
             lost.append(number)
         elif not excused(account, number, float("inf"), RECONNECT_MS):
             silent.append(number)
-    return Judgement(cancelled, lost, denied, delivered, silent, out, read)
+    return Judgement(cancelled, lost, denied, delivered, silent, out, read, unsure)
