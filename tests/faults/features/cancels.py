@@ -152,11 +152,12 @@ def judged(
                 again = account.readings is not None and account.readings.read(number) > 1
                 (delivered if not excused(account, number, last_ms) else read if again else out).append(number)
         elif arrivals or number in refused or "unknown" in words:
-            if arrivals and (number in asked or words) and "gone" not in words:
+            unanswered = "gone" not in words and (number in asked or words)
+            if arrivals and unanswered and excused(account, number, last_ms, RECONNECT_MS):
                 unsure.append(number)
         elif words:
             # A fault may cost the answer to the first reading of a cancel, which took the message out.
-            if not excused(account, number, last_ms):
+            if not excused(account, number, last_ms, RECONNECT_MS):
                 denied.append(number)
         elif number not in asked:
             lost.append(number)
