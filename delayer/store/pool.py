@@ -193,8 +193,9 @@ async def borrow(pool: asyncpg.Pool) -> AsyncIterator[Connection]:
         try:
             yield connection
         except BaseException as error:
-            if isinstance(error, GIVEN_UP) or connection.is_in_transaction():  # Its rollback failed, too.
-                end(connection)
+            with suppress(asyncpg.InterfaceError):  # It has already left the pool.
+                if isinstance(error, GIVEN_UP) or connection.is_in_transaction():  # Its rollback failed, too.
+                    connection.terminate()
             raise
 
 
