@@ -170,6 +170,17 @@ async def test_a_connection_whose_transaction_stays_open_leaves_the_pool(databas
             assert connection.get_server_pid() != first
 
 
+async def test_an_error_after_a_cut_connection_stays_what_it_is(database: str) -> None:
+    """The connection has left its pool by then."""
+    async with opened(database, parkers=1) as store:
+        with pytest.raises(StoreLost, match="no answer"):
+            async with pool.borrow(store.pool) as connection:
+                with suppress(TimeoutError):
+                    async with pool.transaction(connection):
+                        raise TimeoutError
+                raise StoreLost("no answer")
+
+
 async def test_an_inner_transaction_is_undone_alone(database: str) -> None:
     async with sql(database) as connection:
         async with pool.transaction(connection):
