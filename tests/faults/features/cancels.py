@@ -120,7 +120,7 @@ class Judgement:
     silent: Sequence[int]
     out: Sequence[int]
     read: Sequence[int]
-    unsure: Sequence[int] = ()
+    unsure: Sequence[int]
 
     def assert_kept(self) -> None:
         assert not self.lost, f"{len(self.lost)} lost, such as {self.lost[:5]}"
